@@ -1,0 +1,658 @@
+"""Fetch, check and make the token shards that train_gpt.py reads.
+
+    python data/fineweb.py fetch [--shards 9] [--dir DIR]      FineWeb, already tokenised, from the Hugging Face hub
+    python data/fineweb.py verify [--dir DIR]                  every shard of a folder: header, size, every token, SHA-256
+    python data/fineweb.py tokenize INPUT... --out DIR         your own text, JSON lines or parquet -> shards
+
+A shard is a 1024-byte header, 256 little-endian int32 [20240520, 1, token count, 0 ...], then that many little-endian
+uint16 tokens of the GPT-2 BPE, with 50256 before each document. data/README.md says more.
+
+Exit codes: 0 all is well; 2 usage or data, with one line that says what, expected, found and the fix; 130 interrupted.
+Importing does nothing. huggingface_hub, tiktoken and pyarrow are imported only where they are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import errno
+import fcntl
+import gzip
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Iterable, Iterator
+
+import numpy as np
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_INTS = 256
+HEADER_BYTES = HEADER_INTS * 4
+VOCAB_SIZE = 50257  # GPT-2: 50256 byte pairs and one special token
+BOS = 50256  # <|endoftext|>, used as the first token of a document
+
+DATASET = "kjj0/fineweb10B-gpt2"
+TRAIN_SHARDS = 103  # of about 100 M tokens (200 MB) each
+DEFAULT_FOLDER = Path(__file__).resolve().parent / "fineweb10B"
+SUMS = "SHA256SUMS"  # in the format of sha256sum, so that `sha256sum -c SHA256SUMS` works too
+
+
+class DataError(Exception):
+    """One line for the person at the terminal: what is wrong, what was expected and found, how to fix it."""
+
+    def __init__(self, what, expected, found, fix):
+        super().__init__(f"{what}: expected {expected}, found {found}; fix: {fix}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def shard_header(tokens: int) -> bytes:
+    """The 1024 bytes in front of `tokens` tokens."""
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = MAGIC, VERSION, tokens
+    return header.tobytes()
+
+
+def read_header(path: Path) -> int:
+    """Token count of a shard whose header and size agree. Nothing is allocated by what the header claims.
+
+    Raises DataError for a short file, another magic number or version, or a size that is not 1024 + 2 * count bytes.
+    """
+    again = f"delete {path} and fetch or tokenize it again"
+    with open(path, "rb") as file:
+        raw = file.read(HEADER_BYTES)
+        size = os.fstat(file.fileno()).st_size
+    if len(raw) < HEADER_BYTES:
+        raise DataError(f"{path} header", f"{HEADER_BYTES} bytes", f"{len(raw)}", again)
+    magic, version, tokens = (int(word) for word in np.frombuffer(raw, dtype="<i4", count=3))
+    if magic != MAGIC:
+        raise DataError(f"{path} magic number", MAGIC, magic, "this is not a token shard; remove it from the folder")
+    if version != VERSION:
+        raise DataError(f"{path} version", VERSION, version, "tokenize the text again with this repository's tool")
+    if tokens < 1 or size != HEADER_BYTES + 2 * tokens:
+        expected = f"{HEADER_BYTES + 2 * tokens:,} bytes for {tokens:,} tokens" if tokens > 0 else "a token count above 0"
+        raise DataError(f"{path} size", expected, f"{size:,} bytes" if tokens > 0 else tokens, again)
+    return tokens
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What reading a whole shard has shown."""
+
+    tokens: int
+    documents: int  # = number of 50256s
+    sha256: str
+
+
+def scan_shard(path: Path) -> Shard:
+    """Reads all of a shard once, 16 MiB at a time, and returns what is in it.
+
+    Raises DataError where read_header does, for a token id that GPT-2 does not have, and for a shard without a document
+    start. A shard may begin in the middle of a document, as FineWeb's do: its publisher cut them at a fixed length.
+    """
+    tokens = read_header(path)
+    digest, documents, position = hashlib.sha256(), 0, 0
+    with open(path, "rb") as file:
+        digest.update(file.read(HEADER_BYTES))
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+            ids = np.frombuffer(chunk, dtype="<u2")
+            if ids.max() >= VOCAB_SIZE:
+                worst = int(np.argmax(ids >= VOCAB_SIZE))
+                found = f"{ids[worst]} at position {position + worst:,}"
+                raise DataError(f"{path} token id", f"below {VOCAB_SIZE}", found, "tokenize with the GPT-2 BPE")
+            documents += int(np.count_nonzero(ids == BOS))
+            position += len(ids)
+    if not documents:
+        raise DataError(f"{path} documents", f"token {BOS} before each", "none", "tokenize the text again with this tool")
+    return Shard(tokens, documents, digest.hexdigest())
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """{file name: SHA-256} as written beside the shards; empty where there is no such file."""
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return {}
+    return {match[2]: match[1] for line in lines if (match := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line))}
+
+
+def write_sums(folder: Path, sums: dict[str, str]) -> None:
+    part = folder / f"{SUMS}.part"
+    part.write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)), encoding="utf-8")
+    part.replace(folder / SUMS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fetch
+#
+# huggingface_hub finds the file, follows redirects, retries and continues a broken stream, but what it downloads goes
+# to a file that it deletes when the process ends (hf_hub_download of 1.33 and 2.4: no resume across runs). So we hand
+# its http_get a file of our own, NAME.part, which stays. A stale or damaged .part cannot hurt: the SHA-256 decides.
+
+
+@contextlib.contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """Turns what huggingface_hub and the disk raise into a DataError."""
+    # HTTPError is the base of the HTTP client's errors (httpx or httpx2, by version); the hub's own ones are OSErrors.
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    again = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE, then run the same command: it resumes"
+    try:
+        yield
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        fix = f"{DATASET} or HF_ENDPOINT is wrong, or the file has gone" if status in (401, 404) else again
+        raise DataError(f"{name} on the hub", "HTTP 200", f"HTTP {status} from {error.response.url}", fix) from error
+    except (HTTPError, OSError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            fix = "free some space and run the same command: it resumes"
+            raise DataError(f"disk space for {name}", "enough", "disk full", fix) from error
+        if getattr(error, "filename", None):  # the local folder, not the hub: main says it better
+            raise
+        reason = (str(error).splitlines() or [""])[0]
+        raise DataError(f"{name} on the hub", "an answer", f"{type(error).__name__} ({reason})", again) from error
+
+
+def find_on_hub(name: str) -> tuple[str, int, str]:
+    """(address, bytes, SHA-256) of a shard: one HEAD request. For a large file the hub's entity tag is its SHA-256."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(DATASET, name, repo_type="dataset")
+    with hub_errors(name):
+        # token=False: the data set is public, and an expired token would be refused where none is needed
+        metadata = get_hf_file_metadata(url, token=False)
+    if not re.fullmatch(r"[0-9a-f]{64}", metadata.etag or "") or not metadata.size:
+        found = f"etag {metadata.etag}, size {metadata.size}"
+        raise DataError(f"{name} on the hub", "a SHA-256 and a size", found, "unset HF_ENDPOINT, or use another mirror")
+    return url, metadata.size, metadata.etag
+
+
+def download(part: Path, name: str, url: str, size: int, sha256: str) -> None:
+    """Fills `part` until its SHA-256 is right: continues what an earlier run left, and starts over once if that was bad.
+
+    Raises DataError when the disk is too small, the network fails (then `part` stays, for the next run) or the complete
+    file has another hash (then `part` is deleted).
+    """
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    headers = build_hf_headers(token=False) | {"Accept-Encoding": "identity"}  # byte ranges count uncompressed bytes
+    while True:
+        with hub_errors(name), open(part, "ab") as file:
+            lock(file, name)
+            have = file.tell() if file.tell() <= size else 0
+            file.truncate(have)
+            free = shutil.disk_usage(part.parent).free
+            if free < size - have:
+                fix = f"free some space or choose another --dir than {part.parent}"
+                raise DataError(f"disk space for {name}", f"{size - have:,} bytes", f"{free:,} free", fix)
+            http_get(url, file, resume_size=have, headers=headers, expected_size=size, displayed_filename=name)
+            file.flush()
+            os.fsync(file.fileno())
+        found = sha256_of(part)
+        if found == sha256:
+            return
+        part.unlink()
+        if not have:
+            fix = "run the same command again; if it stays, the mirror or a proxy changes the file"
+            raise DataError(f"{name} SHA-256", sha256, found, fix)
+        print(f"{name}: the part left by an earlier run does not fit, starting over")
+
+
+def lock(file: BinaryIO, name: str) -> None:
+    """Keeps two fetches from appending to one file. A file system without locks is let through: the hash decides."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fix = "wait for it, or stop it"
+        raise DataError(f"{name} download", "one at a time", "another fetch in the same folder", fix) from None
+    except OSError:
+        pass
+
+
+def fetch(folder: Path, shards: int) -> None:
+    """Makes `folder` hold the validation shard and the first `shards` training shards of FineWeb, verified.
+
+    A file whose SHA-256 is already right is left alone; where SHA256SUMS knows it, without asking the network.
+    Raises DataError; what was finished before stays, and a shard has its final name only when everything is right.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    sums, tokens = read_sums(folder), 0
+    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
+    for name in names:
+        path = folder / name
+        here = sha256_of(path) if path.exists() else None
+        if here and here == sums.get(name):
+            print(f"{name}: already here, SHA-256 right")
+        else:
+            url, size, sha256 = find_on_hub(name)
+            if here == sha256:
+                print(f"{name}: already here, SHA-256 as on the hub")
+            else:
+                why = "another SHA-256 than on the hub, " if here else ""
+                print(f"{name}: {why}fetching {size:,} bytes", flush=True)
+                part = folder / f"{name}.part"
+                download(part, name, url, size, sha256)
+                read_header(part)
+                part.replace(path)
+            sums[name] = sha256
+            write_sums(folder, sums)
+        tokens += read_header(path)
+    print(f"{len(names)} shards, {tokens:,} tokens in {folder}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify
+
+
+def verify(folder: Path) -> None:
+    """Checks every *.bin in `folder`, one line each, against its header, the vocabulary and, where present, SHA256SUMS.
+
+    Raises DataError at the end when any shard was bad, so that every shard is reported.
+    """
+    paths = sorted(folder.glob("*.bin"))
+    if not paths:
+        raise DataError(f"shards in {folder}", "*.bin files", "none", "python data/fineweb.py fetch, or tokenize, first")
+    sums, tokens, bad = read_sums(folder), 0, 0
+    for path in paths:
+        try:
+            shard = scan_shard(path)
+            if sums.get(path.name, shard.sha256) != shard.sha256:
+                fix = f"fetch it again, or remove its line from {SUMS} if you changed it on purpose"
+                raise DataError(f"{path} SHA-256", f"{sums[path.name]} as in {SUMS}", shard.sha256, fix)
+        except DataError as error:
+            bad += 1
+            print(f"error: {error}", flush=True)
+            continue
+        tokens += shard.tokens
+        print(f"{path.name}  {shard.tokens:,} tokens  {shard.documents:,} documents  sha256 {shard.sha256}", flush=True)
+    print(f"{len(paths) - bad} of {len(paths)} shards good, {tokens:,} tokens")
+    if bad:
+        raise DataError(f"{folder}", "only good shards", f"{bad} bad", "see the lines above")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenize: documents in
+
+
+def read_documents(paths: Iterable[Path], separator: str | None, key: str) -> Iterator[str]:
+    """The documents of the input files in order. What a file holds follows from its name:
+
+    *.jsonl, *.ndjson (also .gz): one JSON object a line, the text under `key`; *.parquet: the column `key`; all else (also
+    .gz): UTF-8 text, one document, or several with a line equal to `separator` between them.
+    """
+    for path in paths:
+        suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+        kind = suffixes[-1] if suffixes else ""
+        try:
+            if kind == ".parquet":
+                yield from read_parquet(path, key)
+                continue
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+                yield from read_json_lines(file, path, key) if kind in (".jsonl", ".ndjson") else read_text(file, separator)
+        except UnicodeDecodeError as error:
+            found = f"byte 0x{error.object[error.start]:02x}"
+            raise DataError(f"{path}", "UTF-8 text", found, "convert it first, for example with iconv") from None
+        except (gzip.BadGzipFile, EOFError) as error:
+            raise DataError(f"{path}", "a complete gzip file", error, "compress or copy it again") from None
+
+
+def read_text(lines: Iterable[str], separator: str | None) -> Iterator[str]:
+    """Documents without the empty lines around them: those belong to the file, not to the text."""
+    document: list[str] = []
+    for line in lines:
+        if separator is not None and line.rstrip("\n") == separator:
+            yield "".join(document).strip("\n")
+            document = []
+        else:
+            document.append(line)
+    yield "".join(document).strip("\n")
+
+
+def read_json_lines(lines: Iterable[str], path: Path, key: str) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[key]
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            found = f"{type(error).__name__} ({error})"
+            expected = f'an object with the text under "{key}"'
+            fix = "correct the line, or name the key with --key"
+            raise DataError(f"{path} line {number}", expected, found, fix) from None
+        if not isinstance(text, str):
+            raise DataError(f"{path} line {number}", f'text under "{key}"', type(text).__name__, "name another --key")
+        yield text
+
+
+def read_parquet(path: Path, key: str) -> Iterator[str]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise DataError(f"{path}", "pyarrow, to read parquet", "not installed", "pip install pyarrow") from None
+    try:
+        with parquet.ParquetFile(path) as table:
+            if key not in table.schema_arrow.names:
+                found = ", ".join(table.schema_arrow.names)
+                raise DataError(f"{path}", f'a column "{key}"', found, "name the column with --key")
+            for batch in table.iter_batches(batch_size=1024, columns=[key]):
+                for text in batch.column(0).to_pylist():
+                    if not isinstance(text, str | None):
+                        fix = "name another column with --key"
+                        raise DataError(f"{path}", f'text in column "{key}"', type(text).__name__, fix)
+                    yield text or ""
+    except ArrowException as error:
+        raise DataError(f"{path}", "a parquet file", str(error).splitlines()[0], "write or copy it again") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenize: text to tokens, in several processes
+
+encode = None  # text -> list of token ids; set once in each process by start_encoder
+
+
+def load_encoding(spec: str):
+    """tiktoken's "gpt2", or an encoding with GPT-2's word pattern and the merge ranks of the file `spec`.
+
+    A ranks file has a line "<base64 of the bytes> <rank>" for each token, as tiktoken's *.tiktoken files do.
+    """
+    import tiktoken
+
+    if spec == "gpt2":
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except OSError as error:
+            fix = "set TIKTOKEN_CACHE_DIR to a folder that has it, or give a ranks file with --encoding"
+            raise DataError("GPT-2 vocabulary", "a download by tiktoken", type(error).__name__, fix) from error
+    from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's pattern under the name of its successor's
+
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(Path(spec).read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            fix = "give a *.tiktoken file"
+            raise DataError(f"{spec} line {number}", "base64 and a rank", repr(line[:40]), fix) from None
+    if any(bytes([byte]) not in ranks for byte in range(256)) or not all(0 <= rank < BOS for rank in ranks.values()):
+        found = f"{len(ranks)} tokens, highest rank {max(ranks.values(), default=None)}"
+        raise DataError(spec, f"all 256 bytes, ranks 0 to {BOS - 1}", found, "use ranks of the GPT-2 kind")
+    return tiktoken.Encoding("ranks", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": BOS})
+
+
+def start_encoder(spec: str) -> None:
+    global encode
+    encode = load_encoding(spec).encode_ordinary  # "<|endoftext|>" inside a text is text, never a document boundary
+
+
+def encode_batch(texts: list[str]) -> list[np.ndarray]:
+    """uint16 tokens of each document, 50256 first."""
+    return [np.array([BOS, *encode(text)], dtype="<u2") for text in texts]
+
+
+def make_batches(documents: Iterable[str], characters: int = 1 << 18) -> Iterator[list[str]]:
+    """Lists of documents, large enough that passing them between processes costs little. Blank documents are left out."""
+    batch, size = [], 0
+    for text in documents:
+        if not text.strip():
+            continue
+        batch.append(text)
+        size += len(text)
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def serve(pipe, spec: str) -> None:
+    """A worker process: batches in, tokens out, until the parent closes the pipe or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    start_encoder(spec)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            pipe.send(encode_batch(pipe.recv()))
+
+
+@contextlib.contextmanager
+def worker_errors() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError):
+        fix = "use fewer --procs, or split very long documents"
+        raise DataError("tokenizer process", "an answer", "killed, perhaps out of memory", fix) from None
+
+
+def encode_documents(documents: Iterable[str], spec: str, processes: int) -> Iterator[np.ndarray]:
+    """Tokens of every document in input order, whatever the number of processes.
+
+    Each worker has a pipe and at most one batch, and is asked in turn: memory stays bounded (Pool.imap would read all of
+    the input ahead), a killed worker is an end of file (a Pool would wait for it), and Ctrl-C meets no helper thread.
+    """
+    start_encoder(spec)  # with several processes only for its errors, which are readable here
+    if processes == 1:
+        for batch in make_batches(documents):
+            yield from encode_batch(batch)
+        return
+    spawn = multiprocessing.get_context("spawn")  # the same on every Python and platform, and safe beside threads
+    idle, busy, workers = deque(), deque(), []
+    try:
+        for _ in range(processes):
+            ours, theirs = spawn.Pipe()
+            workers.append(spawn.Process(target=serve, args=(theirs, spec), daemon=True))
+            workers[-1].start()
+            theirs.close()
+            idle.append(ours)
+        for batch in make_batches(documents):
+            with worker_errors():
+                pipe, done = (idle.popleft(), []) if idle else (busy[0], busy.popleft().recv())
+                pipe.send(batch)
+            busy.append(pipe)
+            yield from done
+        while busy:
+            with worker_errors():
+                done = busy.popleft().recv()
+            yield from done
+    finally:
+        for worker in workers:
+            worker.terminate()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenize: tokens out
+
+
+class ShardWriter:
+    """Cuts a stream of documents into NAME_val_000000.bin and NAME_train_000001.bin, 000002 ...
+
+    Documents stay whole: the validation shard ends with the document that brings it to `val_tokens`, so that its first
+    `val_tokens` tokens exist and no training document begins in it; a training shard ends before `shard_tokens` would be
+    passed. Everything is written as *.part; finish() gives all files their names, abort() deletes them.
+    """
+
+    def __init__(self, folder: Path, name: str, val_tokens: int, shard_tokens: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        old = sorted(path.name for kind in ("train", "val") for path in folder.glob(f"{name}_{kind}_*.bin"))
+        if old:
+            fix = "delete them, or give another --name or --out"
+            raise DataError(f"{folder}", f"no shards named {name}", old[0], fix)
+        self.folder, self.name, self.val_tokens, self.shard_tokens = folder, name, val_tokens, shard_tokens
+        self.finished: list[tuple[Path, int]] = []  # (final path, tokens)
+        self.file: BinaryIO | None = None
+        self.tokens = 0  # in the open shard
+        self.train = 0  # number of the open training shard; 0 = validation
+
+    def path(self) -> Path:
+        return self.folder / f"{self.name}_{'train' if self.train else 'val'}_{self.train:06d}.bin"
+
+    def add(self, document: np.ndarray) -> None:
+        if self.train == 0:
+            full = self.tokens >= self.val_tokens
+        else:
+            full = self.tokens > 0 and self.tokens + len(document) > self.shard_tokens
+        if full:
+            self.close_shard()
+            self.train += 1
+        if self.file is None:
+            self.file = open(f"{self.path()}.part", "wb")
+            self.file.write(shard_header(0))
+        self.file.write(document.tobytes())
+        self.tokens += len(document)
+
+    def close_shard(self) -> None:
+        if self.file is None:
+            return
+        if self.tokens > np.iinfo(np.int32).max:
+            raise DataError(f"{self.path()}", "at most 2^31 - 1 tokens", f"{self.tokens:,}", "split very long documents")
+        self.file.seek(0)
+        self.file.write(shard_header(self.tokens))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        print(f"{self.path().name}  {self.tokens:,} tokens", flush=True)
+        self.finished.append((self.path(), self.tokens))
+        self.file, self.tokens = None, 0
+
+    def finish(self) -> None:
+        self.close_shard()
+        if self.train == 0:
+            found = f"{sum(tokens for _, tokens in self.finished):,} in all"
+            expected = f"more than the {self.val_tokens:,} for validation"
+            raise DataError("tokens in the input", expected, found, "give more text or a smaller --val-tokens")
+        for path, _ in self.finished:
+            os.replace(f"{path}.part", path)
+
+    def abort(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            Path(f"{self.path()}.part").unlink(missing_ok=True)
+        for path, _ in self.finished:
+            Path(f"{path}.part").unlink(missing_ok=True)
+
+
+def tokenize(
+    inputs: list[Path],
+    folder: Path,
+    name: str = "text",
+    val_tokens: int = 10_485_760,
+    shard_tokens: int = 100_000_000,
+    encoding: str = "gpt2",
+    processes: int = 1,
+    separator: str | None = None,
+    key: str = "text",
+) -> list[Path]:
+    """Writes the documents of `inputs` as shards into `folder`, in input order, and returns the shards' paths.
+
+    The bytes written depend on the inputs, the encoding and the two sizes only. Raises DataError, OSError; on any error
+    or interruption no new file is left under a final name.
+    """
+    for path in inputs:
+        if not path.is_file():
+            raise DataError(f"{path}", "a file", "a folder" if path.is_dir() else "nothing there", "check the path")
+    writer = ShardWriter(folder, name, val_tokens, shard_tokens)
+    stream = encode_documents(read_documents(inputs, separator, key), encoding, processes)
+    try:
+        with contextlib.closing(stream):
+            for document in stream:
+                writer.add(document)
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+    print(f"{len(writer.finished)} shards, {sum(tokens for _, tokens in writer.finished):,} tokens in {folder}")
+    return [path for path, _ in writer.finished]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def whole_number(low: int, high: int | None = None):
+    """An argparse type: 10, 10_000 or 10,000, between `low` and `high`."""
+
+    def parse(text: str) -> int:
+        number = int(text.replace(",", "").replace("_", ""))
+        if number < low or (high is not None and number > high):
+            raise argparse.ArgumentTypeError(f"{number}: expected {low} {f'to {high}' if high is not None else 'or more'}")
+        return number
+
+    parse.__name__ = "whole number"  # argparse names the type in its error
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    fetching = commands.add_parser("fetch", help="download FineWeb shards; run it again to resume")
+    shards = whole_number(0, TRAIN_SHARDS)
+    fetching.add_argument("--shards", type=shards, default=9, help="training shards (default 9 = 900 M tokens)")
+    verifying = commands.add_parser("verify", help="check every shard of a folder")
+    for command in fetching, verifying:
+        command.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="folder of the shards (default %(default)s)")
+
+    making = commands.add_parser("tokenize", help="make shards of your own text")
+    add, count = making.add_argument, whole_number(0)
+    add("inputs", nargs="+", type=Path, metavar="INPUT", help="text, *.jsonl (both also .gz) or *.parquet")
+    add("--out", required=True, type=Path, metavar="DIR", help="folder for the shards")
+    add("--name", default="text", help="files are NAME_val_000000.bin, NAME_train_000001.bin ... (default text)")
+    add("--val-tokens", type=count, default=10_485_760, help="first tokens, for validation (default 10,485,760)")
+    size = whole_number(1, 2**31 - 1)
+    add("--shard-tokens", type=size, default=100_000_000, help="most tokens in a shard (default 100,000,000)")
+    add("--encoding", default="gpt2", help="gpt2, or a *.tiktoken ranks file (default gpt2)")
+    cores = len(os.sched_getaffinity(0))
+    add("--procs", type=whole_number(1), default=cores, help="processes (default: one a core)")
+    add("--separator", metavar="LINE", help="line between documents in text files, as --separator=--- (default: none)")
+    add("--key", default="text", help="JSON key or parquet column of the text (default text)")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.command == "fetch":
+            fetch(arguments.dir, arguments.shards)
+        elif arguments.command == "verify":
+            verify(arguments.dir)
+        else:
+            tokenize(
+                arguments.inputs, arguments.out, arguments.name, arguments.val_tokens, arguments.shard_tokens,
+                arguments.encoding, arguments.procs, arguments.separator, arguments.key,
+            )  # fmt: skip
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"error: {error.name}: expected it installed; fix: pip install -r requirements.txt", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        fix = "check the path, its permissions and the free space"
+        print(f"error: {where}{error.strerror or error}; fix: {fix}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: no unfinished shard has a final name; run the same command again", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

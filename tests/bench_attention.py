@@ -1,0 +1,277 @@
+"""Windowed document attention on one GPU: times, errors, and the sweep that chose the tiles in train_gpt.attention_tiles.
+
+    python tests/bench_attention.py                 times and errors of the fixed tiles, beside torch's varlen_attn and FlashAttention-3
+    python tests/bench_attention.py --sweep         also times every tile of TILES on every cell and ranks them
+    python tests/bench_attention.py --cpu-dry-run   both, at toy sizes in Triton's interpreter: proves that the script runs
+
+Times are microseconds, medians over replays of a CUDA graph of several calls (operands of a big cell exceed the L2, so calls do not warm it
+for each other); `back` is delta plus all three gradients. Width 128, 6 heads, normalised q and k, scale 0.12.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+if "--cpu-dry-run" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import torch.nn.functional as F
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import train_gpt as tg
+
+SCALE = 0.12
+# tokens, cap of the documents' lengths (or all of one length), window, FlashAttention-3 forward / backward as measured on an H200
+CELLS = [
+    (16384, "896", 128, 68, 147), (16384, "896", 384, 68, 173), (16384, "896", 768, 68, 196),
+    (32768, "<2048", 384, 114, 338), (32768, "<2048", 896, 131, 419),
+    (49152, "<2048", 128, 117, 404), (49152, "<2048", 384, 148, 482), (49152, "<2048", 640, 162, 514),
+    (49152, "<2048", 768, 168, 532), (49152, "<2048", 1408, 170, 554),
+]  # fmt: skip
+DRY_CELLS = [(96, "40", 20, 1, 1), (150, "<64", 50, 1, 1)]
+
+
+def tiles(text):
+    """"64x64w4s2 128x64w8s2r128": own x step, warps, stages, cap of the registers; each with and without masks at edges only."""
+    found = []
+    for word in text.split():
+        shape, rest = word.split("w")
+        own, step = map(int, shape.split("x"))
+        warps, rest = rest.split("s")
+        stages, _, registers = rest.partition("r")
+        for edges in (False, True):
+            found.append(tg.Tile(own, step, int(warps), int(stages), edges, True, int(registers) if registers else None))
+    return found
+
+
+def without_tma(found):
+    return [tile._replace(tma=False) for tile in found]
+
+
+# Compiled for sm_90 at width 128 (Triton 3.6.0 and 3.7.1) none of these spills more than 32 bytes, but for dkv and both at 64x64 without
+# descriptors (about 100). Left out because they spill hundreds: 64x128w4 and 128x128w8 for dkv, 128x64w4 everywhere.
+POINTERS = "64x64w4s2 64x32w4s2"
+TILES = {
+    "forward": tiles("64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s1r128 128x64w8s2r128 128x64w8s2 128x64w8s3")
+    + tiles("128x32w8s2 128x128w8s2") + without_tma(tiles(POINTERS + " 128x64w8s2")),
+    "dkv": tiles("64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2 128x32w8s3") + without_tma(tiles(POINTERS)),
+    "dq": tiles("64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2r128 128x128w8s2") + without_tma(tiles(POINTERS)),
+    "both": tiles("64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2") + without_tma(tiles(POINTERS)),
+}  # fmt: skip
+DRY_TILES = {name: tiles("32x32w4s2") + without_tma(tiles("16x32w4s2")) for name in TILES}
+
+
+def tile_name(tile):
+    flags = ("e" if tile.edges else "") + ("t" if tile.tma else "")
+    return f"{tile.own}x{tile.step}w{tile.warps}s{tile.stages}{f'r{tile.registers}' if tile.registers else ''}{flags}"
+
+
+def boundaries(tokens, documents, device):
+    """cu_seqlens of documents of one length, or log-normal (median 391, mean 570, at least 32, at most the cap), padded to a fixed size."""
+    generator = torch.Generator().manual_seed(tokens)
+    cap = int(documents.lstrip("<"))
+    lengths = torch.full((tokens // 32 + 1,), float(cap))
+    if documents.startswith("<"):
+        spread = (2 * torch.tensor(570 / 391).log()).sqrt()
+        lengths = (torch.randn(len(lengths), generator=generator) * spread + torch.tensor(391.0).log()).exp().clamp(32, cap)
+    ends = lengths.long().cumsum(0).clamp(max=tokens)
+    count = int((ends < tokens).sum()) + 1
+    return torch.cat([torch.zeros(1), ends[: count + 8]]).to(device, torch.int32), count, int(min(cap, tokens))
+
+
+class Cell:
+    """Operands of one cell, and calls that run one pass of it with a given tile."""
+
+    def __init__(self, tokens, documents, window, device, heads=6, width=128):
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16  # the interpreter's bf16 products are wrong
+        normal = lambda: torch.randn(tokens, heads, width, generator=generator, device=device)
+        self.q, self.k = (F.rms_norm(normal(), (width,)).to(dtype) for _ in range(2))
+        self.v, self.dout = normal().to(dtype), normal().to(dtype)
+        self.cu_seqlens, self.documents, self.longest = boundaries(tokens, documents, device)
+        self.tokens, self.window, self.device = tokens, window, device
+        self.ranges = tg.visible_range(self.cu_seqlens, window, tokens)
+        self.out, self.lse = tg.attention_forward(self.q, self.k, self.v, self.ranges[0], SCALE, tg.Tile(64, 32, 4, 2))
+        self.delta = tg.attention_delta(self.out, self.dout)
+        self.gradients = tuple(torch.empty_like(x) for x in (self.q, self.k, self.v))
+
+    def call(self, name, tile, bounded=False):
+        if name == "forward":
+            return lambda: tg.attention_forward(self.q, self.k, self.v, self.ranges[0], SCALE, tile, bounded)
+        shared = (self.q, self.k, self.v, self.dout, self.lse, self.delta, *self.ranges, SCALE)
+        return lambda: tg.attention_gradients(*shared, tile, name, self.gradients)
+
+    def backward(self, chosen):
+        """The whole backward with the given AttentionTiles, as PackedAttention runs it."""
+        passes = [("both", chosen.dkv)] if chosen.dq is None else [("dkv", chosen.dkv), ("dq", chosen.dq)]
+        calls = [lambda: tg.attention_delta(self.out, self.dout), *(self.call(name, tile) for name, tile in passes)]
+        return lambda: [call() for call in calls]
+
+    def leaves(self, dtype=None):
+        return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.q, self.k, self.v)]
+
+
+def microseconds(call, device, calls=6, replays=7):
+    """Median time of one call. The first, untimed call compiles."""
+    call()
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) for a, b in zip(events, events[1:])) * 1e3 / calls
+
+
+def varlen(cell):
+    """torch's varlen_attn as (forward, backward) calls, or None where it is missing. Its times include autograd's launches."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        leaves = cell.leaves()
+        ends = cell.cu_seqlens[: cell.documents + 1].clone()
+        attend = lambda: varlen_attn(*leaves, ends, ends, cell.longest, cell.longest, scale=SCALE, window_size=(cell.window, 0))
+        out = attend()
+        back = lambda: torch.autograd.grad(out, leaves, cell.dout, retain_graph=True)
+        back()
+        return attend, back
+    except (ImportError, RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
+def eager_microseconds(call, device, repeats=20):
+    """Like `microseconds`, without a graph: for calls that are long beside their launch."""
+    if device == "cpu":
+        return microseconds(call, device)
+    for _ in range(5):
+        call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) for a, b in zip(events, events[1:])) * 1e3
+
+
+def errors(cell, rival):
+    """Relative RMS errors of out, dq, dk, dv against float64, of ours and of the rival."""
+    exact_leaves = cell.leaves(torch.float64)
+    exact = tg.attention_reference(*exact_leaves, cell.cu_seqlens, cell.window, SCALE)
+    exact = (exact.detach(), *torch.autograd.grad(exact, exact_leaves, cell.dout.double()))
+    leaves = cell.leaves()
+    out = tg.attention(*leaves, None, None, SCALE, ranges=cell.ranges)
+    rows = {"ours": (out.detach(), *torch.autograd.grad(out, leaves, cell.dout))}
+    if rival:
+        rows["varlen_attn"] = (rival[0]().detach(), *rival[1]())
+    relative = lambda x, y: float((x.double() - y).norm() / y.norm())
+    return {name: [relative(x, y) for x, y in zip(row, exact, strict=True)] for name, row in rows.items()}
+
+
+def compile_one(name, tile):
+    """In a process of its own: compiles one tile into Triton's cache on disk, and says what failed."""
+    try:
+        cell = Cell(1024, "<512", 128, "cuda")
+        cell.call(name, tile)()
+        torch.cuda.synchronize()
+    except Exception as error:  # e.g. too much shared memory: the tile is left out
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
+
+
+def compile_all(table, workers):
+    """Compiles all tiles in parallel; returns the table without those that failed."""
+    start = time.perf_counter()
+    jobs = [(name, tile) for name, found in table.items() for tile in found]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        failures = list(pool.map(compile_one, *zip(*jobs)))
+    for (name, tile), failure in zip(jobs, failures):
+        if failure:
+            print(f"left out: {name} {tile_name(tile)}: {failure}")
+    print(f"compiled {len(jobs)} kernels in {time.perf_counter() - start:.0f} s with {workers} processes", flush=True)
+    good = {job for job, failure in zip(jobs, failures) if not failure}
+    return {name: [tile for tile in found if (name, tile) in good] for name, found in table.items()}
+
+
+def report_fixed(cells, device):
+    print("fixed tiles:", {k: tile_name(v) if v else v for k, v in tg.attention_tiles(128)._asdict().items()})
+    print("tokens docs window | forward: ours  varlen  FA3  ours/FA3 | back: ours (delta)  varlen  FA3  ours/FA3 | bounded forward")
+    for tokens, documents, window, flash_forward, flash_back in cells:
+        cell, chosen = Cell(tokens, documents, window, device), tg.attention_tiles(128)
+        rival = varlen(cell)
+        forward, bounded = (microseconds(cell.call("forward", chosen.forward, flag), device) for flag in (False, True))
+        back = microseconds(cell.backward(chosen), device)
+        delta = microseconds(lambda: tg.attention_delta(cell.out, cell.dout), device)
+        rival_times = [eager_microseconds(call, device) for call in rival] if rival else [float("nan")] * 2
+        columns = f"{forward:7.1f} {rival_times[0]:7.1f} {flash_forward:4d} {forward / flash_forward:6.2f} | "
+        columns += f"{back:7.1f} ({delta:4.1f}) {rival_times[1]:7.1f} {flash_back:4d} {back / flash_back:6.2f} | {bounded:7.1f}"
+        print(f"{tokens:6d} {cell.documents:3d} {window:5d} | {columns}", flush=True)
+
+
+def report_errors(cells, device):
+    print("relative RMS error against float64    out      dq      dk      dv")
+    last_of_each_size = {tokens: (tokens, documents, window) for tokens, documents, window, *_ in cells}
+    for arguments in last_of_each_size.values():
+        cell = Cell(*arguments, device)
+        for name, row in errors(cell, varlen(cell)).items():
+            print(f"{arguments[0]:6d} window {arguments[2]:5d} {name:>12}   " + " ".join(f"{x:.1e}" for x in row), flush=True)
+
+
+def sweep(cells, table, device):
+    """Times every tile on every cell; prints the best three a cell, then the best by geometric mean over the cells."""
+    logs = {(name, tile): 0.0 for name, found in table.items() for tile in found}
+    for tokens, documents, window, *_ in cells:
+        cell = Cell(tokens, documents, window, device)
+        print(f"{tokens} tokens, window {window}")
+        for name, found in table.items():
+            times = {tile: microseconds(cell.call(name, tile), device, calls=4, replays=5) for tile in found}
+            for tile, value in times.items():
+                logs[name, tile] += torch.tensor(value).log().item() / len(cells)
+            best = sorted(times, key=times.get)[:3]
+            print(f"  {name:8}" + " | ".join(f"{tile_name(tile)} {times[tile]:.1f}" for tile in best), flush=True)
+    print("geometric mean over the cells, us")
+    best_of = {}
+    for name, found in table.items():
+        mean = {tile: torch.tensor(logs[name, tile]).exp().item() for tile in found}
+        best = sorted(mean, key=mean.get)[:6]
+        best_of[name] = mean[best[0]]
+        print(f"  {name:8}" + " | ".join(f"{tile_name(tile)} {mean[tile]:.1f}" for tile in best))
+    separate = best_of["dkv"] + best_of["dq"]
+    print(f"backward without delta: separate launches {separate:.1f}, one launch {best_of['both']:.1f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="time every tile of TILES")
+    parser.add_argument("--cpu-dry-run", action="store_true", help="toy sizes in Triton's interpreter")
+    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
+    arguments = parser.parse_args()
+    device, cells, table = ("cpu", DRY_CELLS, DRY_TILES) if arguments.cpu_dry_run else ("cuda", CELLS, TILES)
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("bench_attention: needs a CUDA GPU, found none; try --cpu-dry-run")
+    print(torch.__version__, tg.triton.__version__, torch.cuda.get_device_name() if device == "cuda" else "interpreter", flush=True)
+    report_fixed(cells, device)
+    report_errors(cells, device)
+    if arguments.sweep or arguments.cpu_dry_run:
+        sweep(cells, compile_all(table, arguments.workers) if device == "cuda" else table, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Time and accuracy of orthogonalisation on a CUDA GPU; not a test.
+
+    python tests/bench_orthogonalize.py                 every recipe, next to torch.bmm / baddbmm, and polar errors
+    python tests/bench_orthogonalize.py --sweep         each kernel with every tile candidate, next to torch.bmm
+    python tests/bench_orthogonalize.py --compile       with the two scaling helpers compiled by torch.compile
+    python tests/bench_orthogonalize.py --cpu-dry-run   tiny sizes in Triton's interpreter: only proves that it runs
+
+Times are medians of CUDA events around replayed CUDA graphs, so no launch overhead is in them; "eager" has it. TFLOP/s
+count what the algorithm needs: 3 n^2 m + n^3 flops a step and matrix (n <= m), symmetric products at half.
+"""
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+for flag in ("--sweep", "--compile", "--cpu-dry-run"):
+    parser.add_argument(flag, action="store_true")
+args = parser.parse_args()
+if args.cpu_dry_run:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+import train_gpt as tg
+
+DRY = args.cpu_dry_run
+DEVICE = "cpu" if DRY else "cuda"
+DTYPE = torch.float32 if DRY else torch.bfloat16  # the interpreter's tl.dot is wrong in bf16
+BATCHES = [(2, 24, 24), (1, 40, 24), (2, 8, 24)] if DRY else [(40, 768, 768), (22, 3072, 768), (60, 256, 768)]
+RANKS = (1, 8) if DRY else (1, 4, 8)
+SYMMETRIC_TILES = [(128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 128, 8, 3), (64, 64, 64, 4, 4),
+                   (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (64, 64, 128, 4, 4)]  # fmt: skip
+PRODUCT_TILES = SYMMETRIC_TILES[:4] + [(64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3),
+                                       (64, 256, 64, 4, 3)]  # fmt: skip
+
+
+def graphed(function):
+    """The function as one replay of a CUDA graph, warmed up on a side stream as capture demands."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def microseconds(function, repeats=30, graph=True):
+    """Median time of one call."""
+    if DRY:
+        start = time.perf_counter()
+        function()
+        return 1e6 * (time.perf_counter() - start)
+    function = graphed(function) if graph else function
+    for _ in range(5):
+        function()
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in marks:
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(start.elapsed_time(end) for start, end in marks)
+
+
+def orthogonalize_torch(matrices, recipe):
+    """The same recipe through cuBLAS: full products, no kernels of ours."""
+    tall = matrices.size(1) > matrices.size(2)
+    X = matrices.mT if tall else matrices
+    X = X.to(DTYPE) if recipe.scaling == "aol" else tg.frobenius_scale(X, recipe.safety, DTYPE)
+    A = torch.bmm(X, X.mT)
+    if recipe.scaling == "aol":
+        X, A = tg.aol_scale(X, A)
+    for step, (a, b, c) in enumerate(recipe.coefficients):
+        A = torch.bmm(X, X.mT) if step else A
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        X = torch.baddbmm(X, P, X, beta=a)
+    return X.mT if tall else X
+
+
+def spectra(rows, columns):
+    """Two inputs with their exact polar factors, float64: gaussian, and singular values log-uniform in 1e-3..1."""
+    gaussian, other = torch.randn(2, 2, rows, columns, dtype=torch.float64, device=DEVICE)
+    U, _, Vh = torch.linalg.svd(gaussian, full_matrices=False)
+    left, right = torch.linalg.qr(other[..., : min(rows, columns)])[0], Vh  # any orthonormal columns and rows
+    values = 10 ** (3 * torch.rand(2, 1, left.size(-1), dtype=torch.float64, device=DEVICE) - 3)
+    return {"gaussian": (gaussian, U @ Vh), "log-uniform": ((left * values) @ right, left @ right)}
+
+
+def table(titles, rows):
+    print("\n| " + " | ".join(titles) + " |\n|" + "---|" * len(titles))
+    for row in rows:
+        print("| " + " | ".join(str(cell) for cell in row) + " |")
+
+
+def bench_recipes():
+    times, errors = [], []
+    for full, rows, columns in BATCHES:
+        for ranks in RANKS:
+            batch = -(-full // ranks)
+            matrices = torch.randn(batch, rows, columns, device=DEVICE)
+            n, m = sorted((rows, columns))
+            for recipe in tg.RECIPES.values():
+                ours = lambda: tg.orthogonalize(matrices, recipe, DTYPE)  # noqa: E731
+                fast, eager = microseconds(ours), microseconds(ours, graph=False)
+                plain = microseconds(lambda: orthogonalize_torch(matrices, recipe))
+                flops = batch * len(recipe.coefficients) * (3 * n * n * m + n**3)
+                row = f"{fast:.0f}", f"{flops / fast / 1e6:.0f}", f"{eager:.0f}", f"{plain:.0f}", f"{plain / fast:.2f}"
+                times.append((f"{batch}x{rows}x{columns}", recipe.name, *row))
+        inputs = spectra(rows, columns)
+        for recipe in tg.RECIPES.values():
+            cells = []
+            for matrices, polar in inputs.values():
+                kernels = tg.orthogonalize(matrices.float(), recipe, DTYPE)
+                plain = orthogonalize_torch(matrices.float(), recipe)
+                for out in (kernels, plain, tg.orthogonalize_reference(matrices, recipe)):
+                    cells.append(f"{(out.double() - polar).norm() / polar.norm():.4f}")
+            errors.append((f"{rows}x{columns}", recipe.name, *(" / ".join(cells[i : i + 3]) for i in (0, 3))))
+    table(("batch", "recipe", "us", "TFLOP/s", "eager us", "torch us", "speed-up"), times)
+    table(("polar error: kernels / torch / float64", "recipe", *inputs), errors)
+
+
+def as_tiles(candidate):
+    return dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), candidate))
+
+
+def sweep():
+    lines = []
+    for full, rows, columns in BATCHES:
+        for ranks in (RANKS[0], RANKS[-1]):
+            batch = -(-full // ranks)
+            X = torch.randn(batch, rows, columns, device=DEVICE, dtype=DTYPE)
+            X, Y = (Z.mT if rows > columns else Z for Z in (X, torch.empty_like(X)))
+            A, P = (torch.randn(batch, X.size(1), X.size(1), device=DEVICE, dtype=DTYPE) for _ in range(2))
+            # The random A is not symmetric: the time is the same.
+            kernels = {
+                "X X^T": (lambda t: tg.symmetric_product(X, P, tiles=t), lambda: torch.bmm(X, X.mT)),
+                "bA + cAA": (lambda t: tg.symmetric_product(A, P, 0.5, 0.5, t), lambda: torch.bmm(A, A)),
+                "aX + BX": (lambda t: tg.add_product(A, X, 0.5, Y, t), lambda: torch.bmm(A, X)),
+            }
+            for name, (ours, plain) in kernels.items():
+                candidates = PRODUCT_TILES if name == "aX + BX" else SYMMETRIC_TILES
+                found = {}
+                for candidate in [(32, 32, 32, 4, 2)] if DRY else candidates:
+                    try:
+                        found[candidate] = microseconds(lambda: ours(as_tiles(candidate)), repeats=20)
+                    except tg.triton.runtime.errors.OutOfResources:
+                        continue
+                best = sorted(found, key=found.get)[:5]
+                ranked = ", ".join(f"{'.'.join(map(str, c))}: {found[c]:.0f}" for c in best)
+                us = [f"{microseconds(f, repeats=20):.0f}" for f in (plain, lambda: ours(None))]
+                lines.append((f"{batch}x{rows}x{columns}", name, *us, ranked))
+    table(("batch", "kernel", "torch.bmm us", "product_tiles us", "M.N.K.warps.stages: us, best five"), lines)
+
+
+if __name__ == "__main__":
+    if not DRY and not torch.cuda.is_available():
+        sys.exit("bench_orthogonalize.py: needs a CUDA GPU, found none; --cpu-dry-run only proves that it runs")
+    started = time.perf_counter()
+    torch.manual_seed(0)
+    if args.compile:
+        tg.frobenius_scale, tg.aol_scale = (torch.compile(f, dynamic=False) for f in (tg.frobenius_scale, tg.aol_scale))
+    with torch.no_grad():
+        sweep() if args.sweep else bench_recipes()
+    print(f"\n{'CPU, dry run' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, "
+          f"{time.perf_counter() - started:.0f} s")  # fmt: skip

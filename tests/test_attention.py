@@ -1,0 +1,281 @@
+"""Windowed document attention: the Triton kernels against a dense float64 formula, in Triton's interpreter on a CPU (fp32, fp16).
+
+Run in a process of its own: TRITON_INTERPRET is read when triton is first imported. On a GPU: TRITON_INTERPRET=0 pytest -m gpu.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import train_gpt as tg
+
+INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+SMALL = tg.AttentionTiles(tg.Tile(32, 16, 4, 2), tg.Tile(32, 16, 4, 2), tg.Tile(16, 32, 4, 2))
+VARIANTS = {
+    "separate": SMALL,
+    "fused": tg.AttentionTiles(tg.Tile(16, 32, 4, 2), tg.Tile(32, 32, 4, 2), None),
+    "edges": tg.AttentionTiles(tg.Tile(32, 16, 4, 2, edges=True), tg.Tile(16, 32, 4, 2, edges=True), tg.Tile(32, 16, 4, 2, edges=True)),
+    "edges_fused": tg.AttentionTiles(tg.Tile(16, 16, 4, 2, edges=True), tg.Tile(16, 16, 4, 2, edges=True), None),
+    "tma": tg.AttentionTiles(tg.Tile(32, 16, 4, 2, tma=True), tg.Tile(16, 32, 4, 2, tma=True), tg.Tile(32, 16, 4, 2, tma=True)),
+    "tma_fused": tg.AttentionTiles(tg.Tile(16, 16, 4, 2, True, True), tg.Tile(16, 16, 4, 2, True, True), None),
+}
+# lengths of the documents, entries of padding, window
+LAYOUTS = {
+    "one_document": ([77], 0, 20),
+    "single_tokens": ([1] * 19 + [30] + [1] * 3, 5, 8),
+    "many_in_a_tile": ([3, 5, 1, 7, 2, 2, 9, 4, 40], 3, 6),
+    "window_0": ([20, 21], 0, 0),
+    "window_1": ([20, 21, 9], 1, 1),
+    "window_past_everything": ([50, 30], 2, 10_000),
+    "window_of_a_tile": ([90, 6, 37], 1, 32),
+    "multiple_of_the_tile": ([64, 32, 32], 1, 15),
+    "empty_documents": ([0, 10, 0, 0, 33, 0, 1], 4, 12),
+    "one_token": ([1], 0, 3),
+}
+
+
+def boundaries(lengths, padding, device="cpu"):
+    ends = torch.tensor([0, *lengths] + [0] * padding).cumsum(0)
+    return ends.to(device, torch.int32), sum(lengths)
+
+
+def dense_attention(q, k, v, lengths, window, scale):
+    """The definition, one softmax over a dense float64 matrix."""
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
+    i = torch.arange(len(document), device=q.device)
+    seen = (document[:, None] == document) & (i[:, None] >= i) & (i[:, None] - i <= window)
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * scale
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v.double())
+
+
+def operands(tokens, heads=2, dk=16, dv=16, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (heads, dk), (heads, dk), (heads, dv), (heads, dv)
+    return [torch.randn(tokens, *shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def gradients(function, q, k, v, dout):
+    """out, dq, dk, dv"""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+
+def compare(results, expected, tolerance):
+    for name, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+        assert x.shape == y.shape
+        error = (x.double() - y).abs().max() / y.abs().max().clamp(min=1)
+        assert error < tolerance, f"{name}: relative error {error:.1e}"
+
+
+def check(lengths, padding, window, dtype=torch.float32, tolerance=2e-6, device="cpu", scale=0.3, bounded=False, **shape):
+    cu_seqlens, tokens = boundaries(lengths, padding, device)
+    q, k, v, dout = operands(tokens, dtype=dtype, device=device, **shape)
+    results = gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, scale, bounded=bounded), q, k, v, dout)
+    expected = gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, scale), q.double(), k.double(), v.double(), dout)
+    assert all(x.dtype == dtype for x in results)
+    compare(results, expected, tolerance)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(tg, "attention_tiles", lambda width: SMALL)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_visible_range(layout):
+    lengths, padding, window = LAYOUTS[layout]
+    cu_seqlens, tokens = boundaries(lengths, padding)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    i = torch.arange(tokens)
+    seen = (document[:, None] == document) & (i[:, None] >= i) & (i[:, None] - i <= window)
+    for run_time_window in (window, torch.tensor(window, dtype=torch.int32)):
+        first_key, last_query = tg.visible_range(cu_seqlens, run_time_window, tokens)
+        assert first_key.dtype == last_query.dtype == torch.int32
+        assert torch.equal(seen, (i >= first_key[:, None]) & (i <= i[:, None]))
+        assert torch.equal(seen, (i[:, None] >= i) & (i[:, None] <= last_query))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_reference_is_the_definition(layout, chunk):
+    lengths, padding, window = LAYOUTS[layout]
+    cu_seqlens, tokens = boundaries(lengths, padding)
+    q, k, v, dout = operands(tokens, dk=16, dv=8, dtype=torch.float64)
+    results = gradients(lambda q, k, v: tg.attention_reference(q, k, v, cu_seqlens, window, 0.3, chunk), q, k, v, dout)
+    compare(results, gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, 0.3), q, k, v, dout), 1e-12)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, small_tiles):
+    check(*LAYOUTS[layout])
+
+
+@interpreted
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", ["many_in_a_tile", "window_of_a_tile", "one_document"])
+def test_variants(variant, layout, monkeypatch):
+    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
+    check(*LAYOUTS[layout], dk=32, dv=16)
+
+
+@interpreted
+@pytest.mark.parametrize("variant", ["edges", "edges_fused"])
+@pytest.mark.parametrize("window", [14, 15, 30, 46])
+def test_masks_at_edges(window, variant, monkeypatch):
+    """Windows that end one or two tokens before a step does: the conditions that skip masks are tight there."""
+    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
+    check([100], 0, window, heads=1)
+
+
+@interpreted
+@pytest.mark.parametrize("widths", [(16, 32), (32, 16), (24, 16), (16, 48)])
+def test_widths(widths, small_tiles):
+    check(*LAYOUTS["window_of_a_tile"], dk=widths[0], dv=widths[1])
+
+
+@interpreted
+@pytest.mark.parametrize("widths", [(128, 128), (64, 128), (96, 64), (64, 64)])
+def test_own_tiles(widths):
+    check([100, 1, 40], 2, 48, heads=1, dk=widths[0], dv=widths[1], scale=0.1)
+
+
+@interpreted
+def test_half_precision(small_tiles):
+    check(*LAYOUTS["window_of_a_tile"], dtype=torch.float16, tolerance=3e-3)
+
+
+@interpreted
+def test_bounded(small_tiles):
+    check(*LAYOUTS["many_in_a_tile"], bounded=True)
+
+
+@interpreted
+def test_large_scores(small_tiles):
+    check(*LAYOUTS["many_in_a_tile"], scale=30.0, tolerance=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("variant", ["separate", "fused", "tma"])
+def test_views_of_one_buffer(variant, monkeypatch):
+    """q, k, v as slices of [T, 3, H, D], and the gradient of a transposed use, whose strides are odd."""
+    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
+    lengths, padding, window = LAYOUTS["window_of_a_tile"]
+    cu_seqlens, tokens = boundaries(lengths, padding)
+    qkv = torch.stack(operands(tokens)[:3], 1)
+    weight = torch.randn(2, tokens, 16, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for function in (lambda *x: tg.attention(*x, cu_seqlens, window, 0.3), lambda *x: dense_attention(*x, lengths, window, 0.3)):
+        leaf = qkv.clone().requires_grad_()
+        (function(*leaf.unbind(1)).transpose(0, 1) * weight).sum().backward()
+        losses.append(leaf.grad.double())
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("variant", ["separate", "fused", "tma"])
+def test_expanded_gradient(variant, monkeypatch):
+    """Sums hand back gradients with strides of zero."""
+    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
+    lengths, padding, window = LAYOUTS["many_in_a_tile"]
+    cu_seqlens, tokens = boundaries(lengths, padding)
+    q, k, v, _ = operands(tokens)
+    for ones in (torch.ones(()).expand(v.shape), torch.ones(v.shape[1:]).expand(v.shape)):
+        results = gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, ones)
+        compare(results, gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, 0.3), q, k, v, ones), 2e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("variant", ["separate", "edges_fused"])
+def test_documents_do_not_leak(variant, monkeypatch):
+    """Large (finite: 0 * inf is NaN) values in the other documents change no bit of a document's output and gradients."""
+    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
+    lengths = [13, 30, 21]
+    cu_seqlens, tokens = boundaries(lengths, 1)
+    clean = operands(tokens)
+    own = torch.zeros(tokens, dtype=torch.bool)
+    own[13:43] = True
+    poisoned = [torch.where(own[:, None, None], x, x * 1e6) for x in clean]
+    run = lambda q, k, v, dout: gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, 25, 0.3), q, k, v, dout)
+    for x, y in zip(run(*clean), run(*poisoned), strict=True):
+        assert torch.equal(x[own], y[own])
+
+
+@interpreted
+def test_causal_and_windowed(small_tiles):
+    """A token changes outputs from its own position to its position + window, and no other; gradients flow back the same way."""
+    cu_seqlens, tokens = boundaries([60], 0)
+    q, k, v, dout = operands(tokens)
+    window, changed = 11, 23
+    run = lambda k, v, dout: gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, dout)
+    out, *_ = run(k, v, dout)
+    k2, v2, only = k.clone(), v.clone(), torch.zeros_like(dout)
+    k2[changed], v2[changed], only[changed] = 3, 5, 1
+    differs = (run(k2, v2, dout)[0] != out).flatten(1).any(1).nonzero().flatten()
+    assert differs.tolist() == list(range(changed, changed + window + 1))
+    _, dq, dk, dv = run(k, v, only)
+    for gradient, rows in ((dq, [changed]), (dk, range(changed - window, changed + 1)), (dv, range(changed - window, changed + 1))):
+        assert gradient.flatten(1).any(1).nonzero().flatten().tolist() == list(rows)
+
+
+@interpreted
+def test_shared_ranges_and_repeatability(small_tiles):
+    lengths, padding, window = LAYOUTS["many_in_a_tile"]
+    cu_seqlens, tokens = boundaries(lengths, padding)
+    q, k, v, dout = operands(tokens)
+    ranges = tg.visible_range(cu_seqlens, torch.tensor(window, dtype=torch.int32), tokens)
+    first = gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, dout)
+    second = gradients(lambda q, k, v: tg.attention(q, k, v, None, None, 0.3, ranges=ranges), q, k, v, dout)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU, in bf16
+
+needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU and TRITON_INTERPRET=0")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 128), (128, 64)])
+@pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "empty_documents"])
+def test_gpu_layouts(layout, widths):
+    check(*LAYOUTS[layout], dtype=torch.bfloat16, tolerance=2e-2, device="cuda", scale=0.1, heads=6, dk=widths[0], dv=widths[1])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_long():
+    check([700, 3, 391, 128, 1, 1025], 9, 300, dtype=torch.bfloat16, tolerance=2e-2, device="cuda", scale=0.1, heads=6, dk=128, dv=128)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_graph_follows_documents_and_window():
+    """One captured graph replays with other documents and another window, bitwise as eager calls give them."""
+    first, second = ([100, 200, 212], [512, 0, 0])
+    cu_seqlens, tokens = boundaries(first, 0, "cuda")
+    window = torch.tensor(64, dtype=torch.int32, device="cuda")
+    q, k, v, dout = operands(tokens, 6, 128, 128, torch.bfloat16, "cuda")
+    run = lambda: gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, 0.1), q, k, v, dout)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for lengths, value in ((first, 64), (second, 200)):
+        cu_seqlens.copy_(boundaries(lengths, 0)[0])
+        window.fill_(value)
+        graph.replay()
+        eager = run()
+        assert all(torch.equal(x, y) for x, y in zip(captured, eager, strict=True))

@@ -1,0 +1,516 @@
+"""data/fineweb.py: fetch against a local imitation of the hub, verify, tokenize; and the sample in data/sample.
+
+No test needs the internet or reads outside the repository. Fetches run in a process of their own, because huggingface_hub
+reads HF_ENDPOINT when it is imported.
+"""
+
+import base64
+import errno
+import fcntl
+import gzip
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import namedtuple
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "data"))
+import fineweb  # noqa: E402
+import make_sample  # noqa: E402
+
+BOS = 50256
+VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000001.bin"
+
+
+def shard(tokens, magic=20240520, version=1, count=None):
+    """Bytes of a shard, written without the module under test."""
+    header = struct.pack("<3i", magic, version, len(tokens) if count is None else count)
+    return header.ljust(1024, b"\0") + np.array(tokens, dtype="<u2").tobytes()
+
+
+def read(path):
+    """Token array of a good shard."""
+    raw = Path(path).read_bytes()
+    assert struct.unpack("<3i", raw[:12]) == (20240520, 1, len(raw) // 2 - 512) and not any(raw[12:1024])
+    return np.frombuffer(raw[1024:], dtype="<u2")
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fetch
+
+
+class Hub:
+    """The hub's two requests for a large file: HEAD with its size and SHA-256, GET redirected to a store with ranges."""
+
+    def __init__(self):
+        random = np.random.default_rng(0)
+        self.files = {name: shard([BOS, *random.integers(0, BOS, 4000)]) for name in (VAL, TRAIN)}
+        self.stated = {}  # name -> another SHA-256 or entity tag than the right one
+        self.requests = []  # (method, name, Range header or None)
+        self.cut_once = False  # break the next stream in the middle
+        self.stall = False  # send half, then nothing
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def answer(self, status, headers=(), content=b""):
+                self.send_response(status)
+                for key, value in dict(headers).items():
+                    self.send_header(key, value)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def do_HEAD(self):
+                self.resolve()
+
+            def do_GET(self):
+                if not self.path.startswith("/store/"):
+                    return self.resolve()
+                content, span = hub.files[Path(self.path).name], self.headers["Range"]
+                start = int(span.removeprefix("bytes=").removesuffix("-")) if span else 0
+                hub.requests.append(("GET", Path(self.path).name, span))
+                if hub.cut_once or hub.stall:
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content[: len(content) // 2])
+                    self.wfile.flush()
+                    while hub.stall:
+                        time.sleep(0.05)
+                    hub.cut_once, self.close_connection = False, True
+                elif span:
+                    place = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+                    self.answer(206, place, content[start:])
+                else:
+                    self.answer(200, content=content)
+
+            def resolve(self):
+                folder, _, name = self.path.rpartition("/")
+                if folder != "/datasets/kjj0/fineweb10B-gpt2/resolve/main" or name not in hub.files:
+                    return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
+                if self.command == "HEAD":
+                    hub.requests.append(("HEAD", name, None))
+                tag = hub.stated.get(name, sha256(hub.files[name]))
+                facts = {"X-Repo-Commit": "0" * 40, "X-Linked-Size": str(len(hub.files[name]))}
+                self.answer(302, facts | {"X-Linked-Etag": f'"{tag}"', "Location": f"{hub.store}/store/{name}"})
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.store = f"http://localhost:{self.server.server_port}"  # another host, as the hub's store is
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def gets(self):
+        return [(name, span) for method, name, span in self.requests if method == "GET"]
+
+
+@pytest.fixture
+def hub():
+    pytest.importorskip("huggingface_hub")
+    hub = Hub()
+    yield hub
+    hub.stall = False
+    hub.server.shutdown()
+    hub.server.server_close()
+
+
+def start_fetch(folder, endpoint, shards=1):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder.parent / "hf"), "NO_PROXY": "127.0.0.1,localhost"}
+    command = [sys.executable, ROOT / "data/fineweb.py", "fetch", "--shards", str(shards), "--dir", folder]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fetch(folder, endpoint, shards=1):
+    """(exit code, stdout, the error line or "")"""
+    process = start_fetch(folder, endpoint, shards)
+    out, err = process.communicate(timeout=60)
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in err and len(errors) == (process.returncode == 2), err
+    return process.returncode, out, errors[0] if errors else ""
+
+
+def test_fetch_and_fetch_again(hub, tmp_path):
+    folder = tmp_path / "new" / "folder"
+    code, out, _ = fetch(folder, hub.url)
+    assert code == 0 and "2 shards, 8,002 tokens" in out
+    assert names(folder) == ["SHA256SUMS", TRAIN, VAL]
+    for name, content in hub.files.items():
+        assert (folder / name).read_bytes() == content
+        assert f"{sha256(content)}  {name}\n" in (folder / "SHA256SUMS").read_text()
+    hub.requests.clear()
+    code, out, _ = fetch(folder, hub.url)
+    assert code == 0 and out.count("already here") == 2 and hub.requests == []
+    (folder / "SHA256SUMS").unlink()  # then the hub is asked what is right, and nothing is transferred
+    code, out, _ = fetch(folder, hub.url)
+    assert code == 0 and out.count("already here") == 2 and len(hub.requests) == 2 and not hub.gets()
+
+
+def test_fetch_resumes_repairs_and_replaces(hub, tmp_path):
+    good = hub.files[TRAIN]
+    (tmp_path / f"{VAL}.part").write_bytes(b"stale" * 300)  # not a beginning of the file: the hash finds out
+    (tmp_path / f"{TRAIN}.part").write_bytes(good[:5000])
+    code, out, _ = fetch(tmp_path, hub.url)
+    assert code == 0 and "starting over" in out
+    assert hub.gets() == [(VAL, "bytes=1500-"), (VAL, None), (TRAIN, "bytes=5000-")]
+    hub.requests.clear()
+    (tmp_path / TRAIN).write_bytes(good[:-1] + b"x")
+    hub.cut_once = True  # the library continues the broken stream by itself
+    code, out, _ = fetch(tmp_path, hub.url)
+    assert code == 0 and "another SHA-256" in out and [name for name, _ in hub.gets()] == [TRAIN, TRAIN]
+    assert (tmp_path / TRAIN).read_bytes() == good and names(tmp_path) == ["SHA256SUMS", TRAIN, VAL]
+
+
+def test_fetch_refuses_another_hash(hub, tmp_path):
+    hub.stated[TRAIN] = "f" * 64
+    (tmp_path / f"{TRAIN}.part").write_bytes(hub.files[TRAIN][:1500])
+    code, _, error = fetch(tmp_path, hub.url)
+    assert code == 2 and f"expected {'f' * 64}, found {sha256(hub.files[TRAIN])}; fix: " in error
+    assert names(tmp_path) == ["SHA256SUMS", VAL]  # what was right stays
+    hub.stated[TRAIN] = "not-a-sha256"
+    code, _, error = fetch(tmp_path, hub.url)
+    assert code == 2 and "expected a SHA-256 and a size, found etag not-a-sha256" in error
+
+
+def test_fetch_refuses_what_is_not_a_shard(hub, tmp_path):
+    hub.files[VAL] = shard([BOS, 1, 2], magic=7)
+    code, _, error = fetch(tmp_path, hub.url)
+    assert code == 2 and "magic number: expected 20240520, found 7" in error and not (tmp_path / VAL).exists()
+
+
+def test_fetch_without_the_file_or_the_hub(hub, tmp_path):
+    code, _, error = fetch(tmp_path, hub.url, shards=2)
+    assert code == 2 and "fineweb_train_000002.bin on the hub: expected HTTP 200, found HTTP 404" in error
+    assert (tmp_path / TRAIN).exists() and "train_000002" not in "".join(names(tmp_path))
+    code, _, error = fetch(tmp_path / "empty", "http://127.0.0.1:9")
+    assert code == 2 and "expected an answer, found ConnectError" in error and "it resumes" in error
+
+
+def test_fetch_interrupted_and_one_at_a_time(hub, tmp_path):
+    hub.stall = True
+    process = start_fetch(tmp_path, hub.url)
+    deadline = time.monotonic() + 30
+    while not hub.gets() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    hub.stall = False
+    assert process.returncode == 130 and "interrupted" in err and "Traceback" not in err
+    assert names(tmp_path) == [f"{VAL}.part"]
+    with open(tmp_path / f"{VAL}.part", "ab") as part:
+        fcntl.flock(part, fcntl.LOCK_EX)
+        code, _, error = fetch(tmp_path, hub.url)
+    assert code == 2 and "expected one at a time, found another fetch" in error
+    assert fetch(tmp_path, hub.url)[0] == 0
+
+
+def test_fetch_disk_full(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda _: usage(100, 90, 10))
+    with pytest.raises(fineweb.DataError, match="disk space for a.bin: expected 200 bytes, found 10 free; fix: free some"):
+        fineweb.download(tmp_path / "a.bin.part", "a.bin", "http://127.0.0.1:9/a.bin", 200, "0" * 64)
+    with pytest.raises(fineweb.DataError, match="expected enough, found disk full; fix: .* it resumes"):
+        with fineweb.hub_errors("a.bin"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# verify
+
+
+def test_verify_good_shards(tmp_path, capsys):
+    (tmp_path / "a_val_000000.bin").write_bytes(shard([BOS, 1, 2, BOS, 3]))
+    (tmp_path / "a_train_000001.bin").write_bytes(shard([4, 5, BOS, 6]))  # from the middle of a document: as FineWeb's
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"a_val_000000.bin  5 tokens  2 documents  sha256 {sha256(shard([BOS, 1, 2, BOS, 3]))}\n" in out
+    assert out.endswith("2 of 2 shards good, 9 tokens\n")
+
+
+BAD = {
+    "short header": (b"x" * 1023, "header: expected 1024 bytes, found 1023"),
+    "magic": (shard([BOS, 1], magic=20240521), "magic number: expected 20240520, found 20240521"),
+    "version": (shard([BOS, 1], version=2), "version: expected 1, found 2"),
+    "truncated": (shard([BOS, 1, 2])[:-1], "size: expected 1,030 bytes for 3 tokens, found 1,029 bytes"),
+    "too long": (shard([BOS, 1, 2]) + b"xx", "size: expected 1,030 bytes for 3 tokens, found 1,032 bytes"),
+    "claims much": (shard([BOS], count=2**31 - 1), "size: expected 4,294,968,318 bytes for 2,147,483,647 tokens"),
+    "negative": (shard([BOS], count=-1), "size: expected a token count above 0, found -1"),
+    "empty": (shard([]), "size: expected a token count above 0, found 0"),
+    "token id": (shard([BOS, 1, 50257, 65535]), "token id: expected below 50257, found 50257 at position 2"),
+    "no BOS": (shard([1, 2, 3]), "documents: expected token 50256 before each, found none"),
+}
+
+
+@pytest.mark.parametrize("content, message", BAD.values(), ids=BAD)
+def test_verify_bad_shard(tmp_path, capsys, content, message):
+    (tmp_path / "bad.bin").write_bytes(content)
+    (tmp_path / "good.bin").write_bytes(shard([BOS, 7]))
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    line = out.splitlines()[0]
+    assert line.startswith(f"error: {tmp_path}/bad.bin {message}") and "; fix: " in line
+    assert "good.bin  2 tokens" in out and "1 of 2 shards good, 2 tokens" in out
+    assert err == f"error: {tmp_path}: expected only good shards, found 1 bad; fix: see the lines above\n"
+
+
+def test_verify_knows_the_sums_and_the_empty_folder(tmp_path, capsys):
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
+    assert "expected *.bin files, found none; fix: python data/fineweb.py fetch" in capsys.readouterr().err
+    (tmp_path / "a.bin").write_bytes(shard([BOS, 7]))
+    fineweb.write_sums(tmp_path, {"a.bin": sha256(shard([BOS, 8]))})
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
+    assert f"expected {sha256(shard([BOS, 8]))} as in SHA256SUMS" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenize
+
+TEXTS = [f"The {i}th whale said: <|endoftext|> that the then-other théorie, {i * i} ☃!\n\n  Bye." for i in range(300)]
+
+
+MERGES = [b"th", b"the", b" t", b" th", b" the", b"at", b" that", b"wh", b"al", b"ale", b"\n\n"]
+SMALL = [bytes([byte]) for byte in range(256)] + MERGES  # token id -> bytes
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The ranks file of a small byte-pair encoding: SMALL."""
+    pytest.importorskip("tiktoken")
+    path = tmp_path_factory.mktemp("bpe") / "small.tiktoken"
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(SMALL)))
+    return path
+
+
+def tokenize(ranks, inputs, out, *more):
+    inputs = [str(path) for path in (inputs if isinstance(inputs, list) else [inputs])]
+    return fineweb.main(["tokenize", *inputs, "--out", str(out), "--encoding", str(ranks), *map(str, more)])
+
+
+def decode(tokens):
+    """Documents of a token array, which has to begin with 50256."""
+    assert tokens[0] == BOS
+    starts = np.flatnonzero(tokens == BOS)
+    pieces = [tokens[a + 1 : b] for a, b in zip(starts, [*starts[1:], len(tokens)])]
+    return [b"".join(SMALL[token] for token in piece).decode() for piece in pieces]
+
+
+def as_jsonl(path, texts, key="text"):
+    path.write_text("".join(json.dumps({"id": 1, key: text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def test_json_lines_into_shards_any_number_of_processes(ranks, tmp_path, monkeypatch, capsys):
+    source = as_jsonl(tmp_path / "a.jsonl", TEXTS)
+    batches = fineweb.make_batches
+    monkeypatch.setattr(fineweb, "make_batches", lambda documents: batches(documents, characters=500))
+    for processes in 1, 3:
+        out = tmp_path / str(processes)
+        sizes = ["--val-tokens", 2000, "--shard-tokens", 3000, "--procs", processes]
+        assert tokenize(ranks, source, out, *sizes) == 0
+    one, three = tmp_path / "1", tmp_path / "3"
+    files = names(one)
+    assert files[:2] == ["text_train_000001.bin", "text_train_000002.bin"] and files[-1] == "text_val_000000.bin"
+    assert names(three) == files and all((one / f).read_bytes() == (three / f).read_bytes() for f in files)
+
+    validation, *training = [read(one / f) for f in [files[-1], *files[:-1]]]
+    documents = [document for tokens in [validation, *training] for document in decode(tokens)]
+    assert documents == TEXTS  # nothing lost, nothing moved, <|endoftext|> in a text is text
+    last = len(validation) - np.flatnonzero(validation == BOS)[-1]
+    assert 2000 <= len(validation) < 2000 + last  # whole documents until the wish is met
+    assert all(len(tokens) <= 3000 for tokens in training) and all(len(tokens) > 2700 for tokens in training[:-1])
+    assert fineweb.main(["verify", "--dir", str(one)]) == 0
+    assert "300 documents" not in capsys.readouterr().out  # they are spread over shards
+    used = np.unique(np.concatenate([validation, *training]))
+    assert used.max() == BOS and (used[:-1] >= 256).sum() >= 8  # merges were applied
+
+
+def test_killed_worker_is_an_error_and_none_stays(ranks):
+    stream = fineweb.encode_documents((text * 5000 for text in TEXTS), str(ranks), processes=2)
+    assert decode(next(stream)) == [TEXTS[0] * 5000]
+    multiprocessing.active_children()[0].kill()
+    with pytest.raises(fineweb.DataError, match="expected an answer, found killed.*fix: use fewer --procs"):
+        list(stream)
+    stream = fineweb.encode_documents((text * 5000 for text in TEXTS), str(ranks), processes=2)
+    next(stream)
+    stream.close()  # what Ctrl-C or a full disk comes down to
+    for worker in multiprocessing.active_children():
+        worker.join(10)
+    assert multiprocessing.active_children() == []
+
+
+def test_plain_text_and_empty_documents(ranks, tmp_path):
+    (tmp_path / "one.txt").write_text("\nfirst\n\n----\nstays\n\n", encoding="utf-8")
+    (tmp_path / "two.txt").write_text("", encoding="utf-8")
+    (tmp_path / "three.txt").write_text(" \n\t\n", encoding="utf-8")
+    with gzip.open(tmp_path / "four.txt.gz", "wt", encoding="utf-8", newline="") as file:
+        file.write("fourth\r\nline")
+    inputs = [tmp_path / name for name in ("one.txt", "two.txt", "three.txt", "four.txt.gz")]
+    assert tokenize(ranks, inputs, tmp_path / "a", "--val-tokens", 0, "--procs", 1) == 0
+    assert names(tmp_path / "a") == ["text_train_000001.bin"]
+    assert decode(read(tmp_path / "a/text_train_000001.bin")) == ["first\n\n----\nstays", "fourth\nline"]
+
+    arguments = ["--separator=----", "--val-tokens", 1, "--name", "cut", "--procs", 1]
+    assert tokenize(ranks, inputs, tmp_path / "a", *arguments) == 0
+    assert decode(read(tmp_path / "a/cut_val_000000.bin")) == ["first"]
+    assert decode(read(tmp_path / "a/cut_train_000001.bin")) == ["stays", "fourth\nline"]
+
+
+def test_parquet(ranks, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"content": TEXTS[:5] + [None, ""] + TEXTS[5:9], "number": list(range(11))})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    options = ["--val-tokens", 0, "--procs", 1]
+    assert tokenize(ranks, tmp_path / "a.parquet", tmp_path / "out", "--key", "content", *options) == 0
+    assert decode(read(tmp_path / "out/text_train_000001.bin")) == TEXTS[:9]
+    assert tokenize(ranks, tmp_path / "a.parquet", tmp_path / "b", *options) == 2
+    assert 'expected a column "text", found content, number' in capsys.readouterr().err
+    assert tokenize(ranks, tmp_path / "a.parquet", tmp_path / "b", "--key", "number", *options) == 2
+    assert 'expected text in column "number", found int' in capsys.readouterr().err
+    (tmp_path / "b.parquet").write_bytes(b"no parquet at all")
+    assert tokenize(ranks, tmp_path / "b.parquet", tmp_path / "b", *options) == 2
+    assert "b.parquet: expected a parquet file, found" in capsys.readouterr().err
+
+
+def test_parquet_without_pyarrow(ranks, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    assert tokenize(ranks, tmp_path / "a.parquet", tmp_path / "out", "--procs", 1) == 2
+    assert "expected pyarrow, to read parquet, found not installed; fix: pip install pyarrow" in capsys.readouterr().err
+
+
+def test_bad_input_leaves_nothing(ranks, tmp_path, capsys):
+    good = as_jsonl(tmp_path / "good.jsonl", TEXTS)
+    contents = {
+        "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', 'broken.jsonl line 3: expected an object with the text under'),
+        "key.jsonl": (b'{"body": "a"}\n', "key.jsonl line 1: expected an object"),
+        "list.jsonl": (b"[1, 2]\n", "list.jsonl line 1: expected an object"),
+        "number.jsonl": (b'{"text": 5}\n', 'number.jsonl line 1: expected text under "text", found int'),
+        "latin1.txt": ("caf\xe9 noir".encode("latin-1"), "latin1.txt: expected UTF-8 text, found byte 0xe9"),
+        "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-9], "cut.txt.gz: expected a complete gzip file"),
+        "no.txt.gz": (b"plain", "no.txt.gz: expected a complete gzip file"),
+    }
+    out = tmp_path / "out"
+    for name, (content, message) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        sizes = ["--val-tokens", 100, "--shard-tokens", 1000, "--procs", 1]
+        assert tokenize(ranks, [good, tmp_path / name], out, *sizes) == 2, name
+        assert message in capsys.readouterr().err
+        assert names(out) == [], name  # neither a shard nor a part, although several had been filled
+    assert tokenize(ranks, tmp_path / "missing.txt", out) == 2
+    assert "missing.txt: expected a file, found nothing there" in capsys.readouterr().err
+    assert tokenize(ranks, good, out, "--procs", 1) == 2
+    assert "expected more than the 10,485,760 for validation, found 19," in capsys.readouterr().err
+    (out / "text_train_000001.bin").write_bytes(b"mine")
+    assert tokenize(ranks, good, out, "--val-tokens", 0, "--procs", 1) == 2
+    assert "expected no shards named text, found text_train_000001.bin" in capsys.readouterr().err
+    assert (out / "text_train_000001.bin").read_bytes() == b"mine"
+
+
+def test_bad_encoding(ranks, tmp_path, monkeypatch, capsys):
+    good = as_jsonl(tmp_path / "good.jsonl", TEXTS)
+    for lines, message in [
+        (["no ranks here"], "bad.tiktoken line 1: expected base64 and a rank"),
+        (ranks.read_text().splitlines()[1:], "expected all 256 bytes, ranks 0 to 50255, found 266 tokens"),
+        ([*ranks.read_text().splitlines(), "YWFh 50256"], "found 268 tokens, highest rank 50256"),
+    ]:
+        (tmp_path / "bad.tiktoken").write_text("\n".join(lines))
+        assert tokenize(tmp_path / "bad.tiktoken", good, tmp_path / "out", "--procs", 2) == 2
+        assert message in capsys.readouterr().err
+
+    import tiktoken
+
+    def offline(_):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    assert tokenize("gpt2", good, tmp_path / "out") == 2
+    assert "fix: set TIKTOKEN_CACHE_DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["fetch", "--shards", "104"], ["fetch", "--shards", "x"], ["tokenize", "a"], []])
+def test_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        fineweb.main(arguments)
+    assert stop.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+def test_import_is_light():
+    code = "import sys, fineweb, make_sample; print({'huggingface_hub', 'tiktoken', 'pyarrow', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "data", capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n" and done.stderr == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data/sample
+
+
+def test_sample(capsys):
+    folder = ROOT / "data/sample"
+    assert fineweb.main(["verify", "--dir", str(folder)]) == 0
+    paths = sorted(folder.glob("*.bin"))
+    assert [path.name for path in paths] == ["sample_train_000001.bin", "sample_val_000000.bin"]
+    assert sorted(fineweb.read_sums(folder)) == [path.name for path in paths]  # so verify compared them
+    training, validation = (read(path) for path in paths)
+    assert 1_000_000 < len(training) + len(validation) < 2_100_000
+    assert 100_000 <= len(validation) <= 150_000
+    assert sum(path.stat().st_size for path in paths) <= 4_000_000
+    for tokens in training, validation:
+        assert tokens[0] == BOS and np.diff(np.flatnonzero(tokens == BOS), append=len(tokens)).min() >= 30
+    assert "public domain" in (folder / "LICENSE.md").read_text(encoding="utf-8")
+
+
+def r_object(texts):
+    """An R character vector as a package's lazy-load file holds it."""
+    data = b"X\n" + struct.pack(">4i", 3, 262657, 197888, 5) + b"UTF-8" + struct.pack(">ii", 16, len(texts))
+    for text in texts:
+        data += struct.pack(">ii", 0x40009, len(text.encode())) + text.encode()
+    return struct.pack(">I", len(data)) + zlib.compress(data)
+
+
+def test_make_sample_reads_its_sources(tmp_path):
+    (tmp_path / "Rdata.rdb").write_bytes(r_object(["a", "", "é"]) + r_object(["b\r\nc"]))
+    assert list(make_sample.r_strings(tmp_path / "Rdata.rdb")) == [["a", "", "é"], ["b\r\nc"]]
+
+    text = "about\n" + "word\n n.\n\n    A {cross\n    } reference.\n\n    B\n"
+    (tmp_path / "d.dict.dz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "d.index").write_text("00-database-info\tA\tG\nword\tG\tu\nother\tG\tu\n")
+    entries = [make_sample.entry(entry) for entry in make_sample.dict_entries(tmp_path / "d")]
+    assert entries == ["word n.\n\nA {cross} reference."]
+
+
+def test_make_sample_cuts_books_between_paragraphs():
+    lines = "The quick brown fox jumps over the lazy dog again and\nagain, until _dusk_."
+    book = "\n\n".join(["CHAPTER I", *[lines] * 40, "* * *", "    Roses\n    and violets", "Chapter 2", lines, "THE END"])
+    cut = list(make_sample.passages(book))
+    prose = lines.replace("\n", " ").replace("_", "")
+    assert cut[-1] == prose and cut[-2].endswith(f"{prose}\n\nRoses\nand violets")
+    assert "\n\n".join(cut).count(prose) == 41 and "CHAPTER" not in "".join(cut).upper() and "*" not in "".join(cut)
+    assert [len(passage) > 1500 for passage in cut] == [True, False, False]

@@ -1,0 +1,299 @@
+"""Orthogonalisation: kernels against float64 formulas, fast path against reference, recipes against the polar factor.
+
+On a CPU the kernels run in Triton's interpreter, which has to be chosen before triton is imported: run this file in its
+own process. On a GPU: TRITON_INTERPRET=0 pytest tests/test_orthogonalize.py (all of it, compiled).
+"""
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+import train_gpt as tg
+
+INTERPRETED = type(tg.symmetric_product_kernel).__name__ == "InterpretedFunction"
+COMPILED = tg.triton is not None and not INTERPRETED and torch.cuda.is_available()
+DEVICE = "cuda" if COMPILED else "cpu"
+needs_kernels = pytest.mark.skipif(not (INTERPRETED or COMPILED), reason="needs triton, interpreted or with a GPU")
+needs_gpu = pytest.mark.skipif(not COMPILED, reason="needs a GPU and TRITON_INTERPRET=0")
+
+SHAPES = [(1, 12), (6, 12), (12, 6), (65, 130), (130, 65), (200, 200)]
+TILES = {
+    "by shape": None,
+    "large": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=2),
+}
+DTYPES = {torch.float32: 2e-6, torch.float16: 1e-3}  # dtype: largest error, relative to the largest entry
+recipes = pytest.mark.parametrize("recipe", tg.RECIPES.values(), ids=lambda recipe: recipe.name)
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def inside_nan(values, dtype, margin=140):
+    """The values as a view into a larger buffer of NaN: no stride is a product of sizes; any use of the rest shows."""
+    batch, rows, columns = values.shape
+    buffer = torch.full((batch + 1, rows + margin, columns + margin), torch.nan, dtype=dtype, device=DEVICE)
+    view = buffer[:batch, 2 : 2 + rows, 3 : 3 + columns]
+    view.copy_(values)
+    return buffer, view
+
+
+def check(out_buffer, out, expected, dtype):
+    """out equals the float64 expectation, and nothing around it was written."""
+    error = (out.double().cpu() - expected).abs().max() / expected.abs().max()
+    assert error < DTYPES[dtype]
+    assert torch.isnan(out_buffer).sum() == out_buffer.numel() - out.numel()
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@dtypes
+@shapes
+def test_gram(shape, dtype, tiles):
+    values = gaussian(2, *shape)
+    _, matrices = inside_nan(values, dtype)
+    X, exact = (M.mT if shape[0] > shape[1] else M for M in (matrices, matrices.double().cpu()))
+    buffer, out = inside_nan(torch.full((2, X.size(1), X.size(1)), torch.nan), dtype, margin=135)
+    tg.symmetric_product(X, out=out, tiles=tiles)
+    check(buffer, out, exact @ exact.mT, dtype)
+    assert torch.equal(out, out.mT)
+
+
+@needs_kernels
+def test_triangular_grid_covers_every_tile():
+    """20 rows of tiles here; the formula alone for 1100 rows of them, where a square root could round wrongly."""
+    tiles = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, num_warps=4, num_stages=2)
+    X = gaussian(1, 310, 3).float().to(DEVICE)
+    out = tg.symmetric_product(X, out=torch.full((1, 310, 310), torch.nan, device=DEVICE), tiles=tiles)
+    torch.testing.assert_close(out, X @ X.mT, rtol=1e-5, atol=1e-5)
+    i = torch.arange(1100)
+    for tile in (i * (i + 1) // 2, i * (i + 3) // 2):  # first and last tile of each row
+        assert torch.equal((((8.0 * tile.float() + 5.0).sqrt() - 1.0) * 0.5).int(), i.int())
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@dtypes
+@pytest.mark.parametrize("n", [1, 6, 65, 200])
+def test_polynomial_of_symmetric_matrix(n, dtype, tiles):
+    values = gaussian(2, n, n)
+    _, A = inside_nan((values + values.mT) / n**0.5, dtype)
+    buffer, out = inside_nan(torch.full((2, n, n), torch.nan), dtype, margin=135)
+    tg.symmetric_product(A, out=out, scale=2.0315, plus=-4.775, tiles=tiles)
+    exact = A.double().cpu()
+    check(buffer, out, -4.775 * exact + 2.0315 * exact @ exact, dtype)
+    assert torch.equal(out, out.mT)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@dtypes
+@shapes
+def test_add_product(shape, dtype, tiles):
+    n, tall = min(shape), shape[0] > shape[1]
+    square = gaussian(2, n, n, seed=1)
+    _, matrices = inside_nan(gaussian(2, *shape), dtype)
+    _, B = inside_nan((square + square.mT) / n**0.5, dtype)
+    buffer, out = inside_nan(torch.full((2, *shape), torch.nan), dtype, margin=135)
+    tg.add_product(B, matrices.mT if tall else matrices, 3.4445, out=out.mT if tall else out, tiles=tiles)
+    X, B = matrices.double().cpu(), B.double().cpu()
+    check(buffer, out, 3.4445 * X + (X @ B if tall else B @ X), dtype)
+
+
+@needs_kernels
+def test_symmetric_output_from_asymmetric_input():
+    """Rounding must not break the symmetry of a tile on the diagonal: its upper half is a copy."""
+    out = tg.symmetric_product(gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), plus=1.0)
+    assert torch.equal(out, out.mT)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="watches the interpreter")
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("n, m", [(1, 12), (6, 12), (65, 130)])
+def test_no_address_outside_the_operands(monkeypatch, n, m, tall):
+    """Every lane that loads or stores does so inside X, B or the output, also where the value would not matter."""
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    X, Y = (inside_nan(gaussian(2, *((m, n) if tall else (n, m))), torch.float32)[1] for _ in range(2))
+    A, B = (inside_nan(gaussian(2, n, n), torch.float32)[1] for _ in range(2))
+    touched = []
+
+    def watch(name):
+        original = getattr(Builder, name)
+
+        def watched(self, pointers, *rest):
+            mask = rest[0 if "load" in name else 1].data
+            touched.append(torch.from_numpy(pointers.data[mask].astype("int64")))
+            return original(self, pointers, *rest)
+
+        monkeypatch.setattr(Builder, name, watched)
+
+    watch("create_masked_load")
+    watch("create_masked_store")
+    X, Y = (X.mT, Y.mT) if tall else (X, Y)
+    tg.symmetric_product(X, out=A)
+    tg.symmetric_product(A, out=B, plus=1.0)
+    tg.add_product(B, X, 1.0, out=Y)
+    allowed = []
+    for view in (X, Y, A, B):
+        axes = (stride * torch.arange(size) for size, stride in zip(view.shape, view.stride()))
+        b, i, j = torch.meshgrid(*axes, indexing="ij")
+        allowed.append(view.data_ptr() + 4 * (b + i + j).flatten())
+    assert torch.equal(torch.cat(touched).unique(), torch.cat(allowed).unique())
+
+
+@needs_kernels
+def test_add_product_does_not_assume_symmetry():
+    """B is read as it stands, so an error that symmetry would hide shows."""
+    B, X = gaussian(1, 70, 70).float().to(DEVICE), gaussian(1, 70, 100).float().to(DEVICE)
+    out = tg.add_product(B, X, 0.0, out=torch.empty_like(X))
+    torch.testing.assert_close(out.double(), B.double() @ X.double(), rtol=1e-5, atol=1e-4)
+
+
+@needs_kernels
+@recipes
+@pytest.mark.parametrize("shape", [(1, 12), (12, 6), (65, 130), (130, 65), (70, 70)], ids=str)
+def test_fast_path_equals_reference(shape, recipe):
+    values = gaussian(2, *shape).float().to(DEVICE)
+    _, strided = inside_nan(values, torch.float32)
+    expected = tg.orthogonalize_reference(values, recipe)
+    for matrices in (values, strided):
+        out = tg.orthogonalize(matrices, recipe, torch.float32)
+        assert out.shape == values.shape and out.dtype == torch.float32
+        assert (out - expected).norm() / expected.norm() < 5e-5
+        assert torch.equal(matrices, values)
+
+
+@needs_kernels
+@recipes
+def test_half_precision_stays_close_to_float64(recipe):
+    values = gaussian(2, 65, 130)
+    out = tg.orthogonalize(values.float().to(DEVICE), recipe, torch.float16)
+    expected = tg.orthogonalize_reference(values, recipe)
+    assert out.dtype == torch.float16
+    assert (out.double().cpu() - expected).norm() / expected.norm() < 0.02
+
+
+# Composite of the five or four quintics where the smallest singular value is above .01 of the norm, as in any gaussian
+# matrix of aspect 3, and the polar error of a gaussian one: aspect 3, square.
+BOUNDS = {
+    "quintic": ((0.68, 1.21), 0.22, 0.23),
+    "polar-express": ((0.85, 1.15), 0.11, 0.13),
+    "turbo": ((0.93, 1.06), 0.045, 0.11),
+}
+
+
+@recipes
+@pytest.mark.parametrize("shape", [(64, 192), (192, 64), (96, 96)], ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
+def test_close_to_polar_factor(path, shape, recipe):
+    values = gaussian(2, *shape, seed=3)
+    fast = path == "fast"
+    matrices = values.float().to(DEVICE) if fast else values
+    out = tg.orthogonalize(matrices, recipe, torch.float32) if fast else tg.orthogonalize_reference(matrices, recipe)
+    out = out.double().cpu()
+    U, _, Vh = torch.linalg.svd(values, full_matrices=False)
+    (low, high), error_wide, error_square = BOUNDS[recipe.name]
+    error = (out - U @ Vh).norm() / (U @ Vh).norm()
+    assert error < (error_square if shape[0] == shape[1] else error_wide)
+    singular = torch.linalg.svdvals(out)
+    assert singular.max() < high
+    assert shape[0] == shape[1] or singular.min() > low
+
+
+@recipes
+def test_gain_and_room_above_one(recipe):
+    """Slope at 0 of the composite as published; inputs 2 % above the norm, far more than bf16 adds, stay in bounds."""
+    gain = torch.tensor([a for a, _, _ in recipe.coefficients]).prod() / recipe.safety
+    assert gain == pytest.approx({"quintic": 485, "polar-express": 970, "turbo": 147}[recipe.name], rel=2e-3)
+    x = torch.linspace(0.01, 1.02, 1000, dtype=torch.float64) / recipe.safety
+    for a, b, c in recipe.coefficients:
+        x = a * x + b * x**3 + c * x**5
+    low, high = BOUNDS[recipe.name][0]
+    assert low < x.min() and x.max() < high
+
+
+@recipes
+@pytest.mark.parametrize("transposed", [False, True])
+def test_reference_applies_the_composite_polynomial(recipe, transposed):
+    """A diagonal matrix keeps its singular vectors, so every entry follows the scalar polynomial."""
+    s = torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64)
+    matrix = torch.zeros(4, 9, dtype=torch.float64)
+    matrix[range(4), range(4)] = s
+    x = torch.ones(4, dtype=torch.float64) if recipe.scaling == "aol" else s / s.norm() / recipe.safety
+    for a, b, c in recipe.coefficients:
+        x = a * x + b * x**3 + c * x**5
+    out = tg.orthogonalize_reference(7 * (matrix.T if transposed else matrix), recipe)
+    out = out.T if transposed else out
+    torch.testing.assert_close(out.diagonal(), x)
+    assert out.sum().isclose(x.sum())
+
+
+def test_aol_scaling_bounds_the_spectral_norm():
+    X = torch.cat([gaussian(1, 8, 8), torch.ones(1, 8, 8, dtype=torch.float64)])  # the bound is reached at rank one
+    scaled, gram = tg.aol_scale(X, X @ X.mT)
+    norms = torch.linalg.matrix_norm(scaled, ord=2)
+    assert norms[0] < 1 and norms[1].isclose(torch.ones((), dtype=torch.float64))
+    torch.testing.assert_close(gram, scaled @ scaled.mT)
+
+
+@recipes
+@pytest.mark.parametrize("factor", [1e-6, 1e5])
+@pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
+def test_scale_invariance(path, recipe, factor):
+    values = gaussian(2, 20, 33).float().to(DEVICE)
+    run = tg.orthogonalize_reference if path == "reference" else lambda *a: tg.orthogonalize(*a, torch.float32)
+    torch.testing.assert_close(run(factor * values, recipe), run(values, recipe), rtol=1e-3, atol=1e-4)
+
+
+@recipes
+@pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
+def test_zero_matrix_and_zero_row(path, recipe):
+    values = gaussian(3, 6, 12).float().to(DEVICE)
+    values[1] = 0
+    values[2, 3] = 0
+    run = tg.orthogonalize_reference if path == "reference" else lambda *a: tg.orthogonalize(*a, torch.float32)
+    out = run(values, recipe)
+    assert torch.isfinite(out).all()
+    assert (out[1] == 0).all() and (out[2, 3] == 0).all() and out[0].norm() > 2
+
+
+def test_tiles_fit_in_shared_memory():
+    for dtype in (torch.bfloat16, torch.float32):
+        for batch, rows, columns in ((40, 768, 768), (3, 768, 3072), (60, 256, 768), (8, 6, 12)):
+            for symmetric in (True, False):
+                tiles = tg.product_tiles(batch, rows, columns, dtype, symmetric)
+                staged = (tiles["BLOCK_M"] + tiles["BLOCK_N"]) * tiles["BLOCK_K"] * tiles["num_stages"]
+                assert staged * dtype.itemsize <= 227 * 1024
+                assert not symmetric or tiles["BLOCK_M"] == tiles["BLOCK_N"]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@recipes
+@pytest.mark.parametrize("shape", [(8, 768, 768), (3, 3072, 768), (8, 256, 768), (4, 6, 12), (2, 1, 12)], ids=str)
+def test_bf16_on_gpu(shape, recipe):
+    values = gaussian(*shape).cuda()
+    out = tg.orthogonalize(values.float(), recipe)
+    expected = tg.orthogonalize_reference(values, recipe)
+    assert out.dtype == torch.bfloat16
+    assert (out.double() - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.mark.gpu
+@needs_gpu
+@recipes
+def test_cuda_graph_replay(recipe):
+    values = gaussian(4, 256, 768).float().cuda()
+    expected = tg.orthogonalize(values, recipe)  # compiles the kernels, which a capture must not
+    static = torch.zeros_like(values)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = tg.orthogonalize(static, recipe)
+    static.copy_(values)
+    graph.replay()
+    assert torch.equal(out, expected)
