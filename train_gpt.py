@@ -984,7 +984,8 @@ def attention_tiles(width):
 
 def _checked(tile, *operands):
     """The tile, without descriptors where an operand's layout does not allow them: they see [T, H * D] with 16-byte aligned rows."""
-    fits = all(
+    hopper = not operands[0].is_cuda or capability(operands[0].device) >= (9, 0)  # the interpreter knows descriptors too
+    fits = hopper and all(
         x.stride(1) == x.size(2) == triton.next_power_of_2(x.size(2))
         and x.stride(0) >= x.size(1) * x.size(2)
         and x.stride(0) * x.element_size() % 16 == x.storage_offset() * x.element_size() % 16 == 0
@@ -1099,25 +1100,23 @@ def _softcap_sigmoid(logits, shift, temperature, FAST: tl.constexpr):
 
 
 @jit
-def _store_both(tile, out_ptr, out_t_ptr, rows, cols, R, C, LIMIT: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Saturate a tile at ±LIMIT, round it once, and store it at [rows, cols] of out [R, C] and, if asked, at
-    [cols, rows] of out_t [C, R]. With one-byte elements and 128 rows the scattered store, that to out_t, writes whole 128-byte lines."""
-    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_ptr.dtype.element_ty)
-    inside = (rows < R)[:, None] & (cols < C)[None, :]
-    tl.store(out_ptr + rows[:, None].to(tl.int64) * C + cols[None, :], tile, inside)
-    if TRANSPOSED:
-        offsets = cols[:, None].to(tl.int64) * R + rows[None, :]
-        tl.store(out_t_ptr + offsets, tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
-
-
-@jit
-def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale,
-                     LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _quantize_kernel(in_ptr, out_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out = in * inverse_scale, saturated at +-LIMIT, [R, C] in out's dtype."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
-    tile = tl.load(in_ptr + rows[:, None].to(tl.int64) * C + cols[None, :], inside, other=0.0)
-    _store_both(tile.to(tl.float32) * inverse_scale, out_ptr, out_t_ptr, rows, cols, R, C, LIMIT, True)
+    offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
+    tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
+    tl.store(out_ptr + offsets, tl.clamp(tile, -LIMIT, LIMIT).to(out_ptr.dtype.element_ty), inside)
+
+
+@jit
+def _transpose_kernel(in_ptr, out_ptr, R, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out [C, R] = in [R, C] transposed; with one-byte elements 128 rows make whole 128-byte lines of the store."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    tile = tl.load(in_ptr + rows[:, None].to(tl.int64) * C + cols[None, :], (rows < R)[:, None] & (cols < C)[None, :], other=0)
+    tl.store(out_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
 
 
 @jit
@@ -1141,41 +1140,47 @@ def _row_loss_kernel(logits_ptr, targets_ptr, loss_ptr, lse_ptr, V, softcap, shi
 
 
 @jit
-def _head_grad_kernel(logits_ptr, targets_ptr, lse_ptr, factor_ptr, out_ptr, out_t_ptr, T, V,
-                      softcap, shift, temperature, FAST: tl.constexpr, LIMIT: tl.constexpr,
-                      TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _head_grad_kernel(logits_ptr, targets_ptr, lse_ptr, factor_ptr, out_ptr, T, V, softcap, shift, temperature,
+                      FAST: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """d loss / d logit = (exp(z - lse) - 1[column = target]) · s (1 - s) · softcap / temperature, times *factor.
-    Per logit 2 bytes are read and 2 written (FP8 in both layouts, or bf16 in one). Reference: head_loss_reference."""
+    Per logit 2 bytes are read and 1 (FP8) or 2 (bf16) written. Reference: head_loss_reference."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (rows < T)[:, None] & (cols < V)[None, :]
-    logits = tl.load(logits_ptr + rows[:, None].to(tl.int64) * V + cols[None, :], inside, other=0.0)
-    if FAST:  # A plain cast would do, but Triton 3.6 carries the layout change of the transposed store up through it to
-        # the load and then computes every element twice, once for each layout: 128 registers instead of 79.
-        logits = tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [logits],
-                                           tl.float32, is_pure=True, pack=2)
+    offsets = rows[:, None].to(tl.int64) * V + cols[None, :]
     lse = tl.load(lse_ptr + rows, rows < T, other=0.0)
     targets = tl.load(targets_ptr + rows, rows < T, other=-1).to(tl.int32)
-    s = _softcap_sigmoid(logits, shift, temperature, FAST)
+    s = _softcap_sigmoid(tl.load(logits_ptr + offsets, inside, other=0.0), shift, temperature, FAST)
     probability = tl.exp2(softcap * 1.4426950408889634 * s - (lse * 1.4426950408889634)[:, None])
     error = tl.where(cols[None, :] == targets[:, None], probability - 1.0, probability)
     slope = softcap / temperature * tl.load(factor_ptr)
-    _store_both(error * (s * (slope - slope * s)), out_ptr, out_t_ptr, rows, cols, T, V, LIMIT, TRANSPOSED)
+    grad = tl.clamp(error * (s * (slope - slope * s)), -LIMIT, LIMIT)
+    tl.store(out_ptr + offsets, grad.to(out_ptr.dtype.element_ty), inside)
 
 
-TILE = dict(ROWS=128, COLS=64, num_warps=8)  # three blocks an SM; 128 columns leave registers for one
+def _tiles(rows, cols, shape):
+    return triton.cdiv(cols, shape["COLS"]), triton.cdiv(rows, shape["ROWS"])
 
 
-def _tile_grid(rows, cols):
-    return triton.cdiv(cols, TILE["COLS"]), triton.cdiv(rows, TILE["ROWS"])
+def transposed(matrix):
+    """A contiguous transposed copy [C, R] of a contiguous matrix [R, C].
+
+    A kernel of its own: storing both layouts from the tile that computes them saves a tenth on paper, but Triton 3.6 then
+    computes every element once for each layout, which costs a quarter (16,384 tokens: 1.31 ms against 1.03 for both).
+    """
+    R, C = matrix.shape
+    out, shape = matrix.new_empty(C, R), dict(ROWS=128, COLS=128)
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[matrix.element_size()]
+    _transpose_kernel[_tiles(R, C, shape)](matrix.view(bits), out.view(bits), R, C, **shape, num_warps=8)
+    return out
 
 
 def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
-    """FP8 copies of tensor / scale, [R, C], in both layouts ([R, C], [C, R]): one read of the source, no transpose."""
-    (R, C), tensor = tensor.shape, tensor.contiguous()
-    out, out_t = tensor.new_empty(R, C, dtype=dtype), tensor.new_empty(C, R, dtype=dtype)
-    _quantize_kernel[_tile_grid(R, C)](tensor, out, out_t, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max, **TILE)
-    return out, out_t
+    """FP8 copies of tensor / scale in both layouts, contiguous: [R, C] and [C, R]."""
+    R, C = tensor.shape
+    out, shape = tensor.new_empty(R, C, dtype=dtype), dict(ROWS=8, COLS=512)
+    _quantize_kernel[_tiles(R, C, shape)](tensor.contiguous(), out, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max, **shape, num_warps=4)
+    return out, transposed(out)
 
 
 def row_losses(logits, targets, cap, fast=False):
@@ -1186,19 +1191,13 @@ def row_losses(logits, targets, cap, fast=False):
     return losses, lse
 
 
-def head_grad(logits, targets, lse, factor, cap, dtype, transposed, fast=False):
-    """Gradient of the summed loss with respect to the logits times factor (0-d float32, on the device), saturated.
-    `fast` as in row_losses.
-
-    Returns ([T, V], [V, T] or None) of `dtype`: the two matrix products of the backward sum over different
-    dimensions, and FP8 tensor cores want the summed one contiguous.
-    """
+def head_grad(logits, targets, lse, factor, cap, dtype, fast=False):
+    """Gradient [T, V], of `dtype` and saturated, of the summed loss with respect to the logits, times factor (0-d float32 tensor)."""
     T, V = logits.shape
-    out = logits.new_empty(T, V, dtype=dtype)
-    out_t = logits.new_empty(V, T, dtype=dtype) if transposed else None
-    _head_grad_kernel[_tile_grid(T, V)](logits, targets, lse, factor, out, out_t, T, V, *cap, FAST=fast,
-                                        LIMIT=torch.finfo(dtype).max, TRANSPOSED=transposed, **TILE)
-    return out, out_t
+    out, shape = logits.new_empty(T, V, dtype=dtype), dict(ROWS=8, COLS=512)
+    _head_grad_kernel[_tiles(T, V, shape)](logits, targets, lse, factor, out, T, V, *cap, FAST=fast,
+                                           LIMIT=torch.finfo(dtype).max, **shape, num_warps=4)
+    return out
 
 
 def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum):
@@ -1227,7 +1226,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         x, weight, targets, logits, lse = ctx.saved_tensors
-        grad, _ = head_grad(logits, targets, lse, grad_output.float(), ctx.cap, logits.dtype, transposed=False)
+        grad = head_grad(logits, targets, lse, grad_output.float(), ctx.cap, logits.dtype)
         return grad @ weight, grad.T @ x, None, None
 
 
@@ -1255,10 +1254,10 @@ class Fp8HeadLoss(torch.autograd.Function):
     def backward(ctx, grad_output):
         x8_t, w8_t, x_scale, w_scale, targets, logits, lse = ctx.saved_tensors
         factor = lse.new_full((), 1.0 / ctx.scales.grad)
-        g8, g8_t = head_grad(logits, targets, lse, factor, ctx.cap, torch.float8_e5m2, True, fast=logits.is_cuda)
+        g8 = head_grad(logits, targets, lse, factor, ctx.cap, torch.float8_e5m2, fast=logits.is_cuda)
         g_scale = grad_output.float() * ctx.scales.grad  # the incoming gradient rides on the scale: no sync, no pass
         dx = fp8_matmul_nt(g8, w8_t, g_scale, w_scale, fast_accum=False)
-        dw = fp8_matmul_nt(g8_t, x8_t, g_scale, x_scale, fast_accum=False)
+        dw = fp8_matmul_nt(transposed(g8), x8_t, g_scale, x_scale, fast_accum=False)
         return dx, dw, None, None, None
 
 
@@ -1348,23 +1347,20 @@ def embedding_grad(grad, tokens, order, starts, dtype):
 
 
 class EmbeddingLookup(torch.autograd.Function):
-    """`EmbeddingLookup.apply(tokens, order, starts, *tables)`: a tuple of table[tokens], [T, D] for each [V, D] table.
+    """`EmbeddingLookup.apply(table, tokens, order, starts)`: table[tokens], [T, D] of a [V, D] table.
 
-    tokens [T], order [T] and starts [V + 1] as from sort_tokens, on the tables' device; one sort serves all tables.
+    tokens [T], order [T] and starts [V + 1] as from sort_tokens, on the table's device; one sort serves all tables.
     """
 
     @staticmethod
-    def forward(ctx, tokens, order, starts, *tables):
+    def forward(ctx, table, tokens, order, starts):
         ctx.save_for_backward(tokens, order, starts)
-        ctx.dtypes = [table.dtype for table in tables]
-        ctx.set_materialize_grads(False)
-        return tuple(F.embedding(tokens, table) for table in tables)
+        ctx.dtype = table.dtype
+        return F.embedding(tokens, table)
 
     @staticmethod
-    def backward(ctx, *grads):
-        sort = ctx.saved_tensors
-        return None, None, None, *(None if grad is None else embedding_grad(grad, *sort, dtype)
-                                   for grad, dtype in zip(grads, ctx.dtypes))
+    def backward(ctx, grad):
+        return embedding_grad(grad, *ctx.saved_tensors, ctx.dtype), None, None, None
 
 
 # ======================================================================================================================
@@ -1376,21 +1372,22 @@ class Ops:
     attention: Callable[[Tensor, Tensor, Tensor, Documents, int, float], Tensor]
     head_loss: Callable[[Tensor, Tensor, Tensor, Softcap], Tensor]
     head_loss_eval: Callable[[Tensor, Tensor, Tensor, Softcap], Tensor]
-    embed: Callable[..., Sequence[Tensor]]
+    embed: Callable[[Tensor, Documents], Tensor]
     orthogonalize: Callable[[Tensor, OrthogonalizeRecipe], Tensor]
     compile: Callable[[Callable], Callable]
     names: dict[str, str]
 
 
-def compile_tokens_dynamic(function: Callable) -> Callable:
-    """torch.compile with the token dimension (dim 0 of the first argument) symbolic: one compilation serves every stage."""
+def compile_dynamic(function: Callable) -> Callable:
+    """torch.compile with the leading dimension of the first argument (tokens, matrices, elements) symbolic, in whichever
+    arguments have it: one compilation serves every stage and every shard."""
     compiled = torch.compile(function, fullgraph=True)
 
     @functools.wraps(function)
     def call(*args):
-        tokens = args[0].shape[0]
+        leading = args[0].shape[0]
         for tensor in args:
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and tensor.ndim and tensor.shape[0] == tokens:
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and tensor.ndim and tensor.shape[0] == leading:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return compiled(*args)
     return call
@@ -1412,12 +1409,12 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents, windo
     return attention_reference(q, k, v, documents.cu_seqlens, window, scale)
 
 
-def plain_lookup(documents: Documents, *tables: Tensor) -> list[Tensor]:
-    return [F.embedding(documents.tokens, table) for table in tables]
+def plain_lookup(table: Tensor, documents: Documents) -> Tensor:
+    return F.embedding(documents.tokens, table)
 
 
-def sorted_lookup(documents: Documents, *tables: Tensor) -> tuple[Tensor, ...]:
-    return EmbeddingLookup.apply(documents.tokens, documents.order, documents.starts, *tables)
+def sorted_lookup(table: Tensor, documents: Documents) -> Tensor:
+    return EmbeddingLookup.apply(table, documents.tokens, documents.order, documents.starts)
 
 
 def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: bool = True, attention: str = "triton") -> Ops:
@@ -1435,7 +1432,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     return Ops(
         attention=packed_triton_attention if attention == "triton" else packed_varlen_attention,
         head_loss=Fp8HeadLoss.apply if fp8 else HeadLoss.apply, head_loss_eval=head_loss_eval, embed=sorted_lookup,
-        orthogonalize=orthogonalize, compile=compile_tokens_dynamic if compile else lambda function: function, names=names)
+        orthogonalize=orthogonalize, compile=compile_dynamic if compile else lambda function: function, names=names)
 
 
 # ======================================================================================================================
@@ -1830,8 +1827,9 @@ class GPT(nn.Module):
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Final hidden states [T, width], normalised, ready for the head."""
-        embedded, *values = self.ops.embed(documents, self.embedding, *self.value_embeddings)
-        x = x0 = self.smear_and_norm(embedded, documents.positions, self.smear_gate, self.smear)
+        # One lookup a table: each gradient is complete, and leaves, as soon as the table's first layer is through.
+        values = [self.ops.embed(table, documents) for table in self.value_embeddings]
+        x = x0 = self.smear_and_norm(self.ops.embed(self.embedding, documents), documents.positions, self.smear_gate, self.smear)
         skips: dict[int | None, Tensor | None] = {None: None}
         backout = None
         for slot, block in self.blocks.items():
@@ -2141,8 +2139,8 @@ def chain_hash(previous: str, line: str) -> str:
 class RunLog:
     """One JSON line an event, each carrying a hash of itself and the line before. A thread writes, so the clock never waits."""
 
-    def __init__(self, path: Path | None):
-        self.path, self.file, self.chain = path, None, ""
+    def __init__(self, path: Path | None, quiet: bool = False):
+        self.path, self.quiet, self.file, self.chain = path, quiet, None, ""
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -2168,7 +2166,8 @@ class RunLog:
     def _write(self) -> None:
         while (item := self.queue.get()) is not None:
             if isinstance(item, str):
-                print(item, flush=True)
+                if not self.quiet:
+                    print(item, flush=True)
             elif self.file is not None:
                 text = json.dumps(item)
                 self.chain = chain_hash(self.chain, text)
@@ -2185,16 +2184,27 @@ class RunLog:
             self.file.close()
 
 
-def source_hash() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-
-
 def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Versions and hardware. `machine` names the host and its devices without telling who they are: equal = same machine."""
     facts = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__ if triton else None,
-             "numpy": np.__version__, "platform": platform.platform(), "device": "cpu", "cuda": None}
+             "numpy": np.__version__, "platform": platform.platform(), "device": platform.processor() or platform.machine(), "gpus": []}
+    names = [platform.node(), str(os.cpu_count())]
     if device.type == "cuda":
-        facts |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "driver": str(torch.cuda.driver_version()) if hasattr(torch.cuda, "driver_version") else None}
-    return facts
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        facts |= {"device": devices[0].name, "gpus": [d.name for d in devices], "cuda": torch.version.cuda}
+        names += [str(getattr(d, "uuid", d.name)) for d in devices]
+    return facts | {"machine": hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]}
+
+
+def files_hash(paths: Sequence[Path]) -> str:
+    """SHA-256 over the names and contents of files, in order."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.name.encode() + b"\0")
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 # ======================================================================================================================
@@ -2232,7 +2242,9 @@ class Trainer:
         vocabulary, stages = preset.model.vocabulary, preset.stages
         self.stream = TokenStream(data, preset.train_tokens, vocabulary)
         self.plan = plan_batches(self.stream, stages)
-        windows = validation_windows(find_shards(data, "val")[0], preset.val_tokens, preset.val_window_tokens, vocabulary)
+        validation_shard = find_shards(data, "val")[0]
+        self.data_hash = files_hash([*self.stream.paths, validation_shard])
+        windows = validation_windows(validation_shard, preset.val_tokens, preset.val_window_tokens, vocabulary)
         longest = max(len(piece) for pieces in windows for piece in pieces)
         pin = ranks.device.type == "cuda"
         borders = padded_borders(max(len(pieces) for pieces in windows))
@@ -2325,7 +2337,7 @@ class Meter:
     def __init__(self, log: RunLog, trainer: Trainer):
         self.log, self.trainer, self.cuda = log, trainer, trainer.ranks.device.type == "cuda"
         self.pending: tuple | None = None
-        self.tokens_seen, self.last_step = 0, 0
+        self.tokens, self.last_step = 0, 0
         self.restart()
 
     def _now(self) -> Any:
@@ -2340,30 +2352,33 @@ class Meter:
         self.last = self._now()
 
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
-        """Note the loss of `step` (0-based). Every rank calls this at the same steps: it holds one all-reduce."""
+        """Note the loss of `step` (0-based). Every rank calls this at the same steps, of which each stage's last is one: it
+        holds one all-reduce, and an interval never spans two stages."""
         self.flush()
         loss = self.trainer.ranks.sum(loss.clone())
         host = torch.empty((), pin_memory=self.cuda)
         host.copy_(loss, non_blocking=True)
-        self.pending = (step + 1, host, self.last, self._now(), step + 1 - self.last_step, stage)
+        steps = step + 1 - self.last_step
+        self.tokens += steps * stage.batch_tokens
+        self.pending = (step + 1, host, self.last, self._now(), steps, stage, self.tokens)
         self.last, self.last_step = self.pending[3], step + 1
 
     def flush(self) -> None:
+        """Log what was recorded last. Raises Failure (numerics) if its loss is not finite: on every rank at the same step."""
         if self.pending is None:
             return
-        step, host, before, after, steps, stage = self.pending
+        step, host, before, after, steps, stage, tokens = self.pending
         self.pending = None
         if self.cuda:
             after.synchronize()
         elapsed = before.elapsed_time(after) if self.cuda else after - before
-        loss = float(host) / stage.batch_tokens
-        self.tokens_seen += steps * stage.batch_tokens  # a log interval that spans two stages counts as the later one
-        self.log.line("step", step=step, train_loss=round(loss, 6), tokens=self.tokens_seen, ms_per_step=round(elapsed / steps, 3))
-        total = self.trainer.preset.steps
-        left = elapsed / steps * (total - step) / 1e3
-        self.log.say(f"step {step:5d}/{total}   train loss {loss:7.4f}   {elapsed / steps:9.2f} ms/step   {stage.batch_tokens * steps / elapsed:8.1f} tokens/ms   {left:6.1f} s left")
+        loss, per_step, total = float(host) / stage.batch_tokens, elapsed / steps, self.trainer.preset.steps
+        self.log.line("step", step=step, train_loss=round(loss, 6), tokens=tokens, ms_per_step=round(per_step, 3))
+        self.log.say(f"step {step:5d}/{total}   train loss {loss:7.4f}   {per_step:8.2f} ms/step   {stage.batch_tokens / per_step:6.1f} tokens/ms"
+                     f"   {per_step * (total - step) / 1e3:6.1f} s left")
         if not math.isfinite(loss):
-            raise Failure(f"training loss: expected a finite number, found {loss} at step {step}; fix: lower the learning rate or report this seed", EXIT_NUMERICS)
+            raise Failure(f"training loss: expected a finite number, found {loss} at step {step}; fix: lower the learning rate or report this seed",
+                          EXIT_NUMERICS)
 
 
 def compiled_graphs() -> int:
@@ -2373,17 +2388,34 @@ def compiled_graphs() -> int:
     return counters["stats"]["unique_graphs"] + sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
 
-def start_profiler(options: RunOptions) -> torch.profiler.profile:
+def start_profiler(ranks: Ranks) -> torch.profiler.profile:
+    ranks.sum(torch.zeros((), device=ranks.device))  # start together, or the first collective of the trace shows who was late
     profiler = torch.profiler.profile()
     profiler.start()
     return profiler
 
 
-def stop_profiler(profiler: torch.profiler.profile, options: RunOptions, log: RunLog) -> None:
-    """Write the Chrome trace and say the ten largest kernels."""
+def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> None:
+    """Write the Chrome trace; say how busy the device was and the ten largest kernels."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     profiler.stop()
-    profiler.export_chrome_trace(str(options.profile_path))
-    log.say(profiler.key_averages().table(sort_by="self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total", row_limit=10, max_name_column_width=80))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+    if not torch.cuda.is_available():
+        log.say(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=10))
+        return
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in profiler.events()
+                   if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation)
+    totals: dict[str, float] = {}
+    busy = end = 0.0
+    for start, stop, name in spans:
+        totals[name] = totals.get(name, 0.0) + stop - start
+        busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
+    length = end - spans[0][0]
+    log.say(f"trace in {path}: {length / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %")
+    for name, time_us in sorted(totals.items(), key=lambda item: -item[1])[:10]:
+        log.say(f"{time_us / 1e3:10.2f} ms {100 * time_us / busy:5.1f} %  {name[:110]}")
 
 
 def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[Tensor, int]:
@@ -2398,7 +2430,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[Tens
     try:
         for step in range(steps):
             if options.profile and step == options.profile[0]:
-                profiler = start_profiler(options)
+                profiler = start_profiler(ranks)
             if stage_index(preset, step) != index:
                 index = stage_index(preset, step)
                 stage = preset.stages[index]
@@ -2407,10 +2439,11 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[Tens
             micro = [next(batches) for _ in range(count)]
             digest += sum(batch.digest for batch in micro)
             loss = trainer.training_step(step, micro, is_adam_step(preset, step), trainer.geometries[index])
-            if (step + 1) % preset.log_every_steps == 0 or step + 1 == steps or step == 0:
+            last_of_stage = step + 1 == steps or stage_index(preset, step + 1) != index
+            if (step + 1) % preset.log_every_steps == 0 or step == 0 or last_of_stage:
                 meter.record(step, loss, stage)
             if profiler and step == options.profile[1]:
-                stop_profiler(profiler, options, log)
+                stop_profiler(profiler, options.profile_path, log)
                 profiler = None
             if options.val_every and (step + 1) % options.val_every == 0 and step + 1 < steps:
                 clock.pause("validation")
@@ -2429,8 +2462,8 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[Tens
 def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict[str, Any]) -> float:
     """One run from a seed: warm-up (once a process), the timed loop, the final validation. Logs everything; returns the loss."""
     preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
-    log.line("head", preset=dataclasses.asdict(preset), seed=seed, world=ranks.world, ops=trainer.ops.names, script=source_hash(),
-             shards=[path.name for path in trainer.stream.paths], consumed_tokens=trainer.plan.tokens_consumed,
+    log.line("head", preset=dataclasses.asdict(preset), seed=seed, world=ranks.world, ops=trainer.ops.names, script=files_hash([Path(__file__)]),
+             data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths], consumed_tokens=trainer.plan.tokens_consumed,
              settings=settings, **machine_facts(ranks.device))
     before = trainer.initialise(seed)
     if len(set(ranks.gather_objects(before))) > 1:
@@ -2452,7 +2485,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     recompiled = compiled_graphs() - graphs
     complete = not options.profile and options.stop_after is None
     value = trainer.validate(trainer.final_geometry)
-    log.line("val", step=preset.steps if complete else options.stop_after, loss=round(value, 6), final=True)
+    log.line("val", step=min(preset.steps, options.stop_after or preset.steps), loss=round(value, 6), final=True)
     for interval in clock.intervals:
         log.line("clock", **interval)
     tokens = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}"
@@ -2475,7 +2508,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
         "model": json.dumps(dataclasses.asdict(trainer.preset.model)), "preset": trainer.preset.name,
         "weights": {name: parameter.detach().cpu() for name, parameter in trainer.model.named_parameters()},
         "geometry": {"short_window": geometry.short_window, "long_window": geometry.long_window, "scale": geometry.scale},
-        "provenance": {"val_loss": loss, "seed": seed, "script": source_hash(), **machine_facts(trainer.ranks.device)},
+        "provenance": {"val_loss": loss, "seed": seed, "script": files_hash([Path(__file__)]), **machine_facts(trainer.ranks.device)},
     }
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -2594,8 +2627,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> None
     for run in range(arguments.runs):
         name = f"{preset.name}-w{ranks.world}-s{seed + run}-{secrets.token_hex(3)}"
         options = RunOptions(arguments.stop_after, arguments.val_every, arguments.profile, arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json")
-        log = RunLog(arguments.log_dir / f"{name}.jsonl" if main_rank else None)
-        log.quiet = not main_rank
+        log = RunLog(arguments.log_dir / f"{name}.jsonl" if main_rank else None, quiet=not main_rank)
         try:
             loss = train(trainer, seed + run, log, options, settings)
             if arguments.save and run == arguments.runs - 1 and main_rank:

@@ -167,16 +167,15 @@ def test_row_losses_keep_nan():
 @pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("T, V", [(7, 131), (1, 1), (128, 64), (130, 70), (129, 193)])
 def test_head_grad(T, V, cap):
-    """Both layouts in float32, scaled by the factor; the plain layout alone must be the same."""
+    """In float32, scaled by the factor, with targets of either width."""
     logits, targets = make_logits(T, V)
     _, want = exact(logits, targets, cap)
     _, lse = tg.row_losses(logits, targets, cap)
     factor = torch.tensor(0.125, device=DEVICE)
-    grad, grad_t = tg.head_grad(logits, targets, lse, factor, cap, torch.float32, transposed=True)
+    grad = tg.head_grad(logits, targets, lse, factor, cap, torch.float32)
     torch.testing.assert_close(grad.double(), want * 0.125, rtol=2e-5, atol=1e-7)
-    assert torch.equal(grad.T, grad_t)
-    alone, nothing = tg.head_grad(logits, targets.int(), lse, factor, cap, torch.float32, transposed=False)
-    assert torch.equal(alone, grad) and nothing is None
+    assert torch.equal(tg.head_grad(logits, targets.int(), lse, factor, cap, torch.float32), grad)
+    assert torch.equal(tg.transposed(grad), grad.T)
 
 
 @pytest.mark.parametrize("T, V", [(7, 131), (130, 70)])
@@ -185,9 +184,9 @@ def test_head_grad_fp8(T, V):
     _, want = exact(logits, targets, CAPS[0])
     _, lse = tg.row_losses(logits, targets, CAPS[0])
     scale = tg.HeadScales().grad
-    g8, g8_t = tg.head_grad(logits, targets, lse, torch.tensor(1 / scale, device=DEVICE), CAPS[0], E5M2, True)
+    g8 = tg.head_grad(logits, targets, lse, torch.tensor(1 / scale, device=DEVICE), CAPS[0], E5M2)
     got = g8.double() * scale
-    assert torch.equal(g8.double().T, g8_t.double())
+    assert torch.equal(g8.double().T, tg.transposed(g8).double())
     # Half a step, which is 2^-2 of the value at most and the subnormal 2^-16 at least, and the float32 error.
     assert ((got - want).abs() <= 0.5 * (want.abs() * 2.0 ** -2).clamp_min(2.0 ** -16 * scale) * 1.001).all()
 
@@ -196,7 +195,7 @@ def test_head_grad_saturates():
     logits, targets = make_logits(7, 131)
     _, want = exact(logits, targets, CAPS[0])
     _, lse = tg.row_losses(logits, targets, CAPS[0])
-    g8, _ = tg.head_grad(logits, targets, lse, torch.tensor(1e9, device=DEVICE), CAPS[0], E5M2, True)
+    g8 = tg.head_grad(logits, targets, lse, torch.tensor(1e9, device=DEVICE), CAPS[0], E5M2)
     high = want.abs() * 1e9 > 57344
     assert high.any() and torch.equal(g8.double()[high], 57344 * want[high].sign())
 
@@ -300,9 +299,9 @@ def test_offsets_past_int32():
     want_losses, want = exact(logits[-last:], targets[-last:], CAPS[0])
     torch.testing.assert_close(losses[-last:].double(), want_losses, rtol=0, atol=5e-3)
     scale = tg.HeadScales().grad
-    g8, g8_t = tg.head_grad(logits, targets, lse, torch.tensor(1 / scale, device=DEVICE), CAPS[0], E5M2, True, True)
+    g8 = tg.head_grad(logits, targets, lse, torch.tensor(1 / scale, device=DEVICE), CAPS[0], E5M2, True)
     assert relative(g8[-last:].double() * scale, want) < 0.1
-    assert torch.equal(g8.view(torch.uint8)[-last:].T, g8_t.view(torch.uint8)[:, -last:])
+    assert torch.equal(g8.view(torch.uint8)[-last:].T, tg.transposed(g8).view(torch.uint8)[:, -last:])
 
 
 @pytest.mark.parametrize("chunk_rows", [3, 7, 100])
@@ -363,7 +362,7 @@ def test_embedding_lookup():
     seen = []
     for table in tables:
         table.register_post_accumulate_grad_hook(lambda table: seen.append(id(table)))
-    first, second, _ = tg.EmbeddingLookup.apply(tokens, order, starts, *tables)
+    first, second, _ = (tg.EmbeddingLookup.apply(table, tokens, order, starts) for table in tables)
     ((first * second).sum() + first.sum()).backward()
     assert {id(table) for table in tables[:2]} <= set(seen) and tables[2].grad is None
     copies = [table.detach().clone().requires_grad_() for table in tables[:2]]

@@ -1,0 +1,123 @@
+"""python records new NAME | run DIR | verify DIR | compare A B | diff A B | leaderboard | plot: see records/README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import record
+from record import KINDS, TRACKS
+from runlog import Failure
+
+
+def command_new(arguments: argparse.Namespace) -> int:
+    path = record.new(arguments.name, arguments.track, arguments.parent, arguments.kind, arguments.n, arguments.world, arguments.data, arguments.retime)
+    made = record.load(path).record
+    print(f"{os.path.relpath(path)}: {made['track']}, {made['kind']}, parent {made['parent'] or 'none'}, {made['plan']['world']} GPU(s) or process(es)\n"
+          f"plan {made['plan']['id']}: {' '.join(made['plan']['order'])}\nnext: python records run {os.path.relpath(path)}")
+    return 0
+
+
+def command_run(arguments: argparse.Namespace) -> int:
+    from runner import run_plan
+    run_plan(arguments.dir, arguments.data)
+    print(f"next: python records verify {arguments.dir}")
+    return 0
+
+
+def command_verify(arguments: argparse.Namespace) -> int:
+    from verify import verify
+    found = {str(path): verify(path) for path in arguments.dir or record.all_folders()}
+    if arguments.json:
+        print(json.dumps({path: [check._asdict() for check in checks] for path, checks in found.items()}, indent=1))
+    else:
+        for path, checks in found.items():
+            print(path)
+            for check in checks:
+                print(f"  {'ok  ' if check.ok else 'FAIL'}  {check.name:<9} {check.text}")
+    failed = sum(not all(check.ok for check in checks) for checks in found.values())
+    if not arguments.json:
+        print(f"{len(found) - failed} of {len(found)} records verify")
+    return int(failed > 0)
+
+
+def command_compare(arguments: argparse.Namespace) -> int:
+    from report import compare
+    print(compare(arguments.a, arguments.b))
+    return 0
+
+
+def command_diff(arguments: argparse.Namespace) -> int:
+    from codediff import changes, read_script, summary
+    found = changes(read_script(arguments.a), read_script(arguments.b), arguments.code)
+    print(summary(found), *("\n".join(change.lines) for change in found if change.lines), sep="\n\n")
+    return 0
+
+
+def command_leaderboard(arguments: argparse.Namespace) -> int:
+    from report import leaderboard
+    return leaderboard(arguments.check)
+
+
+def command_plot(arguments: argparse.Namespace) -> int:
+    from plots import plot_history, plot_runs
+    plot_runs(arguments.runs, arguments.out) if arguments.runs else plot_history(arguments.out)
+    print(arguments.out)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python records", description="Records that prove themselves; see records/README.md.", allow_abbrev=False)
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, function, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.set_defaults(function=function)
+        return command
+
+    new = add("new", command_new, "plan a record: copy train_gpt.py, fix seeds, order and hashes")
+    new.add_argument("name")
+    new.add_argument("--track", choices=TRACKS, help="default: the parent's")
+    new.add_argument("--parent", help="record to beat, or none (default: the newest of the track)")
+    new.add_argument("--kind", choices=KINDS, help="default: ml, or baseline without a parent")
+    new.add_argument("--n", type=int, help="runs an arm, fixed from now on")
+    new.add_argument("--world", type=int, choices=(1, 2, 4, 8), help="GPUs (default: as many as there are)")
+    new.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
+    new.add_argument("--retime", type=Path, metavar="RECORD", help="repeat that record's script and plan on this machine")
+    run = add("run", command_run, "carry the plan out; start it again after an interruption and it continues")
+    run.add_argument("dir", type=Path)
+    run.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
+    verify = add("verify", command_verify, "check records, one line a check; exit 1 if one fails")
+    verify.add_argument("dir", type=Path, nargs="*", help="default: all")
+    verify.add_argument("--json", action="store_true")
+    compare = add("compare", command_compare, "A against B: loss, time, stages, verdict; a record's arm is DIR:a or DIR:b, a log or a folder of logs will do")
+    diff = add("diff", command_diff, "what leads from the script of B to that of A, by section")
+    for command, kind in ((compare, str), (diff, Path)):
+        command.add_argument("a", type=kind, metavar="A")
+        command.add_argument("b", type=kind, metavar="B")
+    diff.add_argument("--code", action="store_true", help="ignore comments, docstrings and blank lines")
+    leaderboard = add("leaderboard", command_leaderboard, "rewrite the tables between the markers of README.md")
+    leaderboard.add_argument("--check", action="store_true", help="write nothing, exit 1 if they are stale")
+    plot = add("plot", command_plot, "loss and step times of runs, or without any the history of records")
+    plot.add_argument("runs", nargs="*", metavar="RUNS", help="as for compare")
+    plot.add_argument("--out", type=Path, default=Path("plot.svg"), help="a .svg or .png file")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.function(arguments)
+    except Failure as failure:
+        print(f"records: {failure}", file=sys.stderr, flush=True)
+        return failure.code
+    except KeyboardInterrupt:
+        print("records: interrupted; the same command continues", file=sys.stderr, flush=True)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""What the runs say: numbers of a record, `compare`, and the leaderboard."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import stats
+from record import HOME, SCRIPT, TRACKS, Folder, all_folders, load
+from runlog import Run, fail, loss_curve, read_run, stage_times
+
+MEANS_DIGITS = {"loss": 6, "ms": 1}
+
+
+def means(folder: Folder) -> dict[str, dict[str, float]]:
+    """{arm: {loss, ms}} over the finished runs."""
+    runs = {arm: folder.runs(arm) for arm in sorted(folder.record["scripts"])}
+    return {arm: {name: round(stats.mean([getattr(run, name) for run in found]), digits) for name, digits in MEANS_DIGITS.items()}
+            for arm, found in runs.items() if found}
+
+
+def gain(folder: Folder) -> stats.Interval:
+    """Time of arm a minus time of its parent in ms, paired by seed: negative is faster."""
+    return stats.paired(*([run.ms for run in folder.runs(arm)] for arm in "ab"))
+
+
+def spread(values: list[float], digits: int) -> str:
+    return f"{stats.mean(values):.{digits}f}" + (f" ± {stats.sd(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def numbers_block(folder: Folder) -> str:
+    """The generated part of a record's README: both arms, and the gain."""
+    rows = ["| arm | runs | val loss | time (s) |", "|---|---|---|---|"]
+    for arm, name in (("a", "this record"), ("b", folder.record["parent"])):
+        if arm in folder.record["scripts"]:
+            runs = folder.runs(arm)
+            rows.append(f"| {arm}: {name} | {len(runs)} | {spread([r.loss for r in runs], 4)} | {spread([r.ms / 1e3 for r in runs], 3)} |")
+    head = folder.runs("a")[0].head
+    rows += ["", f"{folder.record['track']}, {head.get('world')} x {head.get('device')}, torch {head.get('torch')}, mean ± standard deviation."]
+    if folder.parent:
+        time, loss = gain(folder), stats.welch(*([run.loss for run in folder.runs(arm)] for arm in "ab"))
+        rows.append(f"Against the parent: time {time.difference / 1e3:+.3f} s ({time.low / 1e3:+.3f} to {time.high / 1e3:+.3f}, paired), "
+                    f"loss {loss.difference:+.4f} ({loss.low:+.4f} to {loss.high:+.4f}); 99 % intervals.")
+    return "\n".join(rows)
+
+
+def block_pattern(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name}\b[^>]*-->\n)(.*?)(\n<!-- /{name} -->)", re.DOTALL)
+
+
+def read_block(path: Path, name: str) -> str | None:
+    """The text between <!-- name ... --> and <!-- /name -->, None where there is none."""
+    match = block_pattern(name).search(path.read_text()) if path.exists() else None
+    return match[2] if match else None
+
+
+def write_block(path: Path, name: str, content: str) -> None:
+    if read_block(path, name) is None:
+        fail(f"{path}", f"<!-- {name} --> and <!-- /{name} -->, each on a line", "no such pair", "put them back where the table belongs")
+    path.write_text(block_pattern(name).sub(lambda match: match[1] + content + match[3], path.read_text(), count=1))
+
+
+def write_numbers(folder: Folder) -> None:
+    write_block(folder.path / "README.md", "numbers", numbers_block(folder))
+
+
+def load_runs(spec: str) -> tuple[str, list[Run]]:
+    """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, or one log."""
+    path, arm = (Path(spec[:-2]), spec[-1]) if spec.endswith((":a", ":b")) else (Path(spec), "a")
+    if (path / "record.json").exists() or (HOME / path.name / "record.json").exists():
+        folder = load(path)
+        runs, label = folder.runs(arm), folder.path.resolve().name + (":b" if arm == "b" else "")
+    else:
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".txt")) if path.is_dir() else [path]
+        runs, label = [read_run(file) for file in files], path.name
+    if not (done := [run for run in runs if run.ok]):
+        fail(f"runs of {spec}", "at least one that ended well", f"{len(runs)} logs, none finished", "name a record, a folder of logs or a log")
+    return label + (f" ({len(runs) - len(done)} unfinished left out)" if len(done) < len(runs) else ""), done
+
+
+def load_pair(a: str, b: str) -> tuple[tuple[str, list[Run]], tuple[str, list[Run]], bool]:
+    """Both sides, and whether they are the arms of one plan. A record against its parent means its own arm b: same machine, interleaved."""
+    path = Path(a)
+    if (path / "record.json").exists() and load(path).record["parent"] == Path(b).resolve().name:
+        b = f"{a}:b"
+    left, right = load_runs(a), load_runs(b)
+    seeds = [[run.head.get("seed") for run in runs] for _, runs in (left, right)]
+    return left, right, b == f"{a.removesuffix(':a')}:b" and seeds[0] == seeds[1]
+
+
+def differing(a: list[Run], b: list[Run], facts: dict[str, Callable[[Run], object]]) -> list[str]:
+    """The facts in which the runs of both sides differ, where both know them, in words."""
+    values = {name: [{str(fact(run)) for run in runs} - {"None"} for runs in (a, b)] for name, fact in facts.items()}
+    return [f"{name} {', '.join(sorted(x))} against {', '.join(sorted(y))}" for name, (x, y) in values.items() if x and y and x != y]
+
+
+def incomparable(a: list[Run], b: list[Run]) -> tuple[list[str], list[str]]:
+    """Why the losses and why the times of two sides cannot be compared; empty lists if they can."""
+    loss = differing(a, b, {"preset": lambda r: r.head.get("preset", {}).get("name"), "validation tokens": lambda r: r.head.get("preset", {}).get("val_tokens"),
+                            "validation hash": lambda r: r.lines[-1].get("val_hash") if r.lines else None})
+    time = differing(a, b, {"hardware": lambda r: r.head.get("device"), "GPUs": lambda r: r.head.get("world"), "machine": lambda r: r.head.get("machine")})
+    return loss, time
+
+
+def mean_curve(runs: list[Run]) -> tuple[np.ndarray, np.ndarray, str]:
+    """(seconds, loss) rows averaged over runs, the standard deviation of the loss at each, and what the loss is."""
+    curves, kinds = zip(*map(loss_curve, runs))
+    shortest = min(map(len, curves))
+    stack = np.stack([curve[:shortest] for curve in curves])
+    return stack.mean(0), stack[..., 1].std(0, ddof=1) if len(runs) > 1 else np.zeros(shortest), kinds[0]
+
+
+def seconds_to(curve: np.ndarray, level: float) -> float:
+    """When a curve first reaches `level`, between its rows linearly; nan if never."""
+    best = np.minimum.accumulate(curve[:, 1])
+    if not len(best) or best[-1] > level:
+        return math.nan
+    i = int(np.argmax(best <= level))
+    if i == 0:
+        return float(curve[0, 0])
+    (t0, _), (t1, _) = curve[i - 1], curve[i]
+    return float(t0 + (t1 - t0) * (best[i - 1] - level) / (best[i - 1] - best[i]))
+
+
+def stage_table(a: list[Run], b: list[Run]) -> list[str]:
+    rows = [f"{'stage':<52} {'A ms/step':>10} {'B ms/step':>10} {'A - B':>8}"]
+    times = [np.mean([stage_times(run) for run in runs if len(run.stages) == len(runs[0].stages)], axis=0) for runs in (a, b)]
+    for i, (_, text) in enumerate(a[0].stages):
+        x, y = times[0][i], times[1][i] if i < len(times[1]) else math.nan
+        numbers = f"{x:>10.2f} {y:>10.2f} {100 * (x / y - 1):>+7.2f}%" if math.isfinite(x - y) else f"{'-':>10} {'-':>10} {'-':>8}"
+        rows.append(f"{f'{i + 1}  {text}':<52} {numbers}")
+    return rows if len(rows) > 1 else []
+
+
+def outcome(interval: stats.Interval, lower: str, higher: str, needed: str) -> str:
+    return lower if interval.high < 0 else higher if interval.low > 0 else f"no difference shown, {needed}"
+
+
+def verdict(loss: stats.Interval, time: stats.Interval, needed: tuple[str, str]) -> str:
+    """One sentence. Shown means: the 99 % interval excludes 0."""
+    if time.contains_zero and loss.contains_zero:
+        word = "undecided"
+    elif time.low <= 0 and loss.low <= 0 and not (time.low > 0 or loss.low > 0):
+        word = "A is better"
+    elif time.high >= 0 and loss.high >= 0:
+        word = "B is better"
+    else:
+        word = "a trade of time for loss"
+    return f"{word}: time {outcome(time, 'lower', 'higher', needed[1])}; loss {outcome(loss, 'lower', 'higher', needed[0])}"
+
+
+def needed_text(difference: float, spread: float, samples: int) -> str:
+    """How many runs would show what was seen, at level 0.01 with power 0.9."""
+    n = stats.runs_needed(difference / spread, samples=samples) if spread > 0 and difference else None
+    return f"n = {n} {'an arm' if samples == 2 else 'pairs'} would show one of this size" if n else "too small to show with any n"
+
+
+def compare(a_spec: str, b_spec: str) -> str:
+    """The report on two sets of runs. A single run an arm borrows the usual noise to say how many are needed."""
+    (a_name, a), (b_name, b), pairs = load_pair(a_spec, b_spec)
+    no_loss, no_time = incomparable(a, b)
+    losses, times = ([r.loss for r in a], [r.loss for r in b]), ([r.ms / 1e3 for r in a], [r.ms / 1e3 for r in b])
+    rows = [f"{side}  {name}\n   {len(runs)} run{'s' * (len(runs) > 1)}, loss {spread(x, 5)}, time {spread(t, 3)} s, {runs[0].head.get('world')} x {runs[0].head.get('device')}"
+            for side, name, runs, x, t in zip("AB", (a_name, b_name), (a, b), losses, times)]
+    rows.append(f"losses comparable: {'no, ' + '; '.join(no_loss) if no_loss else 'yes'}")
+    rows.append(f"times comparable:  {'no, ' + '; '.join(no_time) if no_time else 'yes' if a[0].head.get('machine') else 'perhaps, the logs do not name their machine'}")
+    loss, time = stats.welch(*losses), stats.paired(*times) if pairs else stats.welch(*times)
+    percent = 100 / stats.mean(times[1])
+    rows.append(f"loss A - B  {loss.difference:+.5f}  99 % interval {loss.low:+.5f} to {loss.high:+.5f} (Welch)")
+    rows.append(f"time A - B  {time.difference:+.3f} s = {time.difference * percent:+.2f} %  99 % interval {time.low:+.3f} to {time.high:+.3f} s "
+                f"({'paired by seed' if pairs else 'Welch'})")
+    rows += stage_table(a, b)
+    (curve_a, _, kind_a), (curve_b, _, kind_b) = mean_curve(a), mean_curve(b)
+    if len(curve_a) and len(curve_b) and kind_a == kind_b:
+        level = max(curve_a[-1, 1], curve_b[-1, 1])
+        ta, tb = seconds_to(curve_a, level), seconds_to(curve_b, level)
+        rows.append(f"time at equal loss: {kind_a} {level:.4f} after {ta:.2f} s (A) and {tb:.2f} s (B), {ta - tb:+.2f} s. A guide: a schedule's end lowers the loss by itself")
+    if no_loss or no_time:
+        rows.append("verdict: none, not comparable")
+        return "\n".join(rows)
+    noise = [pooled(losses) or 0.0015, (stats.sd([x - y for x, y in zip(*times)]) if pairs else pooled(times)) or 0.001 * stats.mean(times[1])]
+    needed = needed_text(loss.difference, noise[0], 2), needed_text(time.difference, noise[1], 1 if pairs else 2)
+    rows.append(f"verdict: {verdict(loss, time, needed)}")
+    return "\n".join(rows)
+
+
+def pooled(arms: tuple[list[float], list[float]]) -> float:
+    """Standard deviation common to both arms; 0 where no arm has two runs."""
+    squares = [(len(values) - 1) * stats.sd(values) ** 2 for values in arms if len(values) > 1]
+    return math.sqrt(sum(squares) / sum(len(values) - 1 for values in arms)) if squares else 0.0
+
+
+def leaderboard_row(folder: Folder, first_with: dict[str, str]) -> str:
+    mean, record, head = folder.record["means"]["a"], folder.record, folder.runs("a")[0].head
+    if record["scripts"]["a"] in first_with:
+        note = f"retime of {first_with[record['scripts']['a']]}"
+    elif folder.parent:
+        time = gain(folder)
+        note = f"{time.difference / 1e3:+.3f} s ({100 * time.difference / record['means']['b']['ms']:+.2f} %) against {record['parent']}"
+    else:
+        note = "first" + (f"; above the target of {folder.track.target_loss}" if mean["loss"] > (folder.track.target_loss or math.inf) else "")
+    name = folder.path.name
+    return f"| {record['date']} | [{name.partition('_')[2]}]({name}/) | {mean['ms'] / 1e3:.2f} | {mean['loss']:.4f} | {len(record['plan']['seeds'])} " \
+           f"| {head['world']} x {head['device']} | {record['kind']} | {note} |"
+
+
+def leaderboard_table(folders: list[Folder]) -> str:
+    """A table a track, oldest first; `folders` are records that verify."""
+    parts = []
+    for name, track in TRACKS.items():
+        if track.practice:
+            continue
+        rows, first_with = [], {}
+        for folder in sorted((f for f in folders if f.record["track"] == name), key=lambda f: f.path.name):
+            rows.append(leaderboard_row(folder, first_with))
+            first_with.setdefault(folder.record["scripts"]["a"], folder.path.name)
+        head = "| date | record | time (s) | val loss | n | hardware | kind | gain |\n|---|---|---|---|---|---|---|---|"
+        target = f"target {track.target_loss:.4f}" if track.target_loss else "no target yet"
+        parts.append(f"**{name}** ({target})\n\n" + ("\n".join([head, *rows]) if rows else "No record yet."))
+    return "\n\n".join(parts)
+
+
+def leaderboard(check: bool) -> int:
+    """Rewrite the tables between the markers, or with `check` only say whether they are what the verified records say."""
+    from codediff import changes, summary
+    from verify import verify
+    folders, broken = [], []
+    for path in all_folders():
+        (folders if all(c.ok for c in verify(path)) else broken).append(path)
+    folders = [load(path) for path in folders]
+    table, stale = leaderboard_table(folders), []
+    for path in (HOME / "README.md", HOME.parent / "README.md"):
+        if (found := read_block(path, "leaderboard")) is not None and found != table:
+            stale.append(path)
+            if not check:
+                write_block(path, "leaderboard", table)
+    for path in broken:
+        print(f"{path.name} does not verify, so it is not listed")
+    print("\n".join(f"{path.name}: {'stale' if check else 'rewritten'}" for path in stale) or "tables are up to date")
+    ranked = [folder for folder in folders if not folder.track.practice]
+    if ranked and (HOME.parent / SCRIPT).exists():
+        newest = max(ranked, key=lambda folder: folder.path.name)
+        print(f"distance of {SCRIPT} from {newest.path.name}:\n{summary(changes((HOME.parent / SCRIPT).read_text(), newest.script('a').read_text()))}")
+    return int(check and bool(stale))

@@ -1,0 +1,165 @@
+"""`run`: carries a plan out on this machine, arms interleaved, and closes the record when the last run is in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from record import Folder, data_manifest, load, query_gpus, write_record
+from report import means, write_numbers
+from runlog import EXIT_HARDWARE, EXIT_NUMERICS, Run, fail, read_run, sha256
+
+POLL_SECONDS = 2.0  # a glance at an 8 KB file; the training must not feel it
+
+
+def check_idle(patience_s: float = 20.0) -> None:
+    """Refuse while another process holds a GPU. A run that has just ended may take seconds to let go."""
+    deadline = time.monotonic() + patience_s
+    while busy := query_gpus("--query-compute-apps=pid,process_name,used_memory"):
+        if time.monotonic() > deadline:
+            fail("GPUs", "no other process", "; ".join(busy[:3]), "wait for it or stop it: a shared machine gives no valid times", EXIT_HARDWARE)
+        time.sleep(2)
+
+
+def check_ready(folder: Folder, data: Path) -> None:
+    """Scripts and data must still be those of the plan, before a single GPU second is spent."""
+    for arm, expected in folder.record["scripts"].items():
+        path = folder.script(arm)
+        found = sha256(path.read_bytes()) if path.exists() else "no file"
+        if found != expected:
+            fail(f"script of arm {arm}, {path}", expected[:16], found[:16], "restore the file, or plan anew with `new`")
+    planned, found = folder.record["data"], data_manifest(folder.track, data)
+    if found != planned:
+        wrong = sorted(name for name in {*planned, *found} if planned.get(name) != found.get(name))
+        fail(f"data in {data}", f"{len(planned)} shards as in record.json", f"{', '.join(wrong[:3])} missing, added or different", "fetch those shards, or --data FOLDER")
+
+
+def command(folder: Folder, key: str, data: Path) -> list[str]:
+    arm, _, seed = key.partition("-s")
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={folder.record['plan']['world']}", str(folder.script(arm)),
+            "--preset", folder.track.preset, "--seed", seed, "--data", str(data), "--log-dir", str(log_dir(folder, key))]
+
+
+def log_dir(folder: Folder, key: str) -> Path:
+    """The log notes this path as a setting, which ties it to plan and arm."""
+    return folder.path / "running" / f"{folder.record['plan']['id']}-{key}"
+
+
+def newest_log(directory: Path) -> Path | None:
+    return max(directory.glob("*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def progress(run: Run, number: int, count: int, key: str, typical_s: float | None, since_s: float) -> str:
+    """One status line: which run, where it is, and how long this run and all runs still take."""
+    text = f"run {number}/{count}  {key:<12}"
+    if not len(run.train):
+        return f"{text}  preparing, {minutes(since_s)}"
+    step, seconds, loss = run.train[-1]
+    left = seconds / step * (run.total_steps - step)
+    text += f"  step {step:.0f}/{run.total_steps}  loss {loss:.4f}  left {minutes(left)}"
+    return text + (f", all runs {minutes(left + (count - number) * typical_s)}" if typical_s else "")
+
+
+def follow(process: subprocess.Popen, directory: Path, number: int, count: int, key: str, typical_s: float | None) -> None:
+    """Show progress until the process ends: on one line of a terminal, else a line for each new step in the log."""
+    terminal, started, shown = sys.stdout.isatty(), time.monotonic(), None
+    while process.poll() is None:
+        path = newest_log(directory)
+        run = read_run(path) if path else Run(directory, "incomplete")
+        text = progress(run, number, count, key, typical_s, time.monotonic() - started)
+        if terminal or len(run.train) != shown:
+            print(f"\r{text}\033[K" if terminal else text, end="" if terminal else "\n", flush=True)
+            shown = len(run.train)
+        try:
+            process.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+    if terminal:
+        print("\r\033[K", end="")
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a run and its ranks: ask, wait for the log to be closed, then insist."""
+    for number, patience in ((signal.SIGINT, 30), (signal.SIGKILL, 10)):
+        if process.poll() is None:
+            try:
+                os.killpg(process.pid, number)
+                process.wait(patience)
+            except (subprocess.TimeoutExpired, ProcessLookupError):
+                pass
+
+
+def collect(folder: Folder, key: str) -> str:
+    """File the log of an attempt: a result goes to runs/, anything else to unfinished/, where it stays visible. Returns its state.
+
+    A run that diverged is a result. Otherwise one could repeat a script until it does not.
+    """
+    directory, state = log_dir(folder, key), "no log"
+    for path in sorted(directory.glob("*.jsonl")):
+        run = read_run(path)
+        end = run.of("end")
+        state = run.state
+        result = run.ok or bool(end) and end[-1].get("code") == EXIT_NUMERICS
+        target = folder.path / "runs" / f"{key}.jsonl" if result else folder.path / "unfinished" / f"{key}-{path.stem.rpartition('-')[2]}.jsonl"
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
+        if result:
+            folder.record["runs"][target.name] = sha256(target.read_bytes())
+            write_record(folder.path, folder.record)
+    shutil.rmtree(directory, ignore_errors=True)
+    return state
+
+
+def attempt(folder: Folder, key: str, number: int, data: Path, typical_s: float | None) -> None:
+    """One training run, from start to a filed log."""
+    check_idle()
+    directory, count = log_dir(folder, key), len(folder.record["plan"]["order"])
+    directory.mkdir(parents=True, exist_ok=True)
+    output = folder.path / "running" / "output.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(command(folder, key, data), stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            follow(process, directory, number, count, key, typical_s)
+        finally:
+            stop(process)
+    said = [line for line in output.read_text(errors="replace").splitlines() if line.startswith("train_gpt: ")]
+    state = collect(folder, key)
+    if f"{key}.jsonl" not in folder.record["runs"]:
+        fail(f"run {key}", "a log that ends with ok", said[-1] if said else state, f"see {output}, then run this command again: it continues here", EXIT_HARDWARE)
+    run = read_run(folder.path / "runs" / f"{key}.jsonl")
+    print(f"run {number}/{count}  {key:<12}  loss {run.loss:.4f}  {run.ms / 1e3:.2f} s  {run.state}", flush=True)
+    if not run.ok:
+        fail(f"run {key}", "a finite loss", run.state, "this plan has failed; change the script and plan anew with `new`", EXIT_NUMERICS)
+
+
+def run_plan(path: Path, data: Path | None) -> None:
+    """All runs of the plan that are not there yet, then the means and the numbers of the README."""
+    folder = load(path.resolve())
+    data = (data or folder.path.parents[1] / folder.track.data).resolve()
+    check_ready(folder, data)
+    order, durations = folder.record["plan"]["order"], []
+    if (folder.path / "running").exists():
+        for key in order:  # left by an interruption: whole, or to be repeated
+            collect(folder, key)
+    for number, key in enumerate(order, 1):
+        if f"{key}.jsonl" in folder.record["runs"]:
+            print(f"run {number}/{len(order)}  {key:<12}  done before", flush=True)
+            continue
+        started = time.monotonic()
+        attempt(folder, key, number, data, sum(durations) / len(durations) if durations else None)
+        durations.append(time.monotonic() - started)
+    shutil.rmtree(folder.path / "running", ignore_errors=True)
+    folder.record["means"] = means(folder)
+    write_record(folder.path, folder.record)
+    write_numbers(folder)
+    print(json.dumps(folder.record["means"]))

@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# ./run.sh [train_gpt.py options]   set up if needed, then train with what this machine has
+# ./run.sh test [pytest options]    set up if needed, then test, two processes at a time
+# PYTHON=... is the interpreter to try first; RUN_SH_DRY=1 prints the training command instead of running it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# Training tokens that a preset opens, as in train_gpt.py; one FineWeb shard holds 100 M.
+SPEEDRUN_TOKENS=700000000 SPRINT_TOKENS=94000000
+
+say() { printf 'run.sh: %s\n' "$*" >&2; }
+die() { say "$*"; exit 2; }
+launch() { if [[ ${RUN_SH_DRY:-} ]]; then echo "$@"; else exec "$@"; fi; }
+option() { printf '%s\n' "${@:2}" | sed -n -e "/^$1\$/{n;p;}" -e "s/^$1=//p" | tail -n 1; } # NAME ARGUMENTS...: its value
+# glibc returns the 100 MB of a step's logits to the kernel and faults them in again. Kept: 330 ms a smoke step on 2 cores, not 730.
+keep_memory() { export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592; }
+
+probe() { # PYTHON MODULES...: fails without them and a fitting torch, else prints torch's version, GPUs, 10 * capability, training tokens
+  "$1" - "$data" "${@:2}" <<'PYTHON'
+import importlib.util, sys
+from pathlib import Path
+if absent := [name for name in sys.argv[2:] if importlib.util.find_spec(name) is None]:
+    sys.exit(f"{sys.executable} has no {', '.join(absent)}")
+import numpy, torch
+if not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+    sys.exit(f"{sys.executable} has torch {torch.__version__}")
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+major, minor = min((torch.cuda.get_device_capability(gpu) for gpu in range(gpus)), default=(0, 0))
+folder = Path(sys.argv[1])
+tokens = sum(shard.stat().st_size // 2 for shard in folder.glob("*_train_*.bin")) if any(folder.glob("*_val_*.bin")) else 0
+print(torch.__version__, gpus, 10 * major + minor, tokens)
+PYTHON
+}
+
+setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that has the packages is used as it is, and never changed.
+  local requirements=$1 base=${PYTHON:-python3}; shift
+  for python in "$base" python3 python .venv/bin/python; do
+    if facts=$(probe "$python" "$@" 2>/dev/null); then return; fi
+  done
+  "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null ||
+    die "$base: expected Python 3.11 to 3.14, found $("$base" --version 2>&1 | tail -n 1); fix: PYTHON=/path/to/another/python ./run.sh"
+  say "no python here has $* with torch >= 2.11, < 2.14: installing $requirements into .venv (once)"
+  "$python" -c '' 2>/dev/null || "$base" -m venv --clear .venv ||
+    die "python -m venv: expected a new .venv, found the error above; fix: install your system's python3-venv package"
+  "$python" -m pip install --disable-pip-version-check -r "$requirements" ||
+    die "pip: expected to install $requirements, found the error above; fix: start again (PIP_INDEX_URL names another package index)"
+  facts=$(probe "$python" "$@") || die ".venv: expected the packages of $requirements, found the error above; fix: rm -rf .venv and start again"
+}
+
+choose_preset() { # GPUS CAPABILITY TOKENS: sets preset and why
+  local found="$(($3 / 1000000)) M training tokens in $data" fix="python data/fineweb.py fetch"
+  if (($1 == 0)); then
+    preset=smoke why="torch sees no GPU"
+    if nvidia-smi -L >/dev/null 2>&1; then why+=", nvidia-smi does: a CPU build of torch, or a driver too old for it"; fi
+  elif (($3 < SPRINT_TOKENS)); then preset=smoke-gpu why="$found, sprint needs $((SPRINT_TOKENS / 1000000)) M: $fix --shards 1"
+  elif (($2 < 90)); then preset=sprint why="$found; speedrun is for compute capability 9 and above"
+  elif (($3 < SPEEDRUN_TOKENS)); then preset=sprint why="$found, speedrun needs $((SPEEDRUN_TOKENS / 1000000)) M: $fix"
+  else preset=speedrun why="$found"; fi
+}
+
+train() {
+  local preset folder why='as asked' version gpus capability tokens world
+  preset=$(option --preset "$@") folder=$(option --data "$@") data=${folder:-data/fineweb10B}
+  setup requirements.txt numpy torch
+  read -r version gpus capability tokens <<<"$facts"
+  ((gpus)) || keep_memory
+  case " $* " in *" -h "* | *" --help "* | *" --eval"* | *" --sample"*) launch "$python" train_gpt.py "$@"; return ;; esac
+
+  if [[ ! $preset ]]; then
+    if [[ ! $folder ]] && ((gpus && capability >= 90 && tokens < SPEEDRUN_TOKENS)) && timeout 10 "$python" -c \
+      'from huggingface_hub import HfApi; HfApi().dataset_info("kjj0/fineweb10B-gpt2", timeout=5)' 2>/dev/null; then
+      say "the hub answers: fetching FineWeb into $data, 2 GB, once"
+      if "$python" data/fineweb.py fetch; then tokens=$SPEEDRUN_TOKENS; elif (($? == 130)); then exit 130; fi
+    fi
+    choose_preset "$gpus" "$capability" "$tokens"
+    set -- --preset "$preset" "$@"
+  fi
+  for world in 8 4 2 1; do if ((gpus >= world)); then break; fi; done
+  [[ $preset != smoke ]] || world=1
+  say "preset $preset, $world process(es): $why. $gpus GPU(s) here, torch $version, $python"
+  if ((world == 1)); then launch "$python" train_gpt.py "$@"; return; fi
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun sets anyway, with a warning
+  launch "$python" -m torch.distributed.run --standalone --nproc_per_node="$world" train_gpt.py "$@"
+}
+
+test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a whole, its report goes to $results
+  local files=$1 name code=0; shift; name=$(mktemp "$results/XXXXXX")
+  # shellcheck disable=SC2086  # several files
+  "$python" -m pytest -q --junitxml="$name.xml" $files "$@" >"$name" 2>&1 </dev/null || code=$?
+  ((code <= 2 || code == 5)) || echo '<x><testsuite tests="1" failures="1"/></x>' >"$name.xml" # crashed; 5: no test chosen
+  printf -- '--- %s\n%s\n' "$files" "$(cat "$name")"
+}
+
+run_tests() { # Triton's interpreter is on or off for a whole process, so each file that turns it on has its own
+  local argument file chosen=() options=() together='' alone=()
+  for argument in "$@"; do case $argument in *.py | *.py::*) chosen+=("$argument") ;; *) options+=("$argument") ;; esac; done
+  ((${#chosen[@]})) || chosen=(tests/test_*.py)
+  for file in "${chosen[@]}"; do
+    if grep -q 'environ.*TRITON_INTERPRET' "${file%%::*}"; then alone+=("$file"); else together+="${together:+ }$file"; fi
+  done
+  data=tests setup requirements-dev.txt numpy torch pytest hypothesis scipy
+  keep_memory
+  results=$(mktemp -d); trap 'rm -rf "$results"' EXIT
+  export python results OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; export -f test_group
+  say "testing with $python: ${#alone[@]} file(s) in a process of their own, the others in one; each prints when it is done"
+  printf '%s\0' ${together:+"$together"} ${alone[@]+"${alone[@]}"} |
+    xargs -0 -P 2 -I '{}' bash -c 'test_group "$@"' test_group '{}' ${options[@]+"${options[@]}"}
+  "$python" - "$results"/*.xml <<'PYTHON'
+import sys
+from xml.etree import ElementTree
+suites = [ElementTree.parse(report).find(".//testsuite") for report in sys.argv[1:]]
+ran, failures, errors, skipped = (sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped"))
+passed, failed = ran - failures - errors - skipped, failures + errors
+print(f"{passed} passed, {failed} failed, {skipped} skipped")
+sys.exit(failed > 0 or passed == 0)
+PYTHON
+}
+
+if [[ ${1:-} == test ]]; then run_tests "${@:2}"; else train "$@"; fi

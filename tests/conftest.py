@@ -1,0 +1,49 @@
+"""Fixtures of the trainer's tests; the tests of the kernels and of the data tools need none of them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder with three training shards and one for validation, in the vocabulary of helpers.PRESET. Read only."""
+    import helpers
+    return helpers.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The trainer as tiny as helpers.PRESET, on the CPU, outside torchrun, and nothing may take longer than a minute."""
+    import helpers
+    tg = helpers.tg
+    monkeypatch.setattr(tg, "BOS", helpers.BOS)
+    monkeypatch.setitem(tg.PRESETS, helpers.PRESET.name, helpers.PRESET)
+    monkeypatch.setattr(tg.torch.cuda, "is_available", lambda: False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    threads = tg.torch.get_num_threads()
+    tg.torch.set_num_threads(1)  # these tensors are smaller than what it costs to wake a second thread
+
+    def too_late(*_):
+        raise TimeoutError("still running after a minute")
+
+    previous = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(60)
+    yield helpers.PRESET
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
+    tg.torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def ranked(corpus, tmp_path_factory):
+    """helpers.PRESET trained through main() by 1, 2 and 4 processes: the folder that helpers.launch filled."""
+    import helpers
+    return helpers.launch(corpus, tmp_path_factory.mktemp("ranked"), worlds=(1, 2, 4))

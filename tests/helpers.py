@@ -1,0 +1,153 @@
+"""What the trainer's tests share: a tiny preset with every feature on, shards to train it on, runs in one or many processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import train_gpt as tg
+
+BOS, VOCABULARY = 508, 509
+CPU = torch.device("cpu")
+L = tg.Layer
+# An empty slot, every feature at least once, and the three kinds of layers: both halves, attention only, MLP only.
+MODEL = tg.ModelConfig(
+    width=32, heads=2, head_width=16, mlp_width=64, value_embeddings=2, vocabulary=VOCABULARY, padded_vocabulary=512, dtype="float32",
+    layers=(L(attention=False, mlp=False), L(value_embedding=1), L(value_embedding=0, window="long"),
+            L(attention=False, skip_from=1), L(mlp=False, backout=True), L(value_embedding=1, skip_from=2, window="long")))
+PRESET = tg.Preset(
+    "tiny", MODEL, (tg.Stage(2, 512, 48, 8, 16), tg.Stage(2, 1024, 48, 12, 32, 1.5), tg.Stage(1, 1024, 48, 16, 40, 1.5, extension=True)),
+    # Adam moves an entry by its rate whatever the gradient's size: one that is only rounding noise must not count (epsilon).
+    tg.OptimizerConfig(momentum_warmup_steps=3, momentum_cooldown_steps=2, adam_epsilon=1e-6), "nowhere", train_tokens=8000, val_tokens=1280,
+    val_window_tokens=256, val_windows_tokens=(16, 48), target_loss=None, status="tiny: for tests", log_every_steps=2)
+SEED = 5
+
+
+def write_shard(path, tokens, magic=tg.SHARD_MAGIC, version=tg.SHARD_VERSION, count=None):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
+
+
+def documents(tokens, seed):
+    """About `tokens` tokens of documents of 2 to 90 tokens, where a token tells something about the next one."""
+    random, pieces = np.random.default_rng(seed), []
+    while sum(map(len, pieces)) < tokens:
+        length = int(np.clip(random.lognormal(3.0, 0.8), 1, 89))
+        steps = random.integers(1, 5, length)
+        pieces.append(np.concatenate([[BOS], (random.integers(BOS) + np.cumsum(steps)) % BOS]))
+    return np.concatenate(pieces)
+
+
+def write_corpus(folder):
+    for number in range(3):
+        lead = [7, 8, 9] * number  # the rest of a document that began in the shard before
+        write_shard(folder / f"tiny_train_{number:06d}.bin", [*lead, *documents(5000, seed=number)])
+    write_shard(folder / "tiny_val_000000.bin", documents(1500, seed=9))
+    return folder
+
+
+def make_trainer(corpus, preset=PRESET, ops=None):
+    ranks = tg.Ranks(0, 1, CPU)
+    return tg.Trainer(preset, ranks, ops or tg.select_ops(CPU), tg.Clock(CPU), corpus)
+
+
+def all_batches(trainer):
+    """Every micro-batch of the schedule, grouped by step."""
+    flat = tg.training_batches(trainer.stream, trainer.plan, trainer.preset.stages, trainer.micro_slots, trainer.borders,
+                               trainer.preset.model.padded_vocabulary, trainer.ranks)
+    counts = [tg.SLOTS // trainer.ranks.world // trainer.micro_slots[s] for s in trainer.preset.stages for _ in range(s.steps)]
+    return [[next(flat) for _ in range(count)] for count in counts]
+
+
+@torch.no_grad()
+def randomise(model, seed=0, size=0.3):
+    """Weights away from the zeros of the initialisation, so that every path carries a signal and a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+
+
+def relative(found, expected):
+    """|found - expected| / |expected| in float64, over all elements; 0 where both are zero."""
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def read_log(path):
+    """The events of a log whose chain of hashes is intact."""
+    chain, events = "", []
+    for line in path.read_text().splitlines():
+        text, mark, rest = line.rpartition(', "chain": "')
+        assert mark and rest.endswith('"}'), line
+        chain = hashlib.sha256((chain + text + "}").encode()).hexdigest()[:16]
+        assert rest == chain + '"}', f"the chain breaks at {line}"
+        events.append(json.loads(line))
+    return events
+
+
+def only(events, kind):
+    return [event for event in events if event["kind"] == kind]
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+def train_rank(world, rank, port, corpus, folder):
+    """One process of a run, as torchrun would start it; leaves what it said and its final state in `folder`."""
+    out = os.open(folder / f"{world}-{rank}.out", os.O_CREAT | os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    tg.BOS = BOS
+    tg.PRESETS[PRESET.name] = PRESET
+    train = tg.train
+
+    def train_and_keep(trainer, *arguments):
+        loss = train(trainer, *arguments)
+        torch.save({"loss": loss, "state": trainer.optimizer.state()}, folder / f"{world}-{rank}.pt")
+        return loss
+
+    tg.train = train_and_keep
+    sys.exit(tg.main(["--preset", "tiny", "--seed", str(SEED), "--data", str(corpus), "--log-dir", str(folder / f"logs-{world}")]))
+
+
+def launch(corpus, folder, worlds):
+    """Train PRESET once with each number of processes. They fork from one fresh process, which imports torch once."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(corpus), str(folder), *map(str, worlds)]
+    result = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr + "".join(path.read_text() for path in sorted(folder.glob("*.out")))
+    return folder
+
+
+def fork_worlds(corpus, folder, worlds):
+    for world in worlds:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = multiprocessing.get_context("fork")
+        ranks = [context.Process(target=train_rank, args=(world, rank, port, corpus, folder)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+        if codes := [process.exitcode for process in ranks if process.exitcode != 0]:
+            for process in ranks:
+                process.kill()
+            return f"{world} processes ended with {codes}"
+
+
+if __name__ == "__main__":
+    sys.exit(fork_worlds(Path(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:]))))

@@ -1,0 +1,270 @@
+"""NorMuon and Adam against independent float64 formulas, the split weights, and how parameters are shared out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import helpers
+from helpers import CPU, MODEL, PRESET, relative, tg
+
+RULES = dict(tg.OptimizerConfig().rules)
+OPS = tg.select_ops(CPU)
+
+
+def rates(rate=0.02, momentum=0.9, **roles):
+    return {name: torch.tensor(value) for name, value in {"muon": rate, "momentum": momentum, **roles}.items()}
+
+
+# ---- bfloat16 weights with their lower 16 bits -----------------------------------------------------------------------
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1.1754944e-38, -1.1754942e-38, 3.3e38, -3.3e38, 1.00390625, -1.00390625, 0.99999994, 1.9999999, 2**-126]
+
+
+def bits(values):
+    return values.view(torch.int32)
+
+
+def test_split_and_join_are_inverse():
+    generator = torch.Generator().manual_seed(0)
+    random_bits = torch.randint(-2**31, 2**31, (200_000,), generator=generator).to(torch.int32).view(torch.float32)
+    values = torch.cat([torch.tensor(SPECIAL), random_bits[random_bits.isfinite()], torch.randn(1000, generator=generator) * 1e-40])
+    high, low = tg.split_float32(values)
+    assert (high.dtype, low.dtype) == (torch.bfloat16, torch.int16)
+    assert bits(tg.join_float32(high, low)).equal(bits(values))
+
+
+def test_the_upper_half_is_the_nearest_bfloat16():
+    generator = torch.Generator().manual_seed(1)
+    values = torch.cat([torch.tensor(SPECIAL), torch.randn(100_000, generator=generator) * torch.randn(100_000, generator=generator).mul(20).exp2()])
+    high, _ = tg.split_float32(values)
+    assert (high.double() - values.double()).abs().equal((values.bfloat16().double() - values.double()).abs())  # a tie may go either way
+
+
+def test_a_bfloat16_weight_alone_joins_to_itself():
+    values = torch.randn(1000).bfloat16()
+    assert tg.join_float32(values, torch.zeros(1000, dtype=torch.int16)).equal(values.float())
+
+
+@pytest.mark.parametrize("normalise", [True, False], ids=["normuon", "muon"])
+def test_tiny_updates_accumulate_as_in_float32(normalise):
+    """600 updates of a thousandth of a bfloat16 step each: the pair moves like a float32 weight, bfloat16 alone not at all."""
+    torch.manual_seed(0)
+    weight = torch.randn(3, 20, 12).bfloat16()
+    low, plain, exact = torch.zeros_like(weight, dtype=torch.int16), weight.clone(), weight.float()
+    start = exact.clone()
+    moments = [torch.zeros(3, 20, 1) if normalise else None for _ in range(3)]
+    multiplier, direction = torch.full((3, 1, 1), 2.0), torch.randn(3, 20, 12)
+    for _ in range(600):
+        update = direction + 0.3 * torch.randn(3, 20, 12)
+        arguments = multiplier, torch.tensor(2e-6), 1.2, 0.95
+        tg.normuon_update(update, weight, low, moments[0], *arguments)
+        tg.normuon_update(update, exact, None, moments[1], *arguments)
+        tg.normuon_update(update, plain, None, moments[2], *arguments)
+    joined = tg.join_float32(weight, low)
+    assert relative(joined, exact) < 1e-6
+    assert (exact - start).abs().max() > 1e-3 and relative(joined - start, exact - start) < 1e-4
+    assert (weight.float() - joined).abs().max() <= joined.abs().max() / 256
+    assert relative(plain.float() - start, exact - start) > 0.2  # what the lower bits are for
+
+
+# ---- Muon and NorMuon ------------------------------------------------------------------------------------------------
+POLAR_EXPRESS = ((8.156554524902461, -22.48329292557795, 15.878769915207462), (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393), (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+
+
+class Written:
+    """One matrix under the published update, written out for a single float64 matrix."""
+
+    def __init__(self, weight, rule, variance=True):
+        self.p, self.multiplier, self.variance = weight.double().clone(), rule, variance
+        self.m, self.v = torch.zeros_like(self.p), 0.0
+
+    def step(self, gradient, rate, momentum, decay=1.2, beta2=0.95):
+        g = gradient.double()
+        self.m = momentum * self.m + (1 - momentum) * g
+        look_ahead = (1 - momentum) * g + momentum * self.m
+        x = look_ahead / (look_ahead.pow(2).sum().sqrt() * 1.02)
+        for a, b, c in POLAR_EXPRESS:
+            gram = x @ x.T
+            x = a * x + b * gram @ x + c * gram @ gram @ x
+        if self.variance:
+            rows, columns = x.shape
+            each = (1,) if rows >= columns else (0,)
+            self.v = beta2 * self.v + (1 - beta2) * x.pow(2).mean(each, keepdim=True)
+            scaled = x / self.v.clamp(min=1e-10).sqrt()
+            x = scaled * (x.norm() / scaled.norm())
+        eta = rate * self.multiplier
+        self.p = self.p - self.p * (x * self.p >= 0) * (decay * rate) * eta - x * eta
+
+
+@pytest.mark.parametrize("variance", [True, False], ids=["normuon", "muon"])
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (24, 24)], ids=["tall", "wide", "square"])
+def test_matrix_bank_follows_the_formulas(shape, variance):
+    """Five steps of a bank with a stacked parameter and one of another rate, changing rates and momentum, float32."""
+    torch.manual_seed(1)
+    stacked = tg.declared("attention", torch.randn(3 * shape[0], shape[1]), shape)
+    single = tg.declared("mlp_down", torch.randn(shape), shape)
+    config = tg.OptimizerConfig(second_moment_decay=0.95 if variance else None)
+    bank = tg.MatrixBank([stacked, single], RULES, config, tg.Ranks(0, 1, CPU), OPS)
+    assert (bank.second_moment is None) == (not variance) and (bank.low is None)
+    written = [Written(m, 2.0, variance) for m in stacked.detach().view(3, *shape)] + [Written(single.detach(), 4.0, variance)]
+    for step in range(5):
+        gradients = torch.randn(4, *shape) * 10.0 ** (step - 2)
+        stacked.grad.copy_(gradients[:3].view_as(stacked))
+        single.grad.copy_(gradients[3])
+        rate, momentum = 0.3 / (step + 1), 0.85 + 0.02 * step
+        bank.reduce_()
+        bank.compute_(rates(rate, momentum))
+        bank.gather_()
+        for one, gradient in zip(written, gradients):
+            one.step(gradient, rate, momentum)
+        assert not bank.grads.any()
+    found = [*stacked.detach().view(3, *shape), single.detach()]
+    assert all(relative(f, w.p) < 2e-5 for f, w in zip(found, written)), [relative(f, w.p) for f, w in zip(found, written)]
+    assert not bank.weights[4:].any(), "the padding stays zero"
+
+
+def test_normuon_update_alone_in_float64():
+    """Without orthogonalisation's rounding the formula holds to the last digits, padding matrices included."""
+    torch.manual_seed(2)
+    for shape, reduced in (((9, 4), (9, 1)), ((4, 9), (1, 9)), ((5, 5), (5, 1))):
+        update, weight = torch.randn(2, *shape), torch.randn(2, *shape)
+        update[1] = 0
+        moment, expected = torch.rand(2, *reduced) + 0.1, weight.double()
+        v = 0.9 * moment.double() + 0.1 * update.double().pow(2).mean(-1 if reduced[1] == 1 else -2, keepdim=True)
+        scaled = update.double() / v.sqrt()
+        scaled[0] *= update[0].double().norm() / scaled[0].norm()
+        multiplier = torch.tensor([0.5, 3.0])[:, None, None]
+        expected = expected - expected * (scaled * expected >= 0) * 1.5 * 0.1**2 * multiplier - scaled * 0.1 * multiplier
+        tg.normuon_update(update, weight, None, moment, multiplier, torch.tensor(0.1), 1.5, 0.9)
+        assert relative(weight, expected) < 1e-6 and relative(moment, v) < 1e-6
+
+
+def test_a_bfloat16_bank_keeps_the_lower_bits():
+    """Rounded gradients aside, a bfloat16 bank moves its weights like the float32 bank: far below the step of bfloat16."""
+    torch.manual_seed(3)
+    start, shape = torch.randn(32, 16).bfloat16(), (32, 16)
+    parameters = [tg.declared("mlp_up", start.clone(), shape), tg.declared("mlp_up", start.float(), shape)]
+    half, full = (tg.MatrixBank([p], RULES, tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS) for p in parameters)
+    for _ in range(30):
+        gradient = torch.randn(32, 16).bfloat16()
+        for bank in (half, full):
+            bank.grads[0].copy_(gradient)
+            bank.reduce_()
+            bank.compute_(rates(1e-4))
+    moved = tg.join_float32(half.weights[0], half.low[0]) - start.float()
+    assert relative(moved, full.weights[0] - start.float()) < 0.05
+    assert parameters[0].detach().equal(half.weights[0]) and parameters[0].dtype == torch.bfloat16
+
+
+# ---- Adam ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["table", "scalars"])
+def test_adam_is_torchs(kind):
+    """Seven updates at the rates of the schedule, bias corrections included, gradients of very different sizes."""
+    torch.manual_seed(4)
+    preset = replace(PRESET, stages=(tg.Stage(40, 512, 48, 8, 16),), optimizer=tg.OptimizerConfig(cooldown_fraction=0.5))
+    roles, ranks = {"table": ["embedding"], "scalars": ["gate", "scalar", "gate"]}[kind], tg.Ranks(0, 1, CPU)
+    parameters = [tg.declared(role, torch.randn(16, 4)) for role in roles]
+    reference = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    make = tg.AdamTable(parameters[0], RULES["embedding"], preset.optimizer, ranks, OPS) if kind == "table" else \
+        tg.AdamScalars(parameters, RULES, preset.optimizer, ranks, OPS)
+    torchs = [torch.optim.Adam([p], lr=0.008 * RULES[role].learning_rate_multiplier, betas=RULES[role].betas, eps=1e-10)
+              for p, role in zip(reference, roles)]
+    for update in range(7):
+        step = 2 * update + 1
+        assert tg.is_adam_step(preset, step)
+        for mine, theirs, adam in zip(parameters, reference, torchs):
+            mine.grad.copy_(torch.randn(16, 4) * 10.0 ** torch.randint(-4, 3, (16, 4)))
+            theirs.grad = mine.grad.clone()
+            adam.step()
+        make.reduce_()
+        make.compute_({name: torch.tensor(value) for name, value in tg.step_rates(preset, step).items()})
+        make.gather_()
+        assert not any(p.grad.any() for p in parameters)
+    assert all(relative(mine, theirs) < 1e-5 for mine, theirs in zip(parameters, reference))
+
+
+# ---- who owns what ---------------------------------------------------------------------------------------------------
+def owners(optimizer):
+    """(owner, its weights, its gradients) of every group."""
+    return [(item, item.weights, item.grads) for item in (*optimizer.banks, optimizer.scalars, *optimizer.tables)]
+
+
+def test_every_parameter_is_in_exactly_one_group():
+    """By storage: each parameter is a view of one owner's weights, its .grad of the same owner's gradients, and views do not overlap."""
+    model = tg.GPT(MODEL, OPS, CPU)
+    model.reset(0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS)
+    claimed = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.detach().equal(before[name]), f"{name} changed on its way into the bank"
+        mine = [(o, g) for o, w, g in owners(optimizer) if w.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()]
+        assert len(mine) == 1, name
+        owner, grads = mine[0]
+        assert parameter.grad.untyped_storage().data_ptr() == grads.untyped_storage().data_ptr(), name
+        assert parameter.grad.storage_offset() == parameter.storage_offset() and parameter.is_contiguous() and parameter.grad.is_contiguous()
+        rule = RULES[parameter.role]
+        kind = tg.MatrixBank if isinstance(rule, tg.MuonRule) else tg.AdamTable if rule.sharded else tg.AdamScalars
+        assert type(owner) is kind, name
+        span = set(range(parameter.storage_offset(), parameter.storage_offset() + parameter.numel()))
+        assert not span & claimed.setdefault(id(owner), set()), f"{name} overlaps another"
+        claimed[id(owner)] |= span
+    muon = {name for name, p in model.named_parameters() if isinstance(RULES[p.role], tg.MuonRule)}
+    assert muon == {name for name, p in model.named_parameters() if name.split(".")[-1] in ("qkv", "out", "up", "down")}
+    for owner, weights, _ in owners(optimizer):
+        assert type(owner) is tg.MatrixBank or len(claimed[id(owner)]) == weights.numel(), "weights without a parameter"
+        assert not isinstance(owner, tg.MatrixBank) or len(weights) % tg.SLOTS == 0
+
+
+def test_multipliers_follow_their_matrices():
+    model = tg.GPT(MODEL, OPS, CPU)
+    model.reset(0)
+    optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS)
+    for parameter in model.parameters():
+        if isinstance(rule := RULES[parameter.role], tg.MuonRule):
+            bank = next(b for b in optimizer.banks if b.weights.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr())
+            size = math.prod(parameter.matrix)
+            mine = slice(parameter.storage_offset() // size, (parameter.storage_offset() + parameter.numel()) // size)
+            assert (bank.multiplier[mine] == rule.learning_rate_multiplier).all() and mine.stop - mine.start == parameter.numel() // size
+    for role, part in optimizer.scalars.parts.items():
+        expected = sum(p.numel() for p in model.parameters() if p.role == role)
+        assert part.stop - part.start == expected > 0
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_ranks_share_out_everything_once(world):
+    """The shards of all ranks, laid side by side, are the whole: nothing twice, nothing left."""
+    full = torch.arange(64.0).view(16, 4)
+    assert torch.cat([tg.Ranks(r, world, CPU).shard(full) for r in range(world)]).equal(full)
+    assert tg.Ranks(1, world, CPU).shard(full).data_ptr() == full[16 // world:].data_ptr(), "a view"
+
+
+def test_the_state_is_complete(corpus, tiny):
+    """Everything a training step changes is in Optimizer.state(), so that the hash and the restore see it."""
+    trainer = helpers.make_trainer(corpus)
+    held = {f"{type(owner).__name__}.{name}": t for owner, _, _ in owners(trainer.optimizer) for name, t in vars(owner).items() if isinstance(t, torch.Tensor)}
+    before, state = {name: t.clone() for name, t in held.items()}, trainer.optimizer.state()
+    start = {name: t.clone() for name, t in state.items()}
+    for step, batches in enumerate(helpers.all_batches(trainer)):
+        trainer.training_step(step, batches, tg.is_adam_step(PRESET, step), trainer.geometries[tg.stage_index(PRESET, step)])
+    known = {t.untyped_storage().data_ptr() for t in state.values()}
+    assert not [name for name, t in held.items() if not t.equal(before[name]) and t.untyped_storage().data_ptr() not in known]
+    assert not [name for name, t in state.items() if t.equal(start[name]) and not (name.startswith("bank") and "grads" in name)]
+    first = trainer.initialise(1)
+    assert trainer.initialise(2) != first and trainer.initialise(1) == first
+
+
+def test_state_hash_sees_values_and_places():
+    state = {"a": torch.randn(4, 5), "b": torch.randn(6).bfloat16(), "c": torch.tensor(1.0)}
+    digest = tg.state_hash(state)
+    assert digest == tg.state_hash(dict(reversed(state.items())))
+    for change in (lambda s: s["a"][2, 3:4].neg_(), lambda s: s["b"].copy_(s["b"].flip(0)), lambda s: s["c"].add_(1e-7),
+                   lambda s: s["a"].copy_(s["a"].flip(0)), lambda s: s["a"].copy_(s["a"].flip(1))):
+        changed = {name: tensor.clone() for name, tensor in state.items()}
+        change(changed)
+        assert tg.state_hash(changed) != digest

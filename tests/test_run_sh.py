@@ -1,0 +1,203 @@
+"""run.sh: which preset and how many processes it chooses, when it installs, and what its test command counts.
+
+Each test runs a copy of run.sh in a folder of its own, with stand-ins for torch and the other packages that answer as the
+machine under test would. Nothing is installed, fetched or trained.
+"""
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BASH = shutil.which("bash")
+pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
+
+FAKE_TORCH = """
+import os
+__version__ = os.environ.get("FAKE_TORCH", "2.13.0")
+class cuda:
+    is_available = staticmethod(lambda: cuda.device_count() > 0)
+    device_count = staticmethod(lambda: int(os.environ.get("FAKE_GPUS", "0")))
+    get_device_capability = staticmethod(lambda gpu: (int(os.environ.get("FAKE_CAPABILITY", "9")), 0))
+"""
+FAKE_HUB = """
+import os
+class HfApi:
+    def dataset_info(self, name, timeout):
+        if "FAKE_HUB" not in os.environ:
+            raise OSError("unreachable")
+"""
+# A python without packages, until its "pip" has seen requirements.txt; requirements-dev.txt cannot be installed.
+BARE_PYTHON = """#!/bin/sh
+case "$*" in
+"-m venv --clear .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+"-m pip "*dev.txt) exit 1 ;;
+"-m pip "*) echo "$*" >>pip.log; touch .venv/installed ;;
+"- "*pytest*) exit 1 ;;
+"- "*) cat >/dev/null; [ "$0" = .venv/bin/python ] && [ -e .venv/installed ] && echo 2.13.0+cpu 0 0 0 ;;
+"-c import sys"*) exit "${TOO_OLD:-0}" ;;
+--version) echo Python 3.9.1 ;;
+esac
+"""
+
+
+class Machine:
+    """A folder with run.sh in it, on a pretended machine."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        shutil.copy(ROOT / "run.sh", folder)
+        self.write("modules/torch.py", FAKE_TORCH)
+        self.write("modules/huggingface_hub.py", FAKE_HUB)
+        for name in ("numpy", "scipy", "hypothesis"):
+            self.write(f"modules/{name}.py", "")
+        self.write("data/fineweb.py", "print('fetched')")
+        self.write("bin/nvidia-smi", "#!/bin/sh\nexit 9\n", mode=0o755)
+
+    def write(self, name: str, text: str, mode: int = 0o644) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(mode)
+
+    def shards(self, folder: str, tokens: int, count: int = 1) -> None:
+        for name in ["x_val_000000.bin", *(f"x_train_{i:06d}.bin" for i in range(1, count + 1))]:
+            self.write(f"{folder}/{name}", "")
+            os.truncate(self.folder / folder / name, 2 * tokens + 1024)  # sparse
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        base = {key: os.environ[key] for key in ("HOME", "TMPDIR") if key in os.environ}
+        base |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable, "PYTHONPATH": str(self.folder / "modules"),
+                 "RUN_SH_DRY": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        return subprocess.run([BASH, "run.sh", *arguments], cwd=self.folder, env=base | environment, text=True, capture_output=True, timeout=60,
+                              stdin=subprocess.DEVNULL)
+
+    def command(self, *arguments: str, **environment: str) -> str:
+        """What run.sh would run, without the interpreter's path."""
+        result = self.run(*arguments, **environment)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip().removeprefix(sys.executable + " ")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_syntax():
+    for script in ("run.sh", ".ci/run"):
+        subprocess.run([BASH, "-n", str(ROOT / script)], check=True)
+        assert os.access(ROOT / script, os.X_OK), f"{script} is not executable"
+
+
+def test_token_counts_are_those_of_the_presets():
+    import train_gpt
+    script = (ROOT / "run.sh").read_text()
+    for name in ("speedrun", "sprint"):
+        assert int(re.search(rf"{name.upper()}_TOKENS=(\d+)", script)[1]) == train_gpt.PRESETS[name].train_tokens
+
+
+def test_no_gpu_is_smoke(machine):
+    machine.shards("data/fineweb10B", 100_000_000, 7)
+    assert machine.command("--seed", "3") == "train_gpt.py --preset smoke --seed 3"
+    assert "sees no GPU" in machine.run().stderr
+
+
+def test_cpu_torch_beside_a_gpu_is_pointed_out(machine):
+    machine.write("bin/nvidia-smi", "#!/bin/sh\necho GPU 0\n", mode=0o755)
+    assert "CPU build" in machine.run().stderr
+
+
+@pytest.mark.parametrize("gpus, capability, shards, expected", [
+    (8, 9, 7, "-m torch.distributed.run --standalone --nproc_per_node=8 train_gpt.py --preset speedrun"),
+    (3, 9, 7, "-m torch.distributed.run --standalone --nproc_per_node=2 train_gpt.py --preset speedrun"),
+    (16, 10, 9, "-m torch.distributed.run --standalone --nproc_per_node=8 train_gpt.py --preset speedrun"),
+    (1, 9, 7, "train_gpt.py --preset speedrun"),
+    (1, 9, 6, "train_gpt.py --preset sprint"),
+    (1, 8, 7, "train_gpt.py --preset sprint"),
+    (7, 9, 1, "-m torch.distributed.run --standalone --nproc_per_node=4 train_gpt.py --preset sprint"),
+    (1, 9, 0, "train_gpt.py --preset smoke-gpu"),
+])
+def test_choice(machine, gpus, capability, shards, expected):
+    if shards:
+        machine.shards("data/fineweb10B", 100_000_000, shards)
+    assert machine.command(FAKE_GPUS=str(gpus), FAKE_CAPABILITY=str(capability)) == expected
+
+
+def test_explicit_options_win(machine):
+    machine.shards("data/fineweb10B", 100_000_000, 7)
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=8 "
+    assert machine.command("--preset", "sprint", FAKE_GPUS="8") == torchrun + "train_gpt.py --preset sprint"
+    assert machine.command("--seed", "1", "--preset=smoke-gpu", FAKE_GPUS="1") == "train_gpt.py --seed 1 --preset=smoke-gpu"
+    assert machine.command("--preset", "smoke", FAKE_GPUS="8") == "train_gpt.py --preset smoke", "128 wide: one process"
+    assert machine.command("--eval", "model.pt", FAKE_GPUS="8") == "train_gpt.py --eval model.pt", "one process, no preset"
+    assert machine.command("--help", FAKE_GPUS="8") == "train_gpt.py --help"
+
+
+@pytest.mark.parametrize("option", [["--data", "my texts"], ["--data=my texts"]])
+def test_data_decides_where_it_is_counted(machine, option):
+    machine.shards("my texts", 10_000_000, 10)
+    assert machine.command(*option, FAKE_GPUS="1", FAKE_HUB="1") == f"train_gpt.py --preset sprint {' '.join(option)}"
+
+
+def test_fetches_when_the_hub_answers(machine):
+    assert machine.command(FAKE_GPUS="1", FAKE_HUB="1").splitlines() == ["fetched", sys.executable + " train_gpt.py --preset speedrun"]
+    assert "fetched" not in machine.command("--preset", "sprint", FAKE_GPUS="1", FAKE_HUB="1")
+    assert "fetched" not in machine.command(FAKE_GPUS="1", FAKE_CAPABILITY="8", FAKE_HUB="1")
+    machine.write("data/fineweb.py", "raise SystemExit(2)")
+    assert machine.command(FAKE_GPUS="1", FAKE_HUB="1") == "train_gpt.py --preset smoke-gpu"
+    machine.write("data/fineweb.py", "raise SystemExit(130)")
+    assert machine.run(FAKE_GPUS="1", FAKE_HUB="1").returncode == 130, "Ctrl-C ends everything"
+
+
+def test_installs_into_venv_once(machine):
+    for name in ("python3", "python"):
+        machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
+    for _ in range(2):
+        result = machine.run("--seed", "1", PYTHON="python3")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == ".venv/bin/python train_gpt.py --preset smoke --seed 1"
+    assert (machine.folder / "pip.log").read_text().count("-r requirements.txt") == 1
+    result = machine.run("test", "tests/test_x.py", PYTHON="python3")
+    assert result.returncode == 2 and "requirements-dev.txt" in result.stderr and "fix:" in result.stderr
+
+
+def test_other_torch_is_not_used(machine):
+    machine.write(".venv/bin/python", BARE_PYTHON, mode=0o755)
+    machine.write(".venv/installed", "")
+    for version in ("2.10.0", "2.14.0a0+git"):
+        assert machine.command(FAKE_TORCH=version) == ".venv/bin/python train_gpt.py --preset smoke"
+    for version in ("2.11.0+cu130", "2.13.1"):
+        assert machine.command(FAKE_TORCH=version) == "train_gpt.py --preset smoke"
+
+
+def test_python_too_old(machine):
+    for name in ("python3", "python"):
+        machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
+    result = machine.run(PYTHON="python3", TOO_OLD="1")
+    assert result.returncode == 2 and "expected Python 3.11 to 3.14, found Python 3.9.1" in result.stderr
+
+
+def test_counts_tests_of_all_processes(machine):
+    machine.write("tests/test_a.py", "import pytest\ndef test_1(): pass\ndef test_2(): pass\n@pytest.mark.skip\ndef test_3(): pass\n")
+    machine.write("tests/test_b.py", "import os\nos.environ.setdefault('TRITON_INTERPRET', '1')\ndef test_4(): pass\n")
+    machine.write("tests/test_c.py", "import os\ndef test_5(): assert 'TRITON_INTERPRET' not in os.environ\n")
+    result = machine.run("test")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "4 passed, 0 failed, 1 skipped"), result.stdout + result.stderr
+    assert "1 file(s) in a process of their own" in result.stderr
+
+    result = machine.run("test", "tests/test_a.py::test_1", "-k", "test_1")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "1 passed, 0 failed, 0 skipped")
+    result = machine.run("test", "-k", "nothing")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "0 passed, 0 failed, 0 skipped"), "no test ran"
+
+    machine.write("tests/test_a.py", "def test_1(): assert False\ndef test_2(x): pass\ndef test_3(): pass\n")
+    machine.write("tests/test_b.py", "import os\nos.environ.setdefault('TRITON_INTERPRET', '1')\ndef test_4(): os._exit(3)\n")
+    result = machine.run("test")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "2 passed, 3 failed, 0 skipped"), "a crash is a failure"

@@ -1,0 +1,154 @@
+"""Schedule values at every border, against numbers worked out by hand from the record's description."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from helpers import CPU, tg
+
+SPEEDRUN, SPRINT = tg.PRESETS["speedrun"], tg.PRESETS["sprint"]
+# 2120 scheduled steps in thirds and 40 more. Rate: 1, 1.51, 1.93 with the batch; from step 954 = .45 * 2120 a line down to .1 at 2120:
+# step 1413 has (707 / 2120) / .55 = .6063465 of the way left, so 1.51 * .6063465 + .1 * .3936535 = .9549485.
+# Momentum: .85 + .1 * step / 300; at the end .85 + .1 * (2160 - step) / 50.
+AT = {
+    # step: (stage, batch, windows, rate, momentum)
+    0: (0, 131_072, (128, 384), 1.0, 0.85),
+    150: (0, 131_072, (128, 384), 1.0, 0.90),
+    299: (0, 131_072, (128, 384), 1.0, 0.9496667),
+    300: (0, 131_072, (128, 384), 1.0, 0.95),
+    706: (0, 131_072, (128, 384), 1.0, 0.95),
+    707: (1, 262_144, (384, 896), 1.51, 0.95),
+    954: (1, 262_144, (384, 896), 1.51, 0.95),
+    955: (1, 262_144, (384, 896), 1.5087907, 0.95),
+    1413: (1, 262_144, (384, 896), 0.9549485, 0.95),
+    1414: (2, 393_216, (640, 1408), 1.2080446, 0.95),
+    2110: (2, 393_216, (640, 1408), 0.1156947, 0.95),
+    2111: (2, 393_216, (640, 1408), 0.1141252, 0.948),
+    2119: (2, 393_216, (640, 1408), 0.1015695, 0.932),
+    2120: (3, 393_216, (768, 1664), 0.1, 0.93),
+    2159: (3, 393_216, (768, 1664), 0.1, 0.852),
+}
+# 335 scheduled steps (112, 111, 112) and 5 more; the cool-down begins at .45 * 335 = 150.75; 222 has (113 / 335) / .55 = .6132972 left.
+SPRINT_AT = {
+    0: (0, 131_072, (128, 384), 1.0, 0.85),
+    111: (0, 131_072, (128, 384), 1.0, 0.887),
+    112: (1, 262_144, (384, 896), 1.51, 0.8873333),
+    150: (1, 262_144, (384, 896), 1.51, 0.90),
+    151: (1, 262_144, (384, 896), 1.5080868, 0.9003333),
+    222: (1, 262_144, (384, 896), 0.9647490, 0.924),
+    223: (2, 393_216, (640, 1408), 1.2124016, 0.9243333),
+    290: (2, 393_216, (640, 1408), 0.5469471, 0.9466667),
+    291: (2, 393_216, (640, 1408), 0.5370149, 0.947),
+    293: (2, 393_216, (640, 1408), 0.5171506, 0.944),
+    334: (2, 393_216, (640, 1408), 0.1099322, 0.862),
+    335: (3, 393_216, (768, 1664), 0.1, 0.86),
+    339: (3, 393_216, (768, 1664), 0.1, 0.852),
+}
+
+
+@pytest.mark.parametrize("preset, step, expected", [(p, s, e) for p, table in ((SPEEDRUN, AT), (SPRINT, SPRINT_AT)) for s, e in table.items()],
+                         ids=[f"{p}-{s}" for p, table in (("speedrun", AT), ("sprint", SPRINT_AT)) for s in table])
+def test_borders(preset, step, expected):
+    index, batch, windows, rate, momentum = expected
+    assert tg.stage_index(preset, step) == index
+    stage = preset.stages[index]
+    assert stage.batch_tokens == batch and stage.slot_tokens * 8 == batch
+    assert (stage.short_window_tokens, stage.long_window_tokens) == windows
+    assert tg.learning_rate(preset, step) == pytest.approx(rate, abs=2e-7)
+    assert tg.muon_momentum(preset, step) == pytest.approx(momentum, abs=2e-7)
+    assert tg.is_adam_step(preset, step) == (step % 2 == 1)
+
+
+def test_lengths():
+    assert (SPEEDRUN.steps, SPEEDRUN.scheduled_steps) == (2160, 2120)
+    assert (SPRINT.steps, SPRINT.scheduled_steps) == (340, 335)
+    assert sum(s.steps * s.batch_tokens for s in SPRINT.stages) < 95_000_000, "one pass over one shard"
+    for preset in (SPEEDRUN, SPRINT):
+        assert preset.val_windows_tokens == (768, 2560)
+        with pytest.raises(IndexError):
+            tg.stage_index(preset, preset.steps)
+    assert SPEEDRUN.val_tokens == 10_485_760 and SPEEDRUN.target_loss == 3.28 and SPRINT.val_tokens == 2_097_152
+
+
+@pytest.mark.parametrize("preset", tg.PRESETS.values(), ids=tg.PRESETS)
+def test_every_preset_is_consistent(preset):
+    """What holds between a preset's numbers, for the presets that nobody works out by hand."""
+    model = preset.model
+    assert model.padded_vocabulary % (128 if model.width >= 768 else tg.SLOTS) == 0 and model.padded_vocabulary >= model.vocabulary
+    for slot, layer in enumerate(model.layers):
+        assert layer.skip_from is None or layer.skip_from < slot
+        assert layer.value_embedding is None or layer.value_embedding < model.value_embeddings
+        assert layer.window in ("short", "long")
+    assert sum(layer.backout for layer in model.layers) <= 1
+    assert {layer.value_embedding for layer in model.layers} >= set(range(model.value_embeddings)), "a table that nothing reads"
+    for stage in preset.stages:
+        assert stage.batch_tokens % (8 * 16) == 0 and stage.short_window_tokens <= stage.long_window_tokens
+    assert preset.val_tokens % 8 == 0 and not any(a.extension and not b.extension for a, b in zip(preset.stages, preset.stages[1:]))
+    rates = [tg.learning_rate(preset, step) for step in range(preset.steps)]
+    assert min(rates) >= preset.optimizer.final_learning_rate > 0 and max(rates) <= max(s.learning_rate_multiplier for s in preset.stages)
+
+
+def test_layer_table_of_the_record():
+    layers = tg.GPT_SMALL.layers
+    assert [i for i, l in enumerate(layers) if l.attention] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11]
+    assert [i for i, l in enumerate(layers) if l.mlp] == list(range(1, 12))
+    assert [i for i, l in enumerate(layers) if l.window == "long"] == [4, 11]
+    assert {i: l.value_embedding for i, l in enumerate(layers) if l.value_embedding is not None} == {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
+    assert {i: l.skip_from for i, l in enumerate(layers) if l.skip_from is not None} == {7: 4}
+    assert [i for i, l in enumerate(layers) if l.backout] == [8]
+
+
+def test_step_rates():
+    """Muon's rate is .023 times the schedule; Adam's carries .008, its role's multiplier and the bias corrections of its own count."""
+    first = tg.step_rates(SPEEDRUN, 1)  # the first Adam step
+    assert first["muon"] == pytest.approx(0.023) and first["momentum"] == pytest.approx(0.85 + 0.1 / 300)
+    assert first["embedding"] == pytest.approx(0.008 * 75 * math.sqrt(1 - 0.95) / (1 - 0.65))
+    assert first["head"] == pytest.approx(0.008 * math.sqrt(1 - 0.95) / (1 - 0.65))
+    assert first["scalar"] == pytest.approx(0.04 * math.sqrt(1 - 0.95) / (1 - 0.65))
+    assert first["gate"] == pytest.approx(0.008 * math.sqrt(1 - 0.99) / (1 - 0.9))
+    assert first["smear_gate"] == pytest.approx(0.00008 * math.sqrt(1 - 0.99) / (1 - 0.9))
+    later = tg.step_rates(SPEEDRUN, 707)  # update number 354, at 1.51 times the rate
+    assert later["muon"] == pytest.approx(0.023 * 1.51)
+    assert later["gate"] == pytest.approx(0.008 * 1.51 * math.sqrt(1 - 0.99 ** 354) / (1 - 0.9 ** 354))
+    muon = {"attention": 2.0, "mlp_up": 2.0, "mlp_down": 4.0}
+    assert {role: rule.learning_rate_multiplier for role, rule in SPEEDRUN.optimizer.rules if isinstance(rule, tg.MuonRule)} == muon
+    every = replace(SPEEDRUN, optimizer=replace(SPEEDRUN.optimizer, adam_every_steps=3))
+    assert [step for step in range(9) if tg.is_adam_step(every, step)] == [2, 5, 8]
+
+
+def yarn(base, turning, windows):
+    """The published formula, one frequency at a time, in exact windows and plain floats."""
+    frequencies, scale = [base ** (-j / (turning - 1)) for j in range(turning)], 0.1
+    for old, new in zip(windows, windows[1:]):
+        ratio = Fraction(old, new)
+        for j, frequency in enumerate(frequencies):
+            rotations = old * frequency / (2 * math.pi)  # turns within the old window
+            blend = min(1.0, max(0.0, (rotations - 1) / (32 - 1)))
+            frequencies[j] = frequency * (blend + (1 - blend) * float(ratio))
+        scale *= 1 + 0.2 * math.log(1 / ratio)
+    return frequencies, scale
+
+
+@pytest.mark.parametrize("index, scale", [(0, 0.1), (1, 0.11695), (2, 0.12752), (3, 0.13178)])
+def test_rotary_geometry(index, scale):
+    exact = replace(SPEEDRUN, model=replace(SPEEDRUN.model, dtype="float64"))
+    geometry = tg.rotary_geometry(exact, index, 300, CPU)
+    frequencies, expected_scale = yarn(1024.0, 32, (384, 896, 1408, 1664)[:index + 1])
+    assert geometry.scale == pytest.approx(scale, abs=5e-6) and geometry.scale == pytest.approx(expected_scale)
+    assert geometry.cos.shape == geometry.sin.shape == (300, 64)
+    angle = np.arange(300)[:, None] * np.array(frequencies + [0.0] * 32)
+    assert np.abs(geometry.cos.numpy() - np.cos(angle)).max() < 1e-9
+    assert np.abs(geometry.sin.numpy() - np.sin(angle)).max() < 1e-9
+    assert (geometry.window("short"), geometry.window("long")) == ((128, 384), (384, 896), (640, 1408), (768, 1664))[index]
+    assert tg.rotary_geometry(SPEEDRUN, index, 10, CPU).cos.dtype == tg.torch.bfloat16
+
+
+def test_validation_geometry_stretches_nothing():
+    final, validation = (tg.rotary_geometry(SPEEDRUN, 3, 50, CPU, windows) for windows in (None, (768, 2560)))
+    assert (validation.short_window, validation.long_window) == (768, 2560)
+    assert validation.scale == final.scale and validation.cos.equal(final.cos) and validation.sin.equal(final.sin)

@@ -1,0 +1,207 @@
+"""The rules of the one file: sections in order, nothing happens on import, short functions, one clock, allowed compile settings."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import os
+import re
+import subprocess
+import sys
+from types import CodeType
+
+import pytest
+
+from helpers import ROOT, tg
+
+PATH = ROOT / "train_gpt.py"
+SOURCE = PATH.read_text()
+LINES = SOURCE.splitlines()
+TREE = ast.parse(SOURCE)
+BANNER = "# " + "=" * 118
+SECTIONS = ["Imports, constants", "Configuration", "Runtime", "Reference operators", "Triton kernels", "Operator selection", "Optimizer",
+            "Model", "Data", "Schedule", "Run log", "Training", "Afterwards", "Main"]
+FUNCTIONS = [node for node in ast.walk(TREE) if isinstance(node, ast.FunctionDef)]
+CALLS = [node for node in ast.walk(TREE) if isinstance(node, ast.Call)]
+
+
+def titles():
+    """(line number, title) of every banner: a rule, a title, a rule."""
+    return [(number, line[2:]) for number, line in enumerate(LINES, 1)
+            if LINES[number - 2] == BANNER and number < len(LINES) and LINES[number] == BANNER]
+
+
+def section(line):
+    """The number of the section that holds a line; 0 is the docstring's."""
+    return sum(start < line for start, _ in titles())
+
+
+def definitions():
+    """Top-level name -> line of its definition (the last one, as for jit, which has two)."""
+    names = {}
+    for node in ast.walk(ast.Module([n for n in TREE.body if not isinstance(n, (ast.FunctionDef, ast.ClassDef))], [])):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names[node.id] = node.lineno
+        elif isinstance(node, ast.alias):
+            names[(node.asname or node.name).split(".")[0]] = node.lineno
+    names |= {node.name: node.lineno for node in TREE.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return names
+
+
+def global_reads(code: CodeType):
+    """(name, line) of every global that a code object and those inside it read. Annotations are strings by then: they do not count."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval, instruction.positions.lineno
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from global_reads(constant)
+
+
+def dotted(node):
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def test_sections_are_numbered_and_named_in_order():
+    expected = [f"{number}. {title}" for number, title in enumerate(SECTIONS, 1)]
+    found = [title for _, title in titles()]
+    assert len(found) == len(expected)
+    assert all(re.match(re.escape(e) + r"\b", f) for e, f in zip(expected, found)), found
+    assert sum(line == BANNER for line in LINES) == 2 * len(SECTIONS), "a rule that belongs to no banner"
+    assert not [line for line in LINES if re.match(r"# ?[=#*~]{5,}", line) and line != BANNER], "one banner style"
+
+
+def test_docstring_maps_the_sections():
+    listed = dict(re.findall(r"\b(\d+) ([A-Za-z][a-z]+)", ast.get_docstring(TREE)[ast.get_docstring(TREE).index("\nMap"):]))
+    assert [listed.get(str(number), "").lower() for number in range(1, 15)] == [re.split(r"[ ,]", t)[0].lower() for t in SECTIONS]
+
+
+def test_a_section_uses_only_itself_and_earlier_ones():
+    names = definitions()
+    assert {"BOS", "Layer", "PRESETS", "GPT", "main", "jit", "torch"} <= set(names)
+    late = {f"line {line} (section {section(line)}) reads {name} (section {section(names[name])})"
+            for name, line in global_reads(compile(SOURCE, PATH, "exec", dont_inherit=True))
+            if name in names and section(names[name]) > section(line)}
+    assert not late, sorted(late)
+
+
+def test_top_level_holds_only_declarations():
+    guards = []
+    for position, node in enumerate(TREE.body):
+        if isinstance(node, ast.Expr):
+            assert position == 0 and isinstance(node.value, ast.Constant), f"line {node.lineno}: a statement"
+        elif isinstance(node, ast.Assign):
+            for name in node.targets:
+                assert all(n.id.isupper() for n in ast.walk(name) if isinstance(n, ast.Name)), f"line {node.lineno}: not a constant"
+            declared = {n.name for n in TREE.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))} | {"dict"}
+            called = {dotted(call.func) for call in ast.walk(node.value) if isinstance(call, ast.Call)}
+            assert called <= declared, f"line {node.lineno}: a constant that runs {called - declared}"
+        elif isinstance(node, (ast.Try, ast.If)):
+            guards.append(node)
+        else:
+            assert isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)), f"line {node.lineno}: {ast.unparse(node)[:60]}"
+    attempt, script = guards
+    assert [dotted(handler.type) for handler in attempt.handlers] == ["ImportError"] and "import triton" in ast.unparse(attempt)
+    assert node is script and ast.unparse(script.test) == "__name__ == '__main__'"
+
+
+def test_the_top_imports_nothing_that_may_be_missing():
+    names = {alias.name for node in TREE.body if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in TREE.body if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} <= {*sys.stdlib_module_names, "numpy", "torch"}
+
+
+WATCHED_IMPORT = """
+import os, sys, threading
+import numpy, torch, torch.nn.functional, torch.utils.checkpoint, torch.distributed
+if {hidden}: sys.modules["triton"] = None
+else: import triton
+environment, events = dict(os.environ), []
+sys.addaudithook(lambda event, arguments: events.append((event, arguments[0])) if event.startswith(("socket.", "subprocess.", "os.system", "os.mkdir"))
+                 or event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+") else None)
+state = lambda: (threading.active_count(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_rng_state().sum().item())
+before = state()
+import train_gpt
+assert not events, events
+assert state() == before and os.environ == environment
+assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
+assert (train_gpt.triton is None) == {hidden}
+assert train_gpt.select_ops(torch.device("cpu")).names["attention"] == "reference"
+assert train_gpt.select_ops(torch.device("cuda"), fast=False).names["attention"] == "reference"
+assert not torch.cuda.is_initialized()
+"""
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["triton", "no triton"])
+def test_importing_has_no_side_effects(tmp_path, hidden):
+    if not hidden:
+        pytest.importorskip("triton")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run([sys.executable, "-c", WATCHED_IMPORT.format(hidden=hidden)], cwd=tmp_path, env=environment,
+                            capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+def test_lengths():
+    assert len(LINES) <= 3000
+    limits = {node: 120 if any(dotted(d) == "jit" for d in node.decorator_list) else 100 if node.name == "timed_loop" else 70 for node in FUNCTIONS}
+    assert any(node.name == "timed_loop" for node in FUNCTIONS)
+    assert not {node.name: node.end_lineno - node.lineno + 1 for node, limit in limits.items() if node.end_lineno - node.lineno + 1 >= limit}
+
+
+def test_only_allowed_compile_settings():
+    for word in ("_inductor", "TORCHINDUCTOR", "autotune", "set_stance", "cudnn.benchmark", "TORCH_COMPILE", "TORCHDYNAMO"):
+        assert word.lower() not in SOURCE.lower(), word
+    compiles = [call for call in CALLS if dotted(call.func) == "torch.compile"]
+    assert compiles
+    for call in compiles:
+        assert {keyword.arg for keyword in call.keywords} <= {"fullgraph", "dynamic"}, ast.unparse(call)
+    written = {dotted(target) for node in ast.walk(TREE) if isinstance(node, (ast.Assign, ast.AugAssign))
+               for target in getattr(node, "targets", [getattr(node, "target", None)]) if ".config" in dotted(target)}
+    assert written <= {"torch._dynamo.config.recompile_limit"}, written
+    assert not [ast.unparse(call) for call in CALLS if dotted(call.func).endswith(("config.patch", "os.environ.update", "os.putenv", "setenv"))]
+    assert not re.search(r"os\.environ\[[^]]*\] *=[^=]|os\.environ *\|=", SOURCE), "environment variables are the user's"
+
+
+def test_the_clock_alone_reads_the_time():
+    owners = [node for node in TREE.body if getattr(node, "name", "") in ("Clock", "process_age_seconds")]
+    assert len(owners) == 2
+    uses = [node.lineno for node in ast.walk(TREE) if isinstance(node, ast.Name) and node.id == "time"]
+    assert uses and all(any(o.lineno <= line <= o.end_lineno for o in owners) for line in uses), uses
+    assert not re.search(r"\b(datetime|timeit|perf_counter_ns|from time import|import time as)\b", SOURCE)
+
+
+def tree_of(name):
+    for part in name.split("."):
+        body = TREE.body if part == name.split(".")[0] else node.body
+        node = next(n for n in body if getattr(n, "name", None) == part)
+    return node
+
+
+@pytest.mark.parametrize("name", ["GPT.forward", "GPT.features", "GPT.evaluate", "Block.forward", "Optimizer", "MatrixBank", "AdamTable", "AdamScalars"])
+def test_roles_come_from_tables(name):
+    """No layer number and no parameter name is compared where the model runs or parameters are updated."""
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.Compare):
+            constants = [c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, (int, str))]
+            assert not constants, f"line {node.lineno}: {ast.unparse(node)}"
+        assert not isinstance(node, ast.Match), f"line {node.lineno}"
+        if isinstance(node, ast.Call):
+            assert dotted(node.func).split(".")[-1] not in ("startswith", "endswith", "named_parameters"), f"line {node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Subscript) and dotted(node.value).endswith(("blocks", "layers", "value_embeddings")):
+            assert not isinstance(node.slice, (ast.Constant, ast.UnaryOp)), f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_the_model_never_asks_for_the_hardware():
+    """Only the runtime, the operator selection, training (memory, events) and the log ask whether there is a GPU."""
+    for node in ast.walk(TREE):
+        if isinstance(node, ast.Attribute) and dotted(node).startswith("torch.cuda"):
+            assert section(node.lineno) in (3, 6, 11, 12, 14), f"line {node.lineno}: {dotted(node)}"
+
+
+def test_every_role_has_one_rule():
+    roles = [role for role, _ in tg.OptimizerConfig().rules]
+    assert len(roles) == len(set(roles))
+    declared = {call.args[0].value for call in CALLS if dotted(call.func) == "declared"}
+    assert declared == set(roles)
