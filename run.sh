@@ -4,16 +4,17 @@
 # PYTHON=... is the interpreter to try first; RUN_SH_DRY=1 prints the training command instead of running it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-
-# Training tokens that a preset opens, as in train_gpt.py; one FineWeb shard holds 100 M.
-SPEEDRUN_TOKENS=700000000 SPRINT_TOKENS=94000000
+SPEEDRUN_TOKENS=700000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
 launch() { if [[ ${RUN_SH_DRY:-} ]]; then echo "$@"; else exec "$@"; fi; }
 option() { printf '%s\n' "${@:2}" | sed -n -e "/^$1\$/{n;p;}" -e "s/^$1=//p" | tail -n 1; } # NAME ARGUMENTS...: its value
-# glibc returns the 100 MB of a step's logits to the kernel and faults them in again. Kept: 330 ms a smoke step on 2 cores, not 730.
-keep_memory() { export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592; }
+cpu_settings() {
+  # Measured on 2 cores, ms a smoke step. glibc gives the 100 MB of a step's logits back and faults them in again: 730, kept 330.
+  # OpenMP's threads spin while they wait, which costs much beside another busy process: 2000-4500, asleep 630.
+  export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592 OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
+}
 
 probe() { # PYTHON MODULES...: fails without them and a fitting torch, else prints torch's version, GPUs, 10 * capability, training tokens
   "$1" - "$data" "${@:2}" <<'PYTHON'
@@ -63,9 +64,8 @@ train() {
   preset=$(option --preset "$@") folder=$(option --data "$@") data=${folder:-data/fineweb10B}
   setup requirements.txt numpy torch
   read -r version gpus capability tokens <<<"$facts"
-  ((gpus)) || keep_memory
+  ((gpus)) || cpu_settings
   case " $* " in *" -h "* | *" --help "* | *" --eval"* | *" --sample"*) launch "$python" train_gpt.py "$@"; return ;; esac
-
   if [[ ! $preset ]]; then
     if [[ ! $folder ]] && ((gpus && capability >= 90 && tokens < SPEEDRUN_TOKENS)) && timeout 10 "$python" -c \
       'from huggingface_hub import HfApi; HfApi().dataset_info("kjj0/fineweb10B-gpt2", timeout=5)' 2>/dev/null; then
@@ -96,10 +96,10 @@ run_tests() { # Triton's interpreter is on or off for a whole process, so each f
   for argument in "$@"; do case $argument in *.py | *.py::*) chosen+=("$argument") ;; *) options+=("$argument") ;; esac; done
   ((${#chosen[@]})) || chosen=(tests/test_*.py)
   for file in "${chosen[@]}"; do
-    if grep -q 'environ.*TRITON_INTERPRET' "${file%%::*}"; then alone+=("$file"); else together+="${together:+ }$file"; fi
+    if grep -q '^os.environ.*TRITON_INTERPRET' "${file%%::*}"; then alone+=("$file"); else together+="${together:+ }$file"; fi
   done
   data=tests setup requirements-dev.txt numpy torch pytest hypothesis scipy
-  keep_memory
+  cpu_settings
   results=$(mktemp -d); trap 'rm -rf "$results"' EXIT
   export python results OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; export -f test_group
   say "testing with $python: ${#alone[@]} file(s) in a process of their own, the others in one; each prints when it is done"

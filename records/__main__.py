@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def command_new(arguments: argparse.Namespace) -> int:
 
 def command_run(arguments: argparse.Namespace) -> int:
     from runner import run_plan
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: the training is stopped too
+        signal.signal(number, signal.default_int_handler)
     run_plan(arguments.dir, arguments.data)
     print(f"next: python records verify {arguments.dir}")
     return 0

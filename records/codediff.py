@@ -73,8 +73,9 @@ def changes(a: str, b: str, code_only: bool = False) -> list[Change]:
 
 def summary(found: list[Change]) -> str:
     changed = [c for c in found if c.lines]
-    rows = [f"{f'+{c.added}':>6} {f'-{c.removed}':>6}  {c.title}" for c in changed]
-    return "\n".join([*rows, f"{f'+{sum(c.added for c in changed)}':>6} {f'-{sum(c.removed for c in changed)}':>6}  in {len(changed)} of {len(found)} sections"])
+    rows = [*((c.added, c.removed, c.title) for c in changed),
+            (sum(c.added for c in changed), sum(c.removed for c in changed), f"in {len(changed)} of {len(found)} sections")]
+    return "\n".join(f"{f'+{added}':>6} {f'-{removed}':>6}  {title}" for added, removed, title in rows)
 
 
 def read_script(path: Path) -> str:

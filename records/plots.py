@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from record import HOME, Folder, all_folders, load
-from report import load_runs, mean_curve
+from report import hardware, load_runs, mean_curve
 from runlog import fail, stage_times
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # distinct for the colour-blind too (Okabe and Ito)
@@ -25,7 +25,7 @@ def canvas(panels: int, ratios: tuple[float, ...], height: float = 3.8):
         fail("plot", "matplotlib", "none", "pip install -r requirements-dev.txt")
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "records", "axes.grid": True,
-                                "grid.alpha": 0.3, "legend.frameon": False})
+                                "axes.axisbelow": True, "grid.alpha": 0.3, "legend.frameon": False})
     from matplotlib import pyplot
     return pyplot.subplots(1, panels, figsize=(9, height), width_ratios=ratios, layout="constrained", squeeze=False)
 
@@ -50,8 +50,8 @@ def plot_runs(specs: list[str], path: Path) -> None:
         top = max(top, np.interp(0.15 * curve[-1, 0], curve[:, 0], curve[:, 1]))
         times = np.array([stage_times(run) for run in runs])
         places = np.arange(times.shape[1]) + (number - (len(specs) - 1) / 2) * width
-        bars = step_axes.bar(places, times.mean(0), width, yerr=times.std(0), color=colour)
-        step_axes.bar_label(bars, [f"{t:.1f}" if math.isfinite(t) else "" for t in times.mean(0)], fontsize=8)
+        bars = step_axes.bar(places, times.mean(0), width, color=colour)
+        step_axes.bar_label(bars, [f"{t:.{0 if t >= 100 else 1}f}" if math.isfinite(t) else "" for t in times.mean(0)], fontsize=8 if len(specs) < 3 else 6)
     loss_axes.set(xlabel="seconds on the clock", ylabel=f"{kind}; point: final validation", ylim=(None, top))
     loss_axes.legend()
     stages = len(runs[0].stages)
@@ -70,8 +70,7 @@ def our_records() -> dict[str, list[Folder]]:
     found: dict[str, list[Folder]] = {}
     for folder in map(load, all_folders()):
         if folder.record["means"] and not folder.track.practice:
-            head = folder.runs("a")[0].head
-            found.setdefault(f"{folder.record['track']}, {head['world']} x {head['device']}", []).append(folder)
+            found.setdefault(f"{folder.record['track']}, {hardware(folder.runs('a')[0])}", []).append(folder)
     return found
 
 
@@ -79,8 +78,10 @@ def plot_history(path: Path) -> None:
     """The public records on 8 x H100, minutes on a logarithmic scale; beside them our own, which run other tracks or hardware."""
     ours = our_records()
     figure, axes = canvas(2 if ours else 1, (2, 1) if ours else (1,), 4.2)
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
     history, axis = read_history(), axes[0, 0]
-    axis.step([date for _, date, _, _ in history], [seconds / 60 for *_, seconds, _ in history], where="post", color=COLOURS[0], label="public records, 8 x H100")
+    dates, times = [date for _, date, _, _ in history], [seconds / 60 for *_, seconds, _ in history]
+    axis.step(dates, times, where="post", color=COLOURS[0], label="public records, 8 x H100")
     for side, (number, date, seconds, _) in enumerate(row for row in history if row[0] in LANDMARKS):
         axis.plot(date, seconds / 60, "o", color=COLOURS[0], markersize=4)
         axis.annotate(f"{number} {LANDMARKS[number]}", (date, seconds / 60), (6, 16) if side % 2 else (-6, -16), textcoords="offset points", fontsize=8,
@@ -92,8 +93,11 @@ def plot_history(path: Path) -> None:
         dates = [datetime.date.fromisoformat(folder.record["date"]) for folder in folders]
         axes[0, 1].plot(dates, [folder.record["means"]["a"]["ms"] / 1e3 for folder in folders], "o-", color=COLOURS[1 + number % 5], label=label)
         axes[0, 1].set(ylabel="seconds")
+    for panel in axes[0]:
+        locator = AutoDateLocator(minticks=3, maxticks=7)
+        panel.xaxis.set(major_locator=locator, major_formatter=ConciseDateFormatter(locator))
+        panel.margins(x=0.12)
     if ours:
-        axes[0, 1].set_ylim(bottom=0)
+        axes[0, 1].set_ylim(0, 1.25 * max(folder.record["means"]["a"]["ms"] / 1e3 for folders in ours.values() for folder in folders))
         axes[0, 1].legend(fontsize=8)
-    figure.autofmt_xdate(rotation=30)
     save(figure, path)

@@ -11,11 +11,10 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runlog import Failure, Run, fail, read_run, sha256
+from runlog import Run, fail, read_run, sha256
 
 HOME = Path(__file__).resolve().parent
 SCRIPT = "train_gpt.py"
@@ -65,67 +64,43 @@ class Folder(NamedTuple):
         return [read_run(path) for path in paths if path.exists()]
 
 
-def is_hex(length: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{length}}}", value) is not None
+def many(item: str, brackets: str) -> str:
+    """Pattern of a JSON array or object of one or more items."""
+    return rf"\{brackets[0]}{item}(, {item})*\{brackets[1]}"
 
 
-def is_map(key: str, value: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda found: isinstance(found, dict) and all(re.fullmatch(key, k) and value(v) for k, v in found.items())
-
-
-def is_list(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda found: isinstance(found, list) and len(found) > 0 and all(map(item, found))
-
-
-def is_whole(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value == value
-
-
-SCHEMA: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
-    "": {
-        "schema": ("1", lambda v: v == 1),
-        "track": (f"one of {', '.join(TRACKS)}", lambda v: v in TRACKS),
-        "date": ("a date like 2026-12-03", lambda v: isinstance(v, str) and re.fullmatch(r"20\d\d-[01]\d-[0-3]\d", v) is not None),
-        "parent": ("the name of another record, or null", lambda v: v is None or isinstance(v, str) and re.fullmatch(r"[\w.-]+", v) is not None),
-        "kind": (f"one of {', '.join(KINDS)}", lambda v: v in KINDS),
-        "scripts": ("{arm: sha256}", is_map("[ab]", is_hex(64))),
-        "data": ("{shard: sha256}", is_map(r"\w+_(train|val)_\d{6}\.bin", is_hex(64))),
-        "plan": ("an object", lambda v: isinstance(v, dict)),
-        "runs": ("{file: sha256}", is_map(r"[ab]-s\d+\.jsonl", is_hex(64))),
-        "means": ("{arm: {loss, ms}}", is_map("[ab]", lambda v: isinstance(v, dict) and set(v) == {"loss", "ms"} and all(map(is_number, v.values())))),
-    },
-    "plan": {
-        "id": ("16 hex digits", is_hex(16)),
-        "world": ("1, 2, 4 or 8", lambda v: v in (1, 2, 4, 8)),
-        "seeds": ("a list of seeds", is_list(is_whole)),
-        "order": ("a list like a-s1, b-s1", is_list(lambda v: isinstance(v, str))),
-    },
+HEX, KEY = "[0-9a-f]", r"[ab]-s\d+"  # a run's key is its arm and seed
+SEEDS, ORDER = many(r"\d+", "[]"), many(f'"{KEY}"', "[]")
+# Each field of record.json and the form of its JSON text. Other fields are errors: nothing rides along unchecked.
+SCHEMA = {
+    "schema": "1",
+    "track": f'"({"|".join(TRACKS)})"',
+    "date": r'"20\d\d-[01]\d-[0-3]\d"',
+    "parent": r'null|"[\w.-]+"',
+    "kind": f'"({"|".join(KINDS)})"',
+    "scripts": rf'\{{"a": "{HEX}{{64}}"(, "b": "{HEX}{{64}}")?\}}',
+    "data": many(rf'"\w+_(train|val)_\d{{6}}\.bin": "{HEX}{{64}}"', "{}"),
+    "plan": rf'\{{"id": "{HEX}{{16}}", "world": [1248], "seeds": {SEEDS}, "order": {ORDER}\}}',
+    "runs": r"\{\}|" + many(rf'"{KEY}\.jsonl": "{HEX}{{64}}"', "{}"),
+    "means": r"\{\}|" + many(r'"[ab]": \{"loss": [\d.]+, "ms": [\d.]+\}', "{}"),
 }
 
 
 def schema_errors(record: Any) -> list[str]:
-    """Everything that makes `record` no record, a sentence each. Unknown fields are errors: nothing rides along unchecked."""
-    errors = []
-    for section, fields in SCHEMA.items():
-        part = record.get(section) if section and isinstance(record, dict) else record
-        if not isinstance(part, dict):
-            return [*errors, f"{section or 'record.json'}: expected an object, found {type(part).__name__}"]
-        where = f"{section}." if section else ""
-        errors += [f"{where}{name}: unknown field" for name in part if name not in fields]
-        errors += [f"{where}{name}: missing" for name in fields if name not in part]
-        errors += [f"{where}{name}: expected {text}, found {json.dumps(part[name])[:60]}"
-                   for name, (text, good) in fields.items() if name in part and not good(part[name])]
+    """Everything that makes `record` no record, a sentence each."""
+    if not isinstance(record, dict):
+        return [f"expected an object, found {json.dumps(record)[:60]}"]
+    errors = [f"{name}: expected no such field, found one" for name in record if name not in SCHEMA]
+    errors += [f"{name}: expected {form}, found {json.dumps(record.get(name, 'nothing'))[:80]}" for name, form in SCHEMA.items()
+               if name not in record or not re.fullmatch(form, json.dumps(record[name]))]
     if not errors and ("b" in record["scripts"]) != (record["parent"] is not None):
-        errors.append("scripts: expected arm b exactly when there is a parent")
+        errors.append(f"scripts: expected arm b exactly when there is a parent, found parent {record['parent']}")
     return errors
 
 
 def load(path: Path) -> Folder:
-    path = path if path.exists() else HOME / path.name
+    """The record in `path`, or of that name in records/."""
+    path = (path if path.exists() else HOME / path.name).resolve()
     try:
         record = json.loads((path / "record.json").read_text())
     except (OSError, ValueError) as error:
@@ -181,7 +156,8 @@ def data_manifest(track: Track, folder: Path) -> dict[str, str]:
     """SHA-256 of the track's training shards, in order, and of its validation shard."""
     train, val = (sorted(folder.glob(f"{track.corpus}_{kind}_*.bin")) for kind in ("train", "val"))
     if not train or not val:
-        fail("data", f"{folder}/{track.corpus}_train_*.bin and _val_*.bin", f"{len(train)} and {len(val)} files", "fetch them (data/README.md) or --data FOLDER")
+        fail("data", f"{folder}/{track.corpus}_train_*.bin and _val_*.bin", f"{len(train)} and {len(val)} files",
+             "fetch them (data/README.md) or --data FOLDER")
     chosen, tokens = [], 0
     for path in train:
         if tokens < track.shard_tokens:

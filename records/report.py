@@ -13,14 +13,10 @@ import stats
 from record import HOME, SCRIPT, TRACKS, Folder, all_folders, load
 from runlog import Run, fail, loss_curve, read_run, stage_times
 
-MEANS_DIGITS = {"loss": 6, "ms": 1}
-
-
 def means(folder: Folder) -> dict[str, dict[str, float]]:
     """{arm: {loss, ms}} over the finished runs."""
-    runs = {arm: folder.runs(arm) for arm in sorted(folder.record["scripts"])}
-    return {arm: {name: round(stats.mean([getattr(run, name) for run in found]), digits) for name, digits in MEANS_DIGITS.items()}
-            for arm, found in runs.items() if found}
+    return {arm: {"loss": round(stats.mean([run.loss for run in runs]), 6), "ms": round(stats.mean([run.ms for run in runs]), 1)}
+            for arm in sorted(folder.record["scripts"]) if (runs := folder.runs(arm))}
 
 
 def gain(folder: Folder) -> stats.Interval:
@@ -32,6 +28,10 @@ def spread(values: list[float], digits: int) -> str:
     return f"{stats.mean(values):.{digits}f}" + (f" ± {stats.sd(values):.{digits}f}" if len(values) > 1 else "")
 
 
+def hardware(run: Run) -> str:
+    return f"{run.head.get('world')} x {run.head.get('device')}"
+
+
 def numbers_block(folder: Folder) -> str:
     """The generated part of a record's README: both arms, and the gain."""
     rows = ["| arm | runs | val loss | time (s) |", "|---|---|---|---|"]
@@ -39,8 +39,8 @@ def numbers_block(folder: Folder) -> str:
         if arm in folder.record["scripts"]:
             runs = folder.runs(arm)
             rows.append(f"| {arm}: {name} | {len(runs)} | {spread([r.loss for r in runs], 4)} | {spread([r.ms / 1e3 for r in runs], 3)} |")
-    head = folder.runs("a")[0].head
-    rows += ["", f"{folder.record['track']}, {head.get('world')} x {head.get('device')}, torch {head.get('torch')}, mean ± standard deviation."]
+    first = folder.runs("a")[0]
+    rows += ["", f"{folder.record['track']}, {hardware(first)}, torch {first.head.get('torch')}, mean ± standard deviation."]
     if folder.parent:
         time, loss = gain(folder), stats.welch(*([run.loss for run in folder.runs(arm)] for arm in "ab"))
         rows.append(f"Against the parent: time {time.difference / 1e3:+.3f} s ({time.low / 1e3:+.3f} to {time.high / 1e3:+.3f}, paired), "
@@ -73,7 +73,7 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
     path, arm = (Path(spec[:-2]), spec[-1]) if spec.endswith((":a", ":b")) else (Path(spec), "a")
     if (path / "record.json").exists() or (HOME / path.name / "record.json").exists():
         folder = load(path)
-        runs, label = folder.runs(arm), folder.path.resolve().name + (":b" if arm == "b" else "")
+        runs, label = folder.runs(arm), folder.path.name + (":b" if arm == "b" else "")
     else:
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".txt")) if path.is_dir() else [path]
         runs, label = [read_run(file) for file in files], path.name
@@ -136,21 +136,15 @@ def stage_table(a: list[Run], b: list[Run]) -> list[str]:
     return rows if len(rows) > 1 else []
 
 
-def outcome(interval: stats.Interval, lower: str, higher: str, needed: str) -> str:
-    return lower if interval.high < 0 else higher if interval.low > 0 else f"no difference shown, {needed}"
+def outcome(interval: stats.Interval, needed: str) -> str:
+    return "lower" if interval.high < 0 else "higher" if interval.low > 0 else f"no difference shown, {needed}"
 
 
 def verdict(loss: stats.Interval, time: stats.Interval, needed: tuple[str, str]) -> str:
     """One sentence. Shown means: the 99 % interval excludes 0."""
-    if time.contains_zero and loss.contains_zero:
-        word = "undecided"
-    elif time.low <= 0 and loss.low <= 0 and not (time.low > 0 or loss.low > 0):
-        word = "A is better"
-    elif time.high >= 0 and loss.high >= 0:
-        word = "B is better"
-    else:
-        word = "a trade of time for loss"
-    return f"{word}: time {outcome(time, 'lower', 'higher', needed[1])}; loss {outcome(loss, 'lower', 'higher', needed[0])}"
+    lower, higher = time.high < 0 or loss.high < 0, time.low > 0 or loss.low > 0
+    word = {(False, False): "undecided", (True, False): "A is better", (False, True): "B is better", (True, True): "a trade of time for loss"}[lower, higher]
+    return f"{word}: time {outcome(time, needed[1])}; loss {outcome(loss, needed[0])}"
 
 
 def needed_text(difference: float, spread: float, samples: int) -> str:
@@ -159,33 +153,15 @@ def needed_text(difference: float, spread: float, samples: int) -> str:
     return f"n = {n} {'an arm' if samples == 2 else 'pairs'} would show one of this size" if n else "too small to show with any n"
 
 
-def compare(a_spec: str, b_spec: str) -> str:
-    """The report on two sets of runs. A single run an arm borrows the usual noise to say how many are needed."""
-    (a_name, a), (b_name, b), pairs = load_pair(a_spec, b_spec)
-    no_loss, no_time = incomparable(a, b)
-    losses, times = ([r.loss for r in a], [r.loss for r in b]), ([r.ms / 1e3 for r in a], [r.ms / 1e3 for r in b])
-    rows = [f"{side}  {name}\n   {len(runs)} run{'s' * (len(runs) > 1)}, loss {spread(x, 5)}, time {spread(t, 3)} s, {runs[0].head.get('world')} x {runs[0].head.get('device')}"
-            for side, name, runs, x, t in zip("AB", (a_name, b_name), (a, b), losses, times)]
-    rows.append(f"losses comparable: {'no, ' + '; '.join(no_loss) if no_loss else 'yes'}")
-    rows.append(f"times comparable:  {'no, ' + '; '.join(no_time) if no_time else 'yes' if a[0].head.get('machine') else 'perhaps, the logs do not name their machine'}")
-    loss, time = stats.welch(*losses), stats.paired(*times) if pairs else stats.welch(*times)
-    percent = 100 / stats.mean(times[1])
-    rows.append(f"loss A - B  {loss.difference:+.5f}  99 % interval {loss.low:+.5f} to {loss.high:+.5f} (Welch)")
-    rows.append(f"time A - B  {time.difference:+.3f} s = {time.difference * percent:+.2f} %  99 % interval {time.low:+.3f} to {time.high:+.3f} s "
-                f"({'paired by seed' if pairs else 'Welch'})")
-    rows += stage_table(a, b)
+def equal_loss(a: list[Run], b: list[Run]) -> str:
+    """When both reach the worse of the two last losses of their mean curves."""
     (curve_a, _, kind_a), (curve_b, _, kind_b) = mean_curve(a), mean_curve(b)
-    if len(curve_a) and len(curve_b) and kind_a == kind_b:
-        level = max(curve_a[-1, 1], curve_b[-1, 1])
-        ta, tb = seconds_to(curve_a, level), seconds_to(curve_b, level)
-        rows.append(f"time at equal loss: {kind_a} {level:.4f} after {ta:.2f} s (A) and {tb:.2f} s (B), {ta - tb:+.2f} s. A guide: a schedule's end lowers the loss by itself")
-    if no_loss or no_time:
-        rows.append("verdict: none, not comparable")
-        return "\n".join(rows)
-    noise = [pooled(losses) or 0.0015, (stats.sd([x - y for x, y in zip(*times)]) if pairs else pooled(times)) or 0.001 * stats.mean(times[1])]
-    needed = needed_text(loss.difference, noise[0], 2), needed_text(time.difference, noise[1], 1 if pairs else 2)
-    rows.append(f"verdict: {verdict(loss, time, needed)}")
-    return "\n".join(rows)
+    if not len(curve_a) or not len(curve_b) or kind_a != kind_b:
+        return "time at equal loss: the logs hold no common curve"
+    level = max(curve_a[-1, 1], curve_b[-1, 1])
+    time_a, time_b = seconds_to(curve_a, level), seconds_to(curve_b, level)
+    return (f"time at equal loss: {kind_a} {level:.4f} after {time_a:.2f} s (A) and {time_b:.2f} s (B), {time_a - time_b:+.2f} s. "
+            "A guide: the end of a schedule lowers the loss by itself")
 
 
 def pooled(arms: tuple[list[float], list[float]]) -> float:
@@ -194,8 +170,34 @@ def pooled(arms: tuple[list[float], list[float]]) -> float:
     return math.sqrt(sum(squares) / sum(len(values) - 1 for values in arms)) if squares else 0.0
 
 
+def compare(a_spec: str, b_spec: str) -> str:
+    """The report on two sets of runs. A single run an arm borrows the usual noise to say how many are needed."""
+    (a_name, a), (b_name, b), pairs = load_pair(a_spec, b_spec)
+    losses, times = ([run.loss for run in a], [run.loss for run in b]), ([run.ms / 1e3 for run in a], [run.ms / 1e3 for run in b])
+    no_loss, no_time = incomparable(a, b)
+    loss, time = stats.welch(*losses), (stats.paired if pairs else stats.welch)(*times)
+    usual = stats.mean(times[1])
+    loss_sd = pooled(losses) or 0.0015
+    time_sd = (stats.sd([x - y for x, y in zip(*times)]) if pairs else pooled(times)) or 0.001 * usual
+    needed = needed_text(loss.difference, loss_sd, 2), needed_text(time.difference, time_sd, 1 if pairs else 2)
+    if no_loss:
+        conclusion = "none, the losses are not comparable"
+    else:
+        conclusion = f"loss {outcome(loss, needed[0])}; the times are not comparable" if no_time else verdict(loss, time, needed)
+    known = "yes" if a[0].head.get("machine") and b[0].head.get("machine") else "perhaps, the logs do not name their machine"
+    return "\n".join([
+        *(f"{side}  {name}\n   {len(runs)} run{'s' * (len(runs) > 1)}, loss {spread(x, 5)}, time {spread(t, 3)} s, {hardware(runs[0])}"
+          for side, name, runs, x, t in zip("AB", (a_name, b_name), (a, b), losses, times)),
+        f"losses comparable: {'no, ' + '; '.join(no_loss) if no_loss else 'yes'}",
+        f"times comparable:  {'no, ' + '; '.join(no_time) if no_time else known}",
+        f"loss A - B  {loss.difference:+.5f}  99 % interval {loss.low:+.5f} to {loss.high:+.5f} (Welch)",
+        f"time A - B  {time.difference:+.3f} s = {100 * time.difference / usual:+.2f} %  99 % interval {time.low:+.3f} to {time.high:+.3f} s "
+        f"({'paired by seed' if pairs else 'Welch'})",
+        *stage_table(a, b), equal_loss(a, b), f"verdict: {conclusion}"])
+
+
 def leaderboard_row(folder: Folder, first_with: dict[str, str]) -> str:
-    mean, record, head = folder.record["means"]["a"], folder.record, folder.runs("a")[0].head
+    mean, record = folder.record["means"]["a"], folder.record
     if record["scripts"]["a"] in first_with:
         note = f"retime of {first_with[record['scripts']['a']]}"
     elif folder.parent:
@@ -205,7 +207,7 @@ def leaderboard_row(folder: Folder, first_with: dict[str, str]) -> str:
         note = "first" + (f"; above the target of {folder.track.target_loss}" if mean["loss"] > (folder.track.target_loss or math.inf) else "")
     name = folder.path.name
     return f"| {record['date']} | [{name.partition('_')[2]}]({name}/) | {mean['ms'] / 1e3:.2f} | {mean['loss']:.4f} | {len(record['plan']['seeds'])} " \
-           f"| {head['world']} x {head['device']} | {record['kind']} | {note} |"
+           f"| {hardware(folder.runs('a')[0])} | {record['kind']} | {note} |"
 
 
 def leaderboard_table(folders: list[Folder]) -> str:

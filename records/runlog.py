@@ -14,7 +14,7 @@ import numpy as np
 
 EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 2, 3, 4
 RULE = "=" * 100  # the public logs put one before and after the facts about the machine
-TEXT_STEP = re.compile(r"^step:(\d+)/(\d+) (?:val_loss:(\S+) )?train_time:([\d.]+)ms", re.MULTILINE)
+TEXT_STEP = re.compile(r"^step:(\d+)/(\d+) (?:(val|train)_loss:(\S+) )?train_time:([\d.]+)ms", re.MULTILINE)
 TEXT_GPU = re.compile(r"^\|\s+\d+\s+(NVIDIA .*?)\s+(?:On|Off)\s*\|", re.MULTILINE)
 
 
@@ -107,11 +107,11 @@ def read_json_log(path: Path, text: str) -> Run:
 def read_text_log(path: Path, text: str) -> Run:
     """A public log: script, rule, machine, rule, step lines. Times are a host clock's; the last validation ends the run."""
     parts = text.split(f"\n{RULE}\n")
-    rows = [(int(step), int(total), val, float(ms)) for step, total, val, ms in TEXT_STEP.findall(parts[-1])]
+    rows = [(int(step), int(total), kind or "train", float(ms) / 1e3, float(loss or "nan")) for step, total, kind, loss, ms in TEXT_STEP.findall(parts[-1])]
     gpus = TEXT_GPU.findall(parts[1]) if len(parts) > 2 else []
     head = {"script": sha256(parts[0]), "gpus": gpus, "world": len(gpus) or None, "device": gpus[0] if gpus else "unknown"}
-    vals = np.array([(step, ms / 1e3, float(val)) for step, _, val, ms in rows if val], float).reshape(-1, 3)
-    train = np.array([(step, ms / 1e3, math.nan) for step, _, val, ms in rows if not val], float).reshape(-1, 3)
+    train, vals = (np.array([(step, seconds, loss) for step, _, found, seconds, loss in rows if found == kind], float).reshape(-1, 3)
+                   for kind in ("train", "val"))
     total = rows[-1][1] if rows else 0
     done = len(vals) > 0 and vals[-1, 0] == total
     loss, ms = (vals[-1, 2], 1e3 * vals[-1, 1]) if done else (math.nan, math.nan)

@@ -14,6 +14,7 @@ from pathlib import Path
 from record import Folder, data_manifest, load, query_gpus, write_record
 from report import means, write_numbers
 from runlog import EXIT_HARDWARE, EXIT_NUMERICS, Run, fail, read_run, sha256
+from verify import EACH_RUN, Context, evaluate
 
 POLL_SECONDS = 2.0  # a glance at an 8 KB file; the training must not feel it
 
@@ -37,13 +38,21 @@ def check_ready(folder: Folder, data: Path) -> None:
     planned, found = folder.record["data"], data_manifest(folder.track, data)
     if found != planned:
         wrong = sorted(name for name in {*planned, *found} if planned.get(name) != found.get(name))
-        fail(f"data in {data}", f"{len(planned)} shards as in record.json", f"{', '.join(wrong[:3])} missing, added or different", "fetch those shards, or --data FOLDER")
+        fail(f"data in {data}", f"{len(planned)} shards as in record.json", f"{', '.join(wrong[:3])} missing, added or different",
+             "fetch those shards, or --data FOLDER")
+
+
+def local(folder: Folder, path: Path) -> str:
+    """`path` as seen from the repository's root, where runs start: logs need not tell where that is."""
+    root = folder.path.parents[1]
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def command(folder: Folder, key: str, data: Path) -> list[str]:
     arm, _, seed = key.partition("-s")
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={folder.record['plan']['world']}", str(folder.script(arm)),
-            "--preset", folder.track.preset, "--seed", seed, "--data", str(data), "--log-dir", str(log_dir(folder, key))]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={folder.record['plan']['world']}",
+            local(folder, folder.script(arm)), "--preset", folder.track.preset, "--seed", seed, "--data", local(folder, data),
+            "--log-dir", local(folder, log_dir(folder, key))]
 
 
 def log_dir(folder: Folder, key: str) -> Path:
@@ -90,7 +99,7 @@ def follow(process: subprocess.Popen, directory: Path, number: int, count: int, 
 
 def stop(process: subprocess.Popen) -> None:
     """End a run and its ranks: ask, wait for the log to be closed, then insist."""
-    for number, patience in ((signal.SIGINT, 30), (signal.SIGKILL, 10)):
+    for number, patience in ((signal.SIGINT, 60), (signal.SIGKILL, 10)):
         if process.poll() is None:
             try:
                 os.killpg(process.pid, number)
@@ -99,17 +108,15 @@ def stop(process: subprocess.Popen) -> None:
                 pass
 
 
-def collect(folder: Folder, key: str) -> str:
-    """File the log of an attempt: a result goes to runs/, anything else to unfinished/, where it stays visible. Returns its state.
+def collect(folder: Folder, key: str) -> Run | None:
+    """File the log of an attempt: a result goes to runs/, anything else to unfinished/, where it stays visible. Returns the last one.
 
     A run that diverged is a result. Otherwise one could repeat a script until it does not.
     """
-    directory, state = log_dir(folder, key), "no log"
+    directory, run = log_dir(folder, key), None
     for path in sorted(directory.glob("*.jsonl")):
         run = read_run(path)
-        end = run.of("end")
-        state = run.state
-        result = run.ok or bool(end) and end[-1].get("code") == EXIT_NUMERICS
+        result = run.ok or exit_code(run) == EXIT_NUMERICS
         target = folder.path / "runs" / f"{key}.jsonl" if result else folder.path / "unfinished" / f"{key}-{path.stem.rpartition('-')[2]}.jsonl"
         target.parent.mkdir(exist_ok=True)
         path.rename(target)
@@ -117,34 +124,46 @@ def collect(folder: Folder, key: str) -> str:
             folder.record["runs"][target.name] = sha256(target.read_bytes())
             write_record(folder.path, folder.record)
     shutil.rmtree(directory, ignore_errors=True)
-    return state
+    return run
+
+
+def exit_code(run: Run | None) -> int | None:
+    """What the trainer says it ended with, when it failed."""
+    return run.lines[-1].get("code") if run and run.lines and run.lines[-1]["kind"] == "end" else None
 
 
 def attempt(folder: Folder, key: str, number: int, data: Path, typical_s: float | None) -> None:
     """One training run, from start to a filed log."""
     check_idle()
-    directory, count = log_dir(folder, key), len(folder.record["plan"]["order"])
+    directory, count, output = log_dir(folder, key), len(folder.record["plan"]["order"]), folder.path / "running" / "output.txt"
     directory.mkdir(parents=True, exist_ok=True)
-    output = folder.path / "running" / "output.txt"
     with output.open("w") as file:
-        process = subprocess.Popen(command(folder, key, data), stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command(folder, key, data), cwd=folder.path.parents[1], stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             follow(process, directory, number, count, key, typical_s)
         finally:
             stop(process)
-    said = [line for line in output.read_text(errors="replace").splitlines() if line.startswith("train_gpt: ")]
-    state = collect(folder, key)
+    run = collect(folder, key)
     if f"{key}.jsonl" not in folder.record["runs"]:
-        fail(f"run {key}", "a log that ends with ok", said[-1] if said else state, f"see {output}, then run this command again: it continues here", EXIT_HARDWARE)
-    run = read_run(folder.path / "runs" / f"{key}.jsonl")
+        said = [line for line in output.read_text(errors="replace").splitlines() if line.startswith("train_gpt: ")]
+        fail(f"run {key}", "a log that ends with ok", said[-1] if said else run.state if run else "no log",
+             f"see {output}, then run this command again: it continues here", exit_code(run) or EXIT_HARDWARE)
     print(f"run {number}/{count}  {key:<12}  loss {run.loss:.4f}  {run.ms / 1e3:.2f} s  {run.state}", flush=True)
-    if not run.ok:
-        fail(f"run {key}", "a finite loss", run.state, "this plan has failed; change the script and plan anew with `new`", EXIT_NUMERICS)
+
+
+def check_result(folder: Folder, key: str) -> None:
+    """A run that can never be part of a record ends the plan now, not after the last run."""
+    runs = {run.path.stem: run for arm in folder.record["scripts"] for run in folder.runs(arm)}
+    if not runs[key].ok:
+        fail(f"run {key}", "a finite loss", runs[key].state, "this plan has failed; change the script and plan anew with `new`", EXIT_NUMERICS)
+    for check in evaluate(EACH_RUN, Context(folder, runs)):
+        if not check.ok:
+            fail(f"run {key}, {check.name}", "a log that verifies", check.text, "mend the cause and plan anew with `new`")
 
 
 def run_plan(path: Path, data: Path | None) -> None:
     """All runs of the plan that are not there yet, then the means and the numbers of the README."""
-    folder = load(path.resolve())
+    folder = load(path)
     data = (data or folder.path.parents[1] / folder.track.data).resolve()
     check_ready(folder, data)
     order, durations = folder.record["plan"]["order"], []
@@ -154,10 +173,11 @@ def run_plan(path: Path, data: Path | None) -> None:
     for number, key in enumerate(order, 1):
         if f"{key}.jsonl" in folder.record["runs"]:
             print(f"run {number}/{len(order)}  {key:<12}  done before", flush=True)
-            continue
-        started = time.monotonic()
-        attempt(folder, key, number, data, sum(durations) / len(durations) if durations else None)
-        durations.append(time.monotonic() - started)
+        else:
+            started = time.monotonic()
+            attempt(folder, key, number, data, sum(durations) / len(durations) if durations else None)
+            durations.append(time.monotonic() - started)
+        check_result(folder, key)
     shutil.rmtree(folder.path / "running", ignore_errors=True)
     folder.record["means"] = means(folder)
     write_record(folder.path, folder.record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,16 +23,13 @@ class Interval(NamedTuple):
         return self.low <= 0 <= self.high
 
 
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+mean = statistics.fmean
 
 
 def sd(values: Sequence[float]) -> float:
     """Standard deviation with n - 1; nan for fewer than two values."""
-    if len(values) < 2:
-        return math.nan
     centre = mean(values)
-    return math.sqrt(math.fsum((v - centre) ** 2 for v in values) / (len(values) - 1))
+    return math.sqrt(math.fsum((v - centre) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else math.nan
 
 
 def incomplete_beta(a: float, b: float, x: float) -> float:

@@ -5,13 +5,14 @@
     python tests/bench_attention.py --cpu-dry-run   both, at toy sizes in Triton's interpreter: proves that the script runs
 
 Times are microseconds, medians over replays of a CUDA graph of several calls (operands of a big cell exceed the L2, so calls do not warm it
-for each other); `back` is delta plus all three gradients. Width 128, 6 heads, normalised q and k, scale 0.12.
+for each other); backward is delta plus all three gradients. Width 128, 6 heads, normalised q and k, scale 0.12.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -29,7 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import train_gpt as tg
 
 SCALE = 0.12
-# tokens, cap of the documents' lengths (or all of one length), window, FlashAttention-3 forward / backward as measured on an H200
+# tokens, documents (all of one length, or "<" their cap), window, FlashAttention-3 forward / backward as measured on an H200
 CELLS = [
     (16384, "896", 128, 68, 147), (16384, "896", 384, 68, 173), (16384, "896", 768, 68, 196),
     (32768, "<2048", 384, 114, 338), (32768, "<2048", 896, 131, 419),
@@ -39,39 +40,23 @@ CELLS = [
 DRY_CELLS = [(96, "40", 20, 1, 1), (150, "<64", 50, 1, 1)]
 
 
-def tiles(text):
-    """"64x64w4s2 128x64w8s2r128": own x step, warps, stages, cap of the registers; each with and without masks at edges only."""
-    found = []
-    for word in text.split():
-        shape, rest = word.split("w")
-        own, step = map(int, shape.split("x"))
-        warps, rest = rest.split("s")
-        stages, _, registers = rest.partition("r")
-        for edges in (False, True):
-            found.append(tg.Tile(own, step, int(warps), int(stages), edges, True, int(registers) if registers else None))
-    return found
+def tiles(text, tma=True):
+    """Tiles from words such as 64x64w4s2: tokens a program owns x tokens a step, warps, stages."""
+    return [tg.Tile(*map(int, re.split("[xws]", word)), tma) for word in text.split()]
 
 
-def without_tma(found):
-    return [tile._replace(tma=False) for tile in found]
-
-
-# Compiled for sm_90 at width 128 (Triton 3.6.0 and 3.7.1) none of these spills more than 32 bytes, but for dkv and both at 64x64 without
-# descriptors (about 100). Left out because they spill hundreds: 64x128w4 and 128x128w8 for dkv, 128x64w4 everywhere.
-POINTERS = "64x64w4s2 64x32w4s2"
+# Compiled for sm_90 at width 128 (Triton 3.6.0 and 3.7.1) none of these spills more than 16 bytes, but for the backward at 64x64 through
+# pointers (144). Left out because they spill hundreds: 64x128w4 and 128x128w8 for the backward, 128x64w4 everywhere.
+POINTERS = tiles("64x64w4s2 64x32w4s2", tma=False)
 TILES = {
-    "forward": tiles("64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s1r128 128x64w8s2r128 128x64w8s2 128x64w8s3")
-    + tiles("128x32w8s2 128x128w8s2") + without_tma(tiles(POINTERS + " 128x64w8s2")),
-    "dkv": tiles("64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2 128x32w8s3") + without_tma(tiles(POINTERS)),
-    "dq": tiles("64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2r128 128x128w8s2") + without_tma(tiles(POINTERS)),
-    "both": tiles("64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2") + without_tma(tiles(POINTERS)),
-}  # fmt: skip
-DRY_TILES = {name: tiles("32x32w4s2") + without_tma(tiles("16x32w4s2")) for name in TILES}
+    "forward": tiles("64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s2 128x64w8s3 128x32w8s2 128x128w8s2") + POINTERS,
+    "backward": tiles("64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2") + POINTERS,
+}
+DRY_TILES = {name: tiles("32x32w4s2") + tiles("16x32w4s2", tma=False) for name in TILES}
 
 
 def tile_name(tile):
-    flags = ("e" if tile.edges else "") + ("t" if tile.tma else "")
-    return f"{tile.own}x{tile.step}w{tile.warps}s{tile.stages}{f'r{tile.registers}' if tile.registers else ''}{flags}"
+    return f"{tile.own}x{tile.step}w{tile.warps}s{tile.stages}{'' if tile.tma else ' (pointers)'}"
 
 
 def boundaries(tokens, documents, device):
@@ -88,7 +73,7 @@ def boundaries(tokens, documents, device):
 
 
 class Cell:
-    """Operands of one cell, and calls that run one pass of it with a given tile."""
+    """Operands of one cell, and calls that run one pass of it, with a given tile or the fixed one."""
 
     def __init__(self, tokens, documents, window, device, heads=6, width=128):
         generator = torch.Generator(device).manual_seed(0)
@@ -99,21 +84,14 @@ class Cell:
         self.cu_seqlens, self.documents, self.longest = boundaries(tokens, documents, device)
         self.tokens, self.window, self.device = tokens, window, device
         self.ranges = tg.visible_range(self.cu_seqlens, window, tokens)
-        self.out, self.lse = tg.attention_forward(self.q, self.k, self.v, self.ranges[0], SCALE, tg.Tile(64, 32, 4, 2))
-        self.delta = tg.attention_delta(self.out, self.dout)
-        self.gradients = tuple(torch.empty_like(x) for x in (self.q, self.k, self.v))
+        self.tiles = dict(zip(("forward", "backward"), tg.attention_tiles(self.q, self.k, self.v, self.dout)))
+        self.out, self.lse = self.call("forward")()
 
-    def call(self, name, tile, bounded=False):
+    def call(self, name, tile=None):
+        tile, inputs = tile or self.tiles[name], (self.q, self.k, self.v)
         if name == "forward":
-            return lambda: tg.attention_forward(self.q, self.k, self.v, self.ranges[0], SCALE, tile, bounded)
-        shared = (self.q, self.k, self.v, self.dout, self.lse, self.delta, *self.ranges, SCALE)
-        return lambda: tg.attention_gradients(*shared, tile, name, self.gradients)
-
-    def backward(self, chosen):
-        """The whole backward with the given AttentionTiles, as PackedAttention runs it."""
-        passes = [("both", chosen.dkv)] if chosen.dq is None else [("dkv", chosen.dkv), ("dq", chosen.dq)]
-        calls = [lambda: tg.attention_delta(self.out, self.dout), *(self.call(name, tile) for name, tile in passes)]
-        return lambda: [call() for call in calls]
+            return lambda: tg.attention_forward(*inputs, self.ranges[0], SCALE, tile)
+        return lambda: tg.attention_backward(*inputs, self.out, self.lse, self.dout, *self.ranges, SCALE, tile)
 
     def leaves(self, dtype=None):
         return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.q, self.k, self.v)]
@@ -178,7 +156,7 @@ def errors(cell, rival):
     exact = tg.attention_reference(*exact_leaves, cell.cu_seqlens, cell.window, SCALE)
     exact = (exact.detach(), *torch.autograd.grad(exact, exact_leaves, cell.dout.double()))
     leaves = cell.leaves()
-    out = tg.attention(*leaves, None, None, SCALE, ranges=cell.ranges)
+    out = tg.PackedAttention.apply(*leaves, *cell.ranges, SCALE)
     rows = {"ours": (out.detach(), *torch.autograd.grad(out, leaves, cell.dout))}
     if rival:
         rows["varlen_attn"] = (rival[0]().detach(), *rival[1]())
@@ -211,18 +189,15 @@ def compile_all(table, workers):
 
 
 def report_fixed(cells, device):
-    print("fixed tiles:", {k: tile_name(v) if v else v for k, v in tg.attention_tiles(128)._asdict().items()})
-    print("tokens docs window | forward: ours  varlen  FA3  ours/FA3 | back: ours (delta)  varlen  FA3  ours/FA3 | bounded forward")
-    for tokens, documents, window, flash_forward, flash_back in cells:
-        cell, chosen = Cell(tokens, documents, window, device), tg.attention_tiles(128)
+    print("tokens docs window | forward: ours  varlen  FA3  ours/FA3 | backward: ours  varlen  FA3  ours/FA3")
+    for tokens, documents, window, *flash in cells:
+        cell = Cell(tokens, documents, window, device)
         rival = varlen(cell)
-        forward, bounded = (microseconds(cell.call("forward", chosen.forward, flag), device) for flag in (False, True))
-        back = microseconds(cell.backward(chosen), device)
-        delta = microseconds(lambda: tg.attention_delta(cell.out, cell.dout), device)
-        rival_times = [eager_microseconds(call, device) for call in rival] if rival else [float("nan")] * 2
-        columns = f"{forward:7.1f} {rival_times[0]:7.1f} {flash_forward:4d} {forward / flash_forward:6.2f} | "
-        columns += f"{back:7.1f} ({delta:4.1f}) {rival_times[1]:7.1f} {flash_back:4d} {back / flash_back:6.2f} | {bounded:7.1f}"
-        print(f"{tokens:6d} {cell.documents:3d} {window:5d} | {columns}", flush=True)
+        rivals = [eager_microseconds(call, device) for call in rival] if rival else [float("nan")] * 2
+        ours = [microseconds(cell.call(name), device) for name in cell.tiles]
+        columns = [f"{own:7.1f} {other:7.1f} {fa3:4d} {own / fa3:6.2f}" for own, other, fa3 in zip(ours, rivals, flash, strict=True)]
+        print(f"{tokens:6d} {cell.documents:3d} {window:5d} | {' | '.join(columns)}", flush=True)
+    print("fixed tiles:", {name: tile_name(tile) for name, tile in cell.tiles.items()})
 
 
 def report_errors(cells, device):
@@ -245,16 +220,11 @@ def sweep(cells, table, device):
             for tile, value in times.items():
                 logs[name, tile] += torch.tensor(value).log().item() / len(cells)
             best = sorted(times, key=times.get)[:3]
-            print(f"  {name:8}" + " | ".join(f"{tile_name(tile)} {times[tile]:.1f}" for tile in best), flush=True)
+            print(f"  {name:8} " + " | ".join(f"{tile_name(tile)} {times[tile]:.1f}" for tile in best), flush=True)
     print("geometric mean over the cells, us")
-    best_of = {}
     for name, found in table.items():
         mean = {tile: torch.tensor(logs[name, tile]).exp().item() for tile in found}
-        best = sorted(mean, key=mean.get)[:6]
-        best_of[name] = mean[best[0]]
-        print(f"  {name:8}" + " | ".join(f"{tile_name(tile)} {mean[tile]:.1f}" for tile in best))
-    separate = best_of["dkv"] + best_of["dq"]
-    print(f"backward without delta: separate launches {separate:.1f}, one launch {best_of['both']:.1f}")
+        print(f"  {name:8} " + " | ".join(f"{tile_name(tile)} {mean[tile]:.1f}" for tile in sorted(mean, key=mean.get)[:6]))
 
 
 def main():

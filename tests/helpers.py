@@ -127,7 +127,7 @@ def launch(corpus, folder, worlds):
     """Train PRESET once with each number of processes. They fork from one fresh process, which imports torch once."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(corpus), str(folder), *map(str, worlds)]
-    result = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, timeout=200, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr + "".join(path.read_text() for path in sorted(folder.glob("*.out")))
     return folder
 
@@ -142,7 +142,7 @@ def fork_worlds(corpus, folder, worlds):
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(60)
+            process.join(120)
         if codes := [process.exitcode for process in ranks if process.exitcode != 0]:
             for process in ranks:
                 process.kill()

@@ -11,20 +11,18 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 import train_gpt as tg
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-SMALL = tg.AttentionTiles(tg.Tile(32, 16, 4, 2), tg.Tile(32, 16, 4, 2), tg.Tile(16, 32, 4, 2))
-VARIANTS = {
-    "separate": SMALL,
-    "fused": tg.AttentionTiles(tg.Tile(16, 32, 4, 2), tg.Tile(32, 32, 4, 2), None),
-    "edges": tg.AttentionTiles(tg.Tile(32, 16, 4, 2, edges=True), tg.Tile(16, 32, 4, 2, edges=True), tg.Tile(32, 16, 4, 2, edges=True)),
-    "edges_fused": tg.AttentionTiles(tg.Tile(16, 16, 4, 2, edges=True), tg.Tile(16, 16, 4, 2, edges=True), None),
-    "tma": tg.AttentionTiles(tg.Tile(32, 16, 4, 2, tma=True), tg.Tile(16, 32, 4, 2, tma=True), tg.Tile(32, 16, 4, 2, tma=True)),
-    "tma_fused": tg.AttentionTiles(tg.Tile(16, 16, 4, 2, True, True), tg.Tile(16, 16, 4, 2, True, True), None),
+# forward and backward; rectangular both ways, since a step longer than a tile takes other masks
+TILES = {
+    "wide": (tg.Tile(32, 16, 4, 2, tma=False), tg.Tile(32, 16, 4, 2, tma=False)),
+    "long": (tg.Tile(16, 32, 4, 2, tma=False), tg.Tile(16, 32, 4, 2, tma=False)),
+    "tma": (tg.Tile(32, 16, 4, 2), tg.Tile(16, 32, 4, 2)),
 }
 # lengths of the documents, entries of padding, window
 LAYOUTS = {
@@ -47,7 +45,7 @@ def boundaries(lengths, padding, device="cpu"):
 
 
 def dense_attention(q, k, v, lengths, window, scale):
-    """The definition, one softmax over a dense float64 matrix."""
+    """The definition, one softmax over a dense matrix in float64."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
     i = torch.arange(len(document), device=q.device)
     seen = (document[:, None] == document) & (i[:, None] >= i) & (i[:, None] - i <= window)
@@ -56,9 +54,14 @@ def dense_attention(q, k, v, lengths, window, scale):
 
 
 def operands(tokens, heads=2, dk=16, dv=16, dtype=torch.float32, device="cpu", seed=0):
+    """q, k (normalised, as the kernels require), v, dout"""
     generator = torch.Generator().manual_seed(seed)
-    shapes = (heads, dk), (heads, dk), (heads, dv), (heads, dv)
-    return [torch.randn(tokens, *shape, generator=generator).to(device, dtype) for shape in shapes]
+    q, k, v, dout = (torch.randn(tokens, heads, width, generator=generator) for width in (dk, dk, dv, dv))
+    return [x.to(device, dtype) for x in (tg.norm(q), tg.norm(k), v, dout)]
+
+
+def attention(q, k, v, cu_seqlens, window, scale):
+    return tg.PackedAttention.apply(q, k, v, *tg.visible_range(cu_seqlens, window, len(q)), scale)
 
 
 def gradients(function, q, k, v, dout):
@@ -75,18 +78,22 @@ def compare(results, expected, tolerance):
         assert error < tolerance, f"{name}: relative error {error:.1e}"
 
 
-def check(lengths, padding, window, dtype=torch.float32, tolerance=2e-6, device="cpu", scale=0.3, bounded=False, **shape):
+def check(lengths, padding, window, dtype=torch.float32, tolerance=2e-6, device="cpu", scale=0.3, **shape):
     cu_seqlens, tokens = boundaries(lengths, padding, device)
     q, k, v, dout = operands(tokens, dtype=dtype, device=device, **shape)
-    results = gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, scale, bounded=bounded), q, k, v, dout)
+    results = gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, scale), q, k, v, dout)
     expected = gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, scale), q.double(), k.double(), v.double(), dout)
     assert all(x.dtype == dtype for x in results)
     compare(results, expected, tolerance)
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(tg, "attention_tiles", lambda width: SMALL)
+def tiles(monkeypatch, request):
+    """Tiles small enough for several in a test: by name through `indirect`, else the first."""
+    monkeypatch.setattr(tg, "attention_tiles", lambda *operands: TILES[getattr(request, "param", "wide")])
+
+
+each_tile = pytest.mark.parametrize("tiles", TILES, indirect=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -115,30 +122,27 @@ def test_reference_is_the_definition(layout, chunk):
 
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, small_tiles):
+def test_layouts(layout, tiles):
     check(*LAYOUTS[layout])
 
 
 @interpreted
-@pytest.mark.parametrize("variant", VARIANTS)
+@each_tile
 @pytest.mark.parametrize("layout", ["many_in_a_tile", "window_of_a_tile", "one_document"])
-def test_variants(variant, layout, monkeypatch):
-    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
+def test_tiles(layout, tiles):
     check(*LAYOUTS[layout], dk=32, dv=16)
 
 
 @interpreted
-@pytest.mark.parametrize("variant", ["edges", "edges_fused"])
+@each_tile
 @pytest.mark.parametrize("window", [14, 15, 30, 46])
-def test_masks_at_edges(window, variant, monkeypatch):
-    """Windows that end one or two tokens before a step does: the conditions that skip masks are tight there."""
-    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
+def test_windows_that_end_beside_a_step(window, tiles):
     check([100], 0, window, heads=1)
 
 
 @interpreted
 @pytest.mark.parametrize("widths", [(16, 32), (32, 16), (24, 16), (16, 48)])
-def test_widths(widths, small_tiles):
+def test_widths(widths, tiles):
     check(*LAYOUTS["window_of_a_tile"], dk=widths[0], dv=widths[1])
 
 
@@ -149,31 +153,53 @@ def test_own_tiles(widths):
 
 
 @interpreted
-def test_half_precision(small_tiles):
+def test_half_precision(tiles):
     check(*LAYOUTS["window_of_a_tile"], dtype=torch.float16, tolerance=3e-3)
 
 
 @interpreted
-def test_bounded(small_tiles):
-    check(*LAYOUTS["many_in_a_tile"], bounded=True)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_extreme_scores(sign, tiles):
+    """Without a running maximum: every score at the bound that q and k of width 16 can reach, and at its negative."""
+    cu_seqlens, tokens = boundaries([40], 0)
+    _, _, v, dout = operands(tokens)
+    k, scale = torch.ones(tokens, 2, 16), 59.9 / 16
+    results = gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, 20, scale), sign * k, k, v, dout)
+    expected = gradients(lambda q, k, v: dense_attention(q, k, v, [40], 20, scale), sign * k.double(), k.double(), v.double(), dout)
+    compare(results, expected, 1e-4)
+
+
+def test_scores_beyond_the_bound_are_refused():
+    cu_seqlens, tokens = boundaries([40], 0)
+    q, k, v, _ = operands(tokens)
+    with pytest.raises(ValueError, match=r"expected scale \* head width < 60, found 3.75 \* 16"):
+        attention(q, k, v, cu_seqlens, 20, 3.75)
+
+
+@pytest.mark.parametrize("reason, change", [
+    ("", lambda x: x),
+    ("width 24", lambda x: x[..., :24].contiguous()),
+    ("heads apart", lambda x: x[..., :16]),
+    ("heads outside", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
+    ("rows of 516 bytes", lambda x: F.pad(x.flatten(1), (0, 1))[:, :-1].unflatten(1, x.shape[1:])),
+    ("start at byte 4", lambda x: F.pad(x.flatten(), (1, 3))[1:-3].view_as(x)),
+    ("repeated rows", lambda x: x[:1].expand(x.shape)),
+])
+def test_descriptors_only_where_they_fit(reason, change):
+    x = torch.zeros(8, 4, 32)
+    assert [tile.tma for tile in tg.attention_tiles(x, change(x))] == [not reason] * 2
 
 
 @interpreted
-def test_large_scores(small_tiles):
-    check(*LAYOUTS["many_in_a_tile"], scale=30.0, tolerance=1e-4)
-
-
-@interpreted
-@pytest.mark.parametrize("variant", ["separate", "fused", "tma"])
-def test_views_of_one_buffer(variant, monkeypatch):
-    """q, k, v as slices of [T, 3, H, D], and the gradient of a transposed use, whose strides are odd."""
-    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
+@pytest.mark.parametrize("width", [16, 32])
+def test_views_of_one_buffer(width):
+    """q, k, v as slices of [T, 3, H, D], and the gradient of a transposed use, whose strides are odd: the kernels' own tiles."""
     lengths, padding, window = LAYOUTS["window_of_a_tile"]
     cu_seqlens, tokens = boundaries(lengths, padding)
-    qkv = torch.stack(operands(tokens)[:3], 1)
-    weight = torch.randn(2, tokens, 16, generator=torch.Generator().manual_seed(1))
+    qkv = torch.stack(operands(tokens, dk=width, dv=width)[:3], 1)
+    weight = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(1))
     losses = []
-    for function in (lambda *x: tg.attention(*x, cu_seqlens, window, 0.3), lambda *x: dense_attention(*x, lengths, window, 0.3)):
+    for function in (lambda *x: attention(*x, cu_seqlens, window, 0.3), lambda *x: dense_attention(*x, lengths, window, 0.3)):
         leaf = qkv.clone().requires_grad_()
         (function(*leaf.unbind(1)).transpose(0, 1) * weight).sum().backward()
         losses.append(leaf.grad.double())
@@ -181,41 +207,46 @@ def test_views_of_one_buffer(variant, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("variant", ["separate", "fused", "tma"])
-def test_expanded_gradient(variant, monkeypatch):
+def test_expanded_gradient():
     """Sums hand back gradients with strides of zero."""
-    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
     lengths, padding, window = LAYOUTS["many_in_a_tile"]
     cu_seqlens, tokens = boundaries(lengths, padding)
     q, k, v, _ = operands(tokens)
     for ones in (torch.ones(()).expand(v.shape), torch.ones(v.shape[1:]).expand(v.shape)):
-        results = gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, ones)
+        results = gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, ones)
         compare(results, gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, 0.3), q, k, v, ones), 2e-6)
 
 
 @interpreted
-@pytest.mark.parametrize("variant", ["separate", "edges_fused"])
-def test_documents_do_not_leak(variant, monkeypatch):
-    """Large (finite: 0 * inf is NaN) values in the other documents change no bit of a document's output and gradients."""
-    monkeypatch.setattr(tg, "attention_tiles", lambda width: VARIANTS[variant])
-    lengths = [13, 30, 21]
-    cu_seqlens, tokens = boundaries(lengths, 1)
+def test_channels_need_not_be_adjacent(tiles):
+    cu_seqlens, tokens = boundaries(*LAYOUTS["many_in_a_tile"][:2])
+    q, k, v, dout = operands(tokens)
+    apart = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in (q, k, v)]
+    run = lambda *x: gradients(lambda *x: attention(*x, cu_seqlens, 6, 0.3), *x, dout)
+    assert all(torch.equal(x, y) for x, y in zip(run(q, k, v), run(*apart), strict=True))
+
+
+@interpreted
+@each_tile
+def test_documents_do_not_leak(tiles):
+    """Other and large (finite: 0 * inf is NaN) values in the other documents change no bit of a document's output and gradients."""
+    cu_seqlens, tokens = boundaries([13, 30, 21], 1)
     clean = operands(tokens)
     own = torch.zeros(tokens, dtype=torch.bool)
     own[13:43] = True
-    poisoned = [torch.where(own[:, None, None], x, x * 1e6) for x in clean]
-    run = lambda q, k, v, dout: gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, 25, 0.3), q, k, v, dout)
+    poisoned = [torch.where(own[:, None, None], x, y * size) for x, y, size in zip(clean, operands(tokens, seed=1), (1, 1, 1e6, 1e6))]
+    run = lambda q, k, v, dout: gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, 25, 0.3), q, k, v, dout)
     for x, y in zip(run(*clean), run(*poisoned), strict=True):
         assert torch.equal(x[own], y[own])
 
 
 @interpreted
-def test_causal_and_windowed(small_tiles):
+def test_causal_and_windowed(tiles):
     """A token changes outputs from its own position to its position + window, and no other; gradients flow back the same way."""
     cu_seqlens, tokens = boundaries([60], 0)
     q, k, v, dout = operands(tokens)
     window, changed = 11, 23
-    run = lambda k, v, dout: gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, dout)
+    run = lambda k, v, dout: gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, dout)
     out, *_ = run(k, v, dout)
     k2, v2, only = k.clone(), v.clone(), torch.zeros_like(dout)
     k2[changed], v2[changed], only[changed] = 3, 5, 1
@@ -227,13 +258,12 @@ def test_causal_and_windowed(small_tiles):
 
 
 @interpreted
-def test_shared_ranges_and_repeatability(small_tiles):
+def test_repeatable_whatever_holds_the_window(tiles):
     lengths, padding, window = LAYOUTS["many_in_a_tile"]
     cu_seqlens, tokens = boundaries(lengths, padding)
     q, k, v, dout = operands(tokens)
-    ranges = tg.visible_range(cu_seqlens, torch.tensor(window, dtype=torch.int32), tokens)
-    first = gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, dout)
-    second = gradients(lambda q, k, v: tg.attention(q, k, v, None, None, 0.3, ranges=ranges), q, k, v, dout)
+    first, second = (gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, w, 0.3), q, k, v, dout)
+                     for w in (window, torch.tensor(window, dtype=torch.int32)))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
@@ -265,7 +295,7 @@ def test_gpu_graph_follows_documents_and_window():
     cu_seqlens, tokens = boundaries(first, 0, "cuda")
     window = torch.tensor(64, dtype=torch.int32, device="cuda")
     q, k, v, dout = operands(tokens, 6, 128, 128, torch.bfloat16, "cuda")
-    run = lambda: gradients(lambda q, k, v: tg.attention(q, k, v, cu_seqlens, window, 0.1), q, k, v, dout)
+    run = lambda: gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, 0.1), q, k, v, dout)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         run()

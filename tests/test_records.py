@@ -1,6 +1,7 @@
 """python records: a small repository with a stand-in for the trainer, which writes logs as the real one does, is planned, run and verified;
 then every way to tamper with a record must be found."""
 
+import csv
 import hashlib
 import json
 import math
@@ -17,19 +18,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
-import __main__ as _  # noqa: E402,F401  (pytest's own main; ours is loaded below)
 import codediff  # noqa: E402
 import record  # noqa: E402
 import report  # noqa: E402
 import runlog  # noqa: E402
 import runner  # noqa: E402
 import stats  # noqa: E402
-import verify  # noqa: E402
-from importlib import util  # noqa: E402
-
-spec = util.spec_from_file_location("records_main", ROOT / "records" / "__main__.py")
-main = util.module_from_spec(spec)
-spec.loader.exec_module(main)
+from verify import verify  # noqa: E402
 
 FAKE = '''"""Stand-in: writes the log of a run whose loss and time follow from the seed."""
 # ====================================================================================
@@ -109,18 +104,23 @@ def shard(tokens):
 
 def plain_command(folder, key, data):
     """The planned command without torchrun, which needs seconds to start."""
-    return [sys.executable, *(words := REAL_COMMAND(folder, key, data))[words.index(str(folder.script(key[0]))):]]
+    words = REAL_COMMAND(folder, key, data)
+    return [sys.executable, *words[words.index("--preset") - 1:]]
 
 
 REAL_COMMAND = runner.command
 
 
+def make_quick(patch):
+    patch.setattr(runner, "command", plain_command)
+    patch.setattr(runner, "POLL_SECONDS", 0.02)
+    for module in (runner, record):
+        patch.setattr(module, "query_gpus", lambda query: [])
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(runner, "command", plain_command)
-    monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(runner, "query_gpus", lambda query: [])
-    monkeypatch.setattr(record, "query_gpus", lambda query: [])
+    make_quick(monkeypatch)
 
 
 def make_repository(path):
@@ -141,7 +141,7 @@ def make(root, name, **options):
 def finished(tmp_path_factory):
     """A repository with a baseline and a child that is 2 % faster, both run."""
     patch = pytest.MonkeyPatch()
-    quick.__wrapped__(patch) if hasattr(quick, "__wrapped__") else quick.__pytest_wrapped__.obj(patch)
+    make_quick(patch)
     root = make_repository(tmp_path_factory.mktemp("finished"))
     base = make(root, "base")
     runner.run_plan(base, None)
@@ -150,3 +150,598 @@ def finished(tmp_path_factory):
     runner.run_plan(child, None)
     patch.undo()
     return root, base, child
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the child to tamper with, its parent beside it."""
+    root, base, child = finished
+    shutil.copytree(root / "records", tmp_path / "records")
+    return tmp_path / "records" / child.name
+
+
+def failed(path):
+    return {check.name for check in verify(path) if not check.ok}
+
+
+def edit_json(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def rewrite_log(path, change):
+    """Change the events of a log and cover the tracks: a new chain, the new hash and the new means in record.json and README."""
+    events = [json.loads(row) for row in path.read_text().splitlines()]
+    for event in events:
+        del event["chain"]
+    change(events)
+    chain, rows = "", []
+    for event in events:
+        text = json.dumps(event)
+        chain = hashlib.sha256((chain + text).encode()).hexdigest()[:16]
+        rows.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
+    path.write_text("".join(rows))
+    folder = record.load(path.parents[1])
+    folder.record["runs"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    if all(run.ok for arm in "ab" for run in folder.runs(arm)):
+        folder.record["means"] = report.means(folder)
+    record.write_record(folder.path, folder.record)
+    report.write_numbers(folder)
+
+
+def first_log(path, arm="a"):
+    return sorted((path / "runs").glob(f"{arm}-*"))[0]
+
+
+def event(events, kind):
+    return next(e for e in events if e["kind"] == kind)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# new, run, verify
+# ---------------------------------------------------------------------------------------------------------------------
+def test_new_writes_the_plan_before_any_run(tmp_path):
+    root = make_repository(tmp_path)
+    path = make(root, "idea", n=4)
+    made = json.loads((path / "record.json").read_text())
+    assert not record.schema_errors(made) and made["parent"] is None and made["kind"] == "baseline" and made["runs"] == made["means"] == {}
+    assert made["scripts"]["a"] == hashlib.sha256(FAKE.encode()).hexdigest() == hashlib.sha256((path / "train_gpt.py").read_bytes()).hexdigest()
+    assert len(set(made["plan"]["seeds"])) == 4 and made["plan"]["id"] == record.plan_id(made)
+    assert failed(path) == {"runs"}
+    assert not list((root / "records").glob(".*"))
+
+
+def test_arms_are_interleaved(finished):
+    plan = record.load(finished[2]).record["plan"]
+    arms, seeds = zip(*(key.split("-s") for key in plan["order"]))
+    assert "".join(arms) == "abbaab" and list(map(int, seeds)) == [s for s in plan["seeds"] for _ in "ab"]
+    started = [runlog.read_run(finished[2] / "runs" / f"{key}.jsonl").head["started"] for key in plan["order"]]
+    assert started == sorted(started)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"name": "Bad Name"}, "record name"), ({"track_name": None}, "track"), ({"n": 2, "track_name": "sprint-webtext"}, "runs an arm"),
+    ({"data": Path("nowhere")}, "data"), ({"parent": "missing"}, "record"),
+])
+def test_new_refuses_in_one_line_and_leaves_nothing(tmp_path, options, words):
+    root = make_repository(tmp_path)
+    with pytest.raises(runlog.Failure, match=rf"^{words}.*: expected .*, found .*; fix: ") as caught:
+        make(root, **{"name": "idea", **options})
+    assert caught.value.code == 2 and "\n" not in str(caught.value) and not list((root / "records").iterdir())
+
+
+def test_new_takes_the_newest_finished_record_as_parent(finished, copy):
+    root = copy.parent.parent
+    (root / "train_gpt.py").write_text(FAKE)
+    shutil.copytree(finished[0] / "data", root / "data")
+    assert record.load(make(root, "third")).record["parent"] == copy.name
+    assert record.load(make(root, "fourth")).record["parent"] == copy.name  # the third has no runs yet
+    assert record.load(make(root, "alone", parent="none")).record["parent"] is None
+
+
+def test_retime_repeats_the_plan(finished, copy):
+    root = copy.parent.parent
+    shutil.copytree(finished[0] / "data", root / "data")
+    again = make(root, "elsewhere", track_name=None, retime=copy)
+    old, new = record.load(copy).record, record.load(again).record
+    assert all(old[key] == new[key] for key in ("track", "parent", "kind", "scripts", "data", "plan")) and new["runs"] == {}
+
+
+def test_finished_records_verify(finished):
+    for path in finished[1:]:
+        assert failed(path) == set(), verify(path)
+    made = record.load(finished[2]).record
+    assert made["means"]["a"]["ms"] == pytest.approx(0.98 * made["means"]["b"]["ms"], rel=2e-3)
+    assert "faster than the parent" in {c.name: c.text for c in verify(finished[2])}["gain"]
+    assert not (finished[2] / "running").exists()
+    assert str(finished[0]) not in first_log(finished[2]).read_text()  # logs do not tell where they were made
+
+
+def test_run_continues_after_an_interruption(tmp_path, monkeypatch, capsys):
+    root = make_repository(tmp_path)
+    path = make(root, "idea")
+    keys, real = record.load(path).record["plan"]["order"], runner.follow
+
+    def interrupted(process, directory, number, *rest):
+        if number == 2:
+            while not runner.newest_log(directory):
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        real(process, directory, number, *rest)
+
+    slow = FAKE.replace('file.flush()', 'file.flush()\n    time.sleep(0.05)')
+    for script in (root / "train_gpt.py", path / "train_gpt.py"):
+        script.write_text(slow)
+    shutil.rmtree(path)
+    path = make(root, "idea")
+    keys = record.load(path).record["plan"]["order"]
+    monkeypatch.setattr(runner, "follow", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_plan(path, None)
+    assert list(record.load(path).record["runs"]) == [f"{keys[0]}.jsonl"]
+    before = (path / "runs" / f"{keys[0]}.jsonl").read_bytes()
+    monkeypatch.setattr(runner, "follow", real)
+    runner.run_plan(path, None)
+    assert "done before" in capsys.readouterr().out and (path / "runs" / f"{keys[0]}.jsonl").read_bytes() == before
+    assert failed(path) == set()
+    assert len(list((path / "unfinished").glob("*.jsonl"))) == 1  # the attempt stays visible
+    assert "1 unfinished" in {c.name: c.text for c in verify(path)}["runs"]
+
+
+def test_run_files_a_log_that_was_finished_when_the_tool_died(tmp_path, monkeypatch):
+    path = make(make_repository(tmp_path), "idea", n=1)
+    folder = record.load(path)
+    key = folder.record["plan"]["order"][0]
+    subprocess.run(plain_command(folder, key, path.parents[1] / "data/sample"), check=True, cwd=path.parents[1])
+    monkeypatch.setattr(runner, "attempt", lambda *arguments: pytest.fail("it was finished"))
+    runner.run_plan(path, None)
+    assert failed(path) == set()
+
+
+def test_a_diverged_run_is_a_result(tmp_path):
+    root = make_repository(tmp_path)
+    (root / "train_gpt.py").write_text(FAKE.replace("LOSS, MS = 5.0", "LOSS, MS = float('nan')"))
+    path = make(root, "idea")
+    for _ in range(2):  # it is kept, and a second start does not repeat it
+        with pytest.raises(runlog.Failure, match="finite loss") as caught:
+            runner.run_plan(path, None)
+        assert caught.value.code == 3
+    assert len(list((path / "runs").iterdir())) == 1 and {"end", "runs"} <= failed(path)
+
+
+def test_run_stops_at_the_first_log_that_cannot_verify(tmp_path):
+    root = make_repository(tmp_path)
+    (root / "train_gpt.py").write_text(FAKE.replace('machine="m1"', 'machine=None'))
+    path = make(root, "idea")
+    with pytest.raises(runlog.Failure, match="machine.*expected which machine") as caught:
+        runner.run_plan(path, None)
+    assert caught.value.code == 2 and len(list((path / "runs").iterdir())) == 1
+
+
+def test_a_crash_names_its_cause_and_can_be_continued(tmp_path):
+    root = make_repository(tmp_path)
+    crash = "if Path('crash').exists(): sys.exit('train_gpt: GPU: expected 8, found 7; fix: reboot')"
+    (root / "train_gpt.py").write_text(FAKE.replace("chance, chain =", f"{crash}\nchance, chain ="))
+    path = make(root, "idea")
+    (root / "crash").touch()
+    with pytest.raises(runlog.Failure, match="expected 8, found 7") as caught:
+        runner.run_plan(path, None)
+    assert caught.value.code == 4
+    (root / "crash").unlink()
+    runner.run_plan(path, None)
+    assert failed(path) == set()
+
+
+def test_run_refuses_busy_gpus_and_changed_inputs(tmp_path, monkeypatch):
+    root = make_repository(tmp_path)
+    path = make(root, "idea")
+    monkeypatch.setattr(runner, "query_gpus", lambda query: ["4711, python, 900 MiB"])
+    with pytest.raises(runlog.Failure, match="4711") as caught:
+        runner.check_idle(patience_s=0)
+    assert caught.value.code == 4
+    shards = root / "data/sample/sample_train_000001.bin"
+    shards.write_bytes(shard([50256, 1, 2, 4]))
+    with pytest.raises(runlog.Failure, match="sample_train_000001.bin"):
+        runner.run_plan(path, None)
+    shards.write_bytes(shard([50256, 1, 2, 3]))
+    (path / "train_gpt.py").write_text(FAKE + "#")
+    with pytest.raises(runlog.Failure, match="script of arm a"):
+        runner.run_plan(path, None)
+
+
+def test_progress_tells_run_step_loss_and_time_left(finished):
+    run = runlog.read_run(first_log(finished[1]))
+    text = runner.progress(run, 2, 6, "a-s1", 90.0, 5.0)
+    assert re.fullmatch(r"run 2/6  a-s1 +step 80/80  loss 5\.\d+  left 0:00, all runs 6:00", text)
+    assert "preparing, 0:05" in runner.progress(runlog.Run(Path(), "incomplete"), 1, 6, "a-s1", None, 5.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tampering. A careless forger is caught by hashes; one who repairs the hashes is caught by what the log must say.
+# ---------------------------------------------------------------------------------------------------------------------
+def test_edited_script(copy):
+    (copy / "train_gpt.py").write_text((copy / "train_gpt.py").read_text() + "# a harmless comment\n")
+    assert "script" in failed(copy)
+    edit_json(copy / "record.json", lambda r: r["scripts"].update(a=hashlib.sha256((copy / "train_gpt.py").read_bytes()).hexdigest()))
+    assert {"plan", "settings"} <= failed(copy)
+
+
+def test_edited_parent_script(finished, copy):
+    parent = copy.parent / finished[1].name / "train_gpt.py"
+    parent.write_text(parent.read_text() + "\n")
+    assert "script" in failed(copy)
+
+
+def test_removed_run(copy):
+    first_log(copy).unlink()
+    assert "runs" in failed(copy)
+
+
+def test_extra_run(copy):
+    shutil.copy(first_log(copy), copy / "runs" / "a-s99.jsonl")
+    assert failed(copy) == {"runs"}
+    edit_json(copy / "record.json", lambda r: r["runs"].update({"a-s99.jsonl": hashlib.sha256((copy / "runs/a-s99.jsonl").read_bytes()).hexdigest()}))
+    assert failed(copy) == {"runs"}
+
+
+def test_another_seed_in_place_of_a_bad_run(copy):
+    """The plan grows or changes after a look at the results: its id no longer follows from it, and the logs carry the old one."""
+    def shorten(r):
+        r["plan"]["seeds"] = r["plan"]["seeds"][:2]
+        r["plan"]["order"] = record.plan_order(r["plan"]["seeds"], "ab")
+    edit_json(copy / "record.json", shorten)
+    assert {"plan", "runs"} <= failed(copy)
+    edit_json(copy / "record.json", lambda r: r["plan"].update(id=record.plan_id(r)))
+    assert "settings" in failed(copy)
+
+
+@pytest.mark.parametrize("old, new", [('"loss": 5.0', '"loss": 4.0'), ('"machine": "m1"', '"machine": "m2"'), ('"step": 80', '"step": 81')])
+def test_edited_line(copy, old, new):
+    path = first_log(copy)
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    assert {"files", "chain"} <= failed(copy)
+    edit_json(copy / "record.json", lambda r: r["runs"].update({path.name: hashlib.sha256(path.read_bytes()).hexdigest()}))
+    assert "chain" in failed(copy)
+
+
+def change_end(events, **fields):
+    events[-1].update(fields)
+
+
+@pytest.mark.parametrize("name, change", [
+    ("tokens", lambda e: change_end(e, train_hash="t2")),
+    ("tokens", lambda e: change_end(e, val_hash="v2")),
+    ("tokens", lambda e: e[0].update(data="0" * 64)),
+    ("tokens", lambda e: e[0].update(shards=["sample_train_000002.bin"])),
+    ("clock", lambda e: event(e, "clock").update(end_ms=event(e, "clock")["end_ms"] - 500)),
+    ("clock", lambda e: event(e, "clock").update(on=False)),
+    ("clock", lambda e: next(x for x in e if not x.get("on", True)).update(reason="a rest")),
+    ("clock", lambda e: [e.remove(x) for x in e if x["kind"] == "clock"]),
+    ("clock", lambda e: (e[-1].update(ms=e[-1]["ms"] / 2), [e.remove(x) for x in e if x["kind"] == "clock"][1:], e.insert(
+        -1, {"kind": "clock", "on": True, "reason": "training", "start_ms": 0.0, "end_ms": e[-1]["ms"]}))),
+    ("end", lambda e: e.pop()),
+    ("end", lambda e: change_end(e, state="interrupted")),
+    ("end", lambda e: change_end(e, recompiled=1)),
+    ("end", lambda e: change_end(e, loss=4.9)),
+    ("end", lambda e: e.remove([x for x in e if x["kind"] == "step"][-1])),
+    ("settings", lambda e: e[0]["settings"].update(muon="True")),
+    ("settings", lambda e: e[0].update(seed=1)),
+    ("settings", lambda e: e[0].update(world=8)),
+    ("settings", lambda e: e[0].update(script="0" * 64)),
+    ("settings", lambda e: e[0]["preset"].update(val_tokens=8192)),
+    ("settings", lambda e: e[0]["settings"].update(log_dir="elsewhere")),
+    ("machine", lambda e: e[0].update(machine="m2")),
+    ("machine", lambda e: e[0].update(torch="3")),
+    ("order", lambda e: e[0].update(started="0")),
+    ("order", lambda e: e[0].pop("started")),
+])
+def test_repaired_logs_still_fail(copy, name, change):
+    rewrite_log(sorted((copy / "runs").glob("a-*"))[-1] if name == "order" else first_log(copy), change)
+    found = failed(copy)
+    assert name in found and not found & {"files", "chain"}, found
+
+
+def test_a_repaired_log_without_change_verifies(copy):
+    rewrite_log(first_log(copy), lambda events: None)
+    assert failed(copy) == set()
+
+
+@pytest.mark.parametrize("change, name", [
+    (lambda r: r["means"]["a"].update(ms=1.0), "means"), (lambda r: r.update(extra=1), "schema"), (lambda r: r.update(track="fast"), "schema"),
+    (lambda r: r.pop("date"), "schema"), (lambda r: r["plan"].update(more=1), "schema"), (lambda r: r.update(date="2020-01-01"), "name"),
+    (lambda r: r.update(parent=None), "schema"), (lambda r: r.update(kind="systems"), "plan"), (lambda r: r["plan"].update(world=8), "plan"),
+    (lambda r: r["plan"].update(world=True), "schema"), (lambda r: r["means"]["a"].update(ms=math.nan), "schema"),
+])
+def test_edited_record(copy, change, name):
+    edit_json(copy / "record.json", change)
+    assert name in failed(copy)
+
+
+def test_edited_numbers_in_the_readme(copy):
+    path = copy / "README.md"
+    path.write_text(path.read_text().replace("| b: ", "| B: "))
+    assert failed(copy) == {"means"}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "null", '{"schema": 1, "plan": 3}'])
+def test_broken_record_json_is_one_failed_check(copy, content):
+    (copy / "record.json").write_text(content)
+    assert failed(copy) == {"schema"}
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}\n", b'{"kind": 5}\n[1]\n', b'{"kind": "step", "chain": "x"}\n'])
+def test_broken_logs_fail_and_do_not_raise(copy, content):
+    first_log(copy).write_bytes(content)
+    assert {"files", "end"} <= failed(copy)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a claim needs
+# ---------------------------------------------------------------------------------------------------------------------
+def claim(copy, track, kind="ml", monkeypatch=None):
+    """The copy's checks as if the track were another one."""
+    monkeypatch.setitem(record.TRACKS, "smoke", record.TRACKS["smoke"]._replace(practice=False, **track))
+    edit_json(copy / "record.json", lambda r: r.update(kind=kind))
+    return {check.name: check for check in verify(copy)}
+
+
+def test_target_by_mean_and_by_test(copy, monkeypatch):
+    assert claim(copy, {"target_loss": 5.002}, monkeypatch=monkeypatch)["target"].ok
+    assert not claim(copy, {"target_loss": 4.99}, monkeypatch=monkeypatch)["target"].ok
+    losses = [run.loss for run in record.load(copy).runs("a")]
+    barely = stats.mean(losses) + 1e-5
+    assert claim(copy, {"target_loss": barely}, monkeypatch=monkeypatch)["target"].ok
+    assert not claim(copy, {"target_loss": barely, "alpha": 0.01}, monkeypatch=monkeypatch)["target"].ok
+    assert claim(copy, {"target_loss": barely, "alpha": 0.01}, "systems", monkeypatch)["target"].ok  # the test is waived
+
+
+def test_gain_must_be_shown(copy, monkeypatch):
+    assert claim(copy, {}, monkeypatch=monkeypatch)["gain"].ok
+    for path in (copy / "runs").glob("a-*"):
+        rewrite_log(path, lambda e: e[-1].update(ms=e[-1]["ms"] * 1.05))
+    assert not claim(copy, {}, monkeypatch=monkeypatch)["gain"].ok
+
+
+def test_systems_leaves_the_training_alone(finished, tmp_path, monkeypatch):
+    root = make_repository(tmp_path)
+    base = make(root, "base")
+    runner.run_plan(base, None)
+    for name, script, good in (("fast", FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 90.0"), True), ("cheat", FAKE.replace("RATE = 1.0", "RATE = 2.0"), False),
+                               ("worse", FAKE.replace("LOSS, MS = 5.0", "LOSS, MS = 5.02"), False)):
+        (root / "train_gpt.py").write_text(script)
+        path = make(root, name, parent=base.name, kind="systems")
+        runner.run_plan(path, None)
+        assert {check.name: check.ok for check in verify(path)}["kind"] == good
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Logs
+# ---------------------------------------------------------------------------------------------------------------------
+PUBLIC = """# -----------------------------------------------------------------------------
+# Muon optimizer
+import torch
+{code}
+# -----------------------------------------------------------------------------
+# int main
+print(1)
+""" + "=" * 100 + """
+Running Python 3.12 (main)
+Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8
+|   0  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |                    0 |
+|   1  NVIDIA H100 80GB HBM3          On  |   00000000:62:00.0 Off |                    0 |
+""" + "=" * 100 + """
+Compiling model and warming up kernels
+step:0/300 val_loss:10.8258 train_time:0ms step_avg:0.02ms
+{steps}
+step:150/300 val_loss:4.1 train_time:{half}ms step_avg:1ms
+step:300/300 val_loss:{loss} train_time:{total}ms step_avg:1ms
+peak memory allocated: 1 MiB reserved: 2 MiB
+"""
+
+
+def public_log(path, loss, ms_per_step, code="x = 1"):
+    steps = "\n".join(f"step:{s}/300 train_time:{s * ms_per_step:.0f}ms step_avg:{ms_per_step:.2f}ms" for s in range(1, 301))
+    path.write_text(PUBLIC.format(steps=steps, half=150 * ms_per_step, total=300 * ms_per_step, loss=loss, code=code))
+    return path
+
+
+def test_public_logs_are_read(tmp_path):
+    run = runlog.read_run(public_log(tmp_path / "a.txt", 3.2785, 20))
+    assert run.ok and (run.loss, run.ms, run.total_steps) == (3.2785, 6000, 300)
+    assert run.head["gpus"] == ["NVIDIA H100 80GB HBM3"] * 2 and run.head["world"] == 2
+    assert runlog.stage_times(run) == pytest.approx([20, 20, 20]) and len(run.vals) == 3
+    text = (tmp_path / "a.txt").read_text()
+    (tmp_path / "b.txt").write_text(text[:text.index("step:300/300 val")])
+    assert runlog.read_run(tmp_path / "b.txt").state == "incomplete"
+    assert codediff.read_script(tmp_path / "a.txt").endswith("print(1)")
+    (tmp_path / "c.txt").write_text(text.replace("step:7/300 train_time", "step:7/300 train_loss:9.5 train_time"))  # as the oldest ones have it
+    assert runlog.read_run(tmp_path / "c.txt").train[6, 2] == 9.5
+
+
+def test_our_logs_are_read(finished):
+    run = runlog.read_run(first_log(finished[1]))
+    assert run.ok and run.broken is None and run.total_steps == 80 and len(run.stages) == 2
+    assert runlog.stage_times(run) == pytest.approx([50, 100], rel=2e-3) and run.train[-1, 1] == pytest.approx(run.ms / 1e3, rel=1e-4)
+
+
+def test_a_log_without_its_end_is_incomplete_everywhere(copy, tmp_path):
+    path = first_log(copy)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert runlog.read_run(path).state == "incomplete" and runlog.read_run(path).broken is None
+    label, runs = report.load_runs(str(copy))
+    assert len(runs) == 2 and "1 unfinished left out" in label
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# compare, diff
+# ---------------------------------------------------------------------------------------------------------------------
+def test_compare_a_record_with_its_parent_uses_its_own_pairs(finished):
+    text = report.compare(str(finished[2]), str(finished[1]))
+    assert "paired by seed" in text and "times comparable:  yes" in text and "verdict: A is better: time lower; loss no difference shown" in text
+    assert f"B  {finished[2].name}:b" in text and "tokens a step, windows 64/128" in text
+    assert "verdict: B is better" in report.compare(f"{finished[2]}:b", f"{finished[2]}:a")
+
+
+def test_compare_says_why_not(finished, copy):
+    for path in (copy / "runs").glob("a-*"):
+        rewrite_log(path, lambda e: (e[0]["preset"].update(val_tokens=1), e[0].update(device="other")))
+    text = report.compare(str(copy), str(finished[1]))
+    assert "losses comparable: no, validation tokens 1 against 16384" in text and "times comparable:  no, hardware other against fake" in text
+    assert "verdict: none, the losses" in text
+
+
+def test_compare_public_logs(tmp_path):
+    for name, ms in (("a", 20), ("b", 21)):
+        (tmp_path / name).mkdir()
+        for i in range(4):
+            public_log(tmp_path / name / f"{i}.txt", 3.2785 + 0.001 * i, ms + 0.01 * i)
+    text = report.compare(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert "4 runs, loss 3.28000 ± 0.00129, time 6.005 ± 0.004 s, 2 x NVIDIA H100" in text
+    assert "A is better: time lower" in text and "time at equal loss: validation loss 3.2800 after 6.00 s (A) and 6.30 s (B)" in text
+
+
+@pytest.mark.parametrize("loss, time, word", [
+    ((-2, -1), (-2, -1), "A is better"), ((-2, 1), (-2, -1), "A is better"), ((-2, 1), (-1, 2), "undecided"), ((1, 2), (-1, 2), "B is better"),
+    ((1, 2), (-2, -1), "a trade"), ((-2, -1), (1, 2), "a trade"), ((1, 2), (1, 2), "B is better"), ((-math.inf, math.inf),) * 2 + ("undecided",),
+])
+def test_verdict(loss, time, word):
+    assert report.verdict(*(stats.Interval(0.0, *bounds, 3) for bounds in (loss, time)), ("n", "n")).startswith(word)
+
+
+def test_a_single_run_an_arm_is_undecided_and_says_how_many(tmp_path):
+    text = report.compare(str(public_log(tmp_path / "a.txt", 3.278, 20)), str(public_log(tmp_path / "b.txt", 3.280, 20)))
+    assert "verdict: undecided" in text and re.search(r"loss no difference shown, n = \d+ an arm would show", text)
+
+
+def test_a_thousand_runs_compare_quickly(finished, tmp_path):
+    source = first_log(finished[1]).read_bytes()
+    (tmp_path / "many").mkdir()
+    for i in range(1000):
+        (tmp_path / "many" / f"{i}.jsonl").write_bytes(source)
+    begin = time.perf_counter()
+    report.compare(str(tmp_path / "many"), str(finished[1]))
+    assert time.perf_counter() - begin < 2
+
+
+OLD = '''"""Doc."""
+# ==============================
+# 1. Imports
+# ==============================
+import math  # why
+
+# ==============================
+# 2. Model: attention
+# ==============================
+def f(x):
+    """What."""
+    return "# no comment"  # but this is
+'''
+
+
+def test_diff_by_section_and_code_only():
+    new = OLD.replace("# why", "# because").replace('"""What."""', '"""What else?\n\n    More."""').replace("# 2. Model: attention", "# 2. Model")
+    found = codediff.changes(new, OLD)
+    assert [(c.title, c.added, c.removed) for c in found if c.lines] == [("Imports", 1, 1), ("Model", 4, 2)]
+    assert not any(c.lines for c in codediff.changes(new, OLD, code_only=True))
+    changed = codediff.changes(OLD.replace("# no comment", "# none"), OLD, code_only=True)
+    assert [c.title for c in changed if c.lines] == ["Model"] and '-    return "# no comment"' in changed[-1].lines
+    assert codediff.summary(changed).splitlines()[-1].split() == ["+1", "-1", "in", "1", "of", "3", "sections"]
+
+
+def test_diff_names_what_it_needs(tmp_path, finished):
+    with pytest.raises(runlog.Failure, match="parses"):
+        codediff.changes("def f(:", "", code_only=True)
+    with pytest.raises(runlog.Failure, match="only its hash"):
+        codediff.read_script(first_log(finished[1]))
+    a, b = (codediff.read_script(public_log(tmp_path / f"{code}.txt", 3.2, 1, f"x = {code}")) for code in "12")
+    assert [c.title for c in codediff.changes(a, b) if c.lines] == ["Muon optimizer"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line, as a user has it
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def clone(copy):
+    """The finished repository with the tool in it, ranked: its practice track counts as one with a leaderboard."""
+    for path in (*(ROOT / "records").glob("*.py"), ROOT / "records/history.csv"):
+        shutil.copy(path, copy.parent)
+    shutil.copy(copy / "train_gpt.py", copy.parents[1])
+    (copy.parent / "README.md").write_text("# Records\n\n<!-- leaderboard -->\nnothing\n<!-- /leaderboard -->\n")
+    tool = copy.parent / "record.py"
+    tool.write_text(tool.read_text().replace("practice=True", "practice=False"))
+    return copy.parents[1]
+
+
+def call(root, *words):
+    return subprocess.run([sys.executable, "records", *words], cwd=root, capture_output=True, text=True, timeout=120)
+
+
+def named(root, name):
+    return next(root.glob(f"records/*_{name}"))
+
+
+def test_verify_command(clone):
+    done = call(clone, "verify")
+    assert done.returncode == 0 and "2 of 2 records verify" in done.stdout and "FAIL" not in done.stdout
+    child = named(clone, "child")
+    first_log(child).unlink()
+    done = call(clone, "verify", str(child), "--json")
+    assert done.returncode == 1
+    assert {c["name"] for c in json.loads(done.stdout)[str(child)] if not c["ok"]} >= {"runs"}
+    assert call(clone, "verify", "nowhere").returncode == 1 and call(clone, "compare", "nowhere", "nowhere").returncode == 2
+
+
+def test_leaderboard_command(clone):
+    readme = clone / "records/README.md"
+    assert call(clone, "leaderboard", "--check").returncode == 1 and "nothing" in readme.read_text()
+    assert call(clone, "leaderboard").returncode == 0
+    done = call(clone, "leaderboard", "--check")
+    assert done.returncode == 0 and "distance of train_gpt.py from" in done.stdout and "in 0 of" in done.stdout
+    assert re.search(r"\[child\]\(.*_child/\) \| 5\.\d\d \| 5\.00\d\d \| 3 \| 1 x fake \| ml \| -0\.\d+ s \(-[12]\.\d\d %\) against .*_base", readme.read_text())
+    readme.write_text(re.sub(r"\| 5\.\d\d \|", "| 4.00 |", readme.read_text()))
+    assert call(clone, "leaderboard", "--check").returncode == 1
+    first_log(named(clone, "child")).unlink()
+    done = call(clone, "leaderboard")
+    assert done.returncode == 0 and "_child does not verify" in done.stdout and "child" not in readme.read_text()
+
+
+def test_diff_command(clone):
+    done = call(clone, "diff", str(named(clone, "child")), str(named(clone, "base")))
+    assert done.returncode == 0 and "+1     -1  Imports" in done.stdout and "-LOSS, MS = 5.0, 100.0" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["plot.svg", "plot.png"])
+def test_plot_command(clone, name):
+    pytest.importorskip("matplotlib")
+    for runs in ([], [str(named(clone, "child")), str(named(clone, "base"))]):
+        done = call(clone, "plot", *runs, "--out", name)
+        assert done.returncode == 0, done.stderr
+        assert (clone / name).stat().st_size > 5000
+    assert call(clone, "plot", "--out", "nowhere/plot.svg").returncode == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# This repository
+# ---------------------------------------------------------------------------------------------------------------------
+def test_history_is_complete():
+    with (ROOT / "records/history.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["number"]) for row in rows] == list(range(1, 93))
+    dates = [row["date"] for row in rows]
+    assert dates == sorted(dates) and (dates[0], dates[-1]) == ("2024-05-28", "2026-08-30")
+    assert float(rows[0]["seconds"]) == 2700 and float(rows[91]["seconds"]) == 39.9 and all(3 < len(row["change"]) < 100 for row in rows)
+
+
+@pytest.mark.parametrize("path", record.all_folders() or [None])
+def test_every_record_verifies(path):
+    assert path is None or failed(path) == set()
+
+
+def test_the_example_in_the_readme_is_a_record():
+    text = (ROOT / "records/README.md").read_text()
+    example = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
+    assert record.schema_errors(example) == []
+    assert example["plan"]["seeds"] == record.plan_seeds(example["scripts"]["a"], len(example["plan"]["seeds"]))
+    assert example["plan"]["id"] == record.plan_id(example) and example["plan"]["order"] == record.plan_order(example["plan"]["seeds"], "ab")

@@ -186,7 +186,7 @@ def test_python_too_old(machine):
 
 def test_counts_tests_of_all_processes(machine):
     machine.write("tests/test_a.py", "import pytest\ndef test_1(): pass\ndef test_2(): pass\n@pytest.mark.skip\ndef test_3(): pass\n")
-    machine.write("tests/test_b.py", "import os\nos.environ.setdefault('TRITON_INTERPRET', '1')\ndef test_4(): pass\n")
+    machine.write("tests/test_b.py", "import os\nos.environ['TRITON_INTERPRET'] = '1'\ndef test_4(): pass\n")
     machine.write("tests/test_c.py", "import os\ndef test_5(): assert 'TRITON_INTERPRET' not in os.environ\n")
     result = machine.run("test")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "4 passed, 0 failed, 1 skipped"), result.stdout + result.stderr

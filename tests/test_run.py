@@ -1,0 +1,397 @@
+"""Whole runs through main(): the log, the clock, seeds, saved models, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+import helpers
+from helpers import CPU, MODEL, PRESET, only, read_log, tg
+
+
+@pytest.fixture
+def run(corpus, tiny, tmp_path, capsys):
+    """run(options...) -> exit code, logs in the order of their runs, standard output, standard error."""
+    def call(*options):
+        folder = tmp_path / "logs"
+        before = set(folder.glob("*"))
+        code = tg.main(["--preset", "tiny", "--data", str(corpus), "--log-dir", str(folder), *map(str, options)])
+        logs = [read_log(path) for path in set(folder.glob("*.jsonl")) - before]
+        out, err = capsys.readouterr()
+        assert not [thread.name for thread in threading.enumerate() if thread.name in ("prefetch", "run log")]
+        return types.SimpleNamespace(code=code, logs=sorted(logs, key=lambda log: log[0]["seed"]), out=out, err=err)
+    return call
+
+
+def at_step(monkeypatch, number, action):
+    """Do something to the trainer right before step `number` of the timed loop."""
+    step_of = tg.Trainer.training_step
+
+    def step(trainer, step, *arguments):
+        if trainer.warm and step == number:
+            action(trainer)
+        return step_of(trainer, step, *arguments)
+
+    monkeypatch.setattr(tg.Trainer, "training_step", step)
+
+
+# ---- the log ---------------------------------------------------------------------------------------------------------
+def test_log_is_complete(run, corpus):
+    result = run("--seed", 3)
+    (log,) = result.logs
+    assert result.code == 0 and result.err == ""
+    kinds = [e["kind"] for e in log]
+    assert kinds[:3] == ["head", "warm", "stage"] and kinds[-3:] == ["val", "clock", "end"] and set(kinds[3:-3]) == {"step", "stage"}
+    head, warm, end = log[0], log[1], log[-1]
+    assert head["seed"] == 3 and head["world"] == 1 and head["preset"]["name"] == "tiny"
+    assert head["preset"] == json.loads(json.dumps(dataclasses.asdict(PRESET)))
+    assert all(re.fullmatch(r"[0-9a-f]{64}", head[key]) for key in ("script", "data")) and head["script"] != head["data"]
+    assert head["ops"] == tg.select_ops(CPU).names
+    assert head["settings"].keys() == {"preset", "data", "log_dir", "seed"}
+    assert head["shards"] == ["tiny_train_000000.bin", "tiny_train_000001.bin"]
+    assert head["torch"] == torch.__version__ and {"python", "numpy", "platform", "device"} <= head.keys()
+    plan = tg.plan_batches(tg.TokenStream(corpus, 8000, helpers.VOCABULARY), PRESET.stages)
+    assert head["consumed_tokens"] == plan.tokens_consumed
+    assert warm["seconds"] > 0 and re.fullmatch(r"[0-9a-f]{16}", warm["state"]) and warm["variants"] == 4
+    assert [(s["step"], s["batch_tokens"], s["long_window_tokens"]) for s in only(log, "stage")] == [(0, 512, 16), (2, 1024, 32), (4, 1024, 40)]
+    steps = only(log, "step")
+    assert [(s["step"], s["tokens"]) for s in steps] == [(1, 512), (2, 1024), (4, 3072), (5, 4096)]
+    assert all(0 < s["train_loss"] < 7 and s["ms_per_step"] > 0 for s in steps)
+    (val,) = only(log, "val")
+    assert val["final"] and val["step"] == 5 and val["loss"] == end["loss"] == round(val["loss"], 6)
+    assert end["state"] == "ok" and end["recompiled"] == 0 and end["ms"] > 0
+    assert all(re.fullmatch(r"[0-9a-f]{16}", end[key]) for key in ("train_hash", "val_hash"))
+    assert "val loss" in result.out and "step     5/5" in result.out
+
+
+def test_the_chain_detects_an_edit(run, tmp_path):
+    run("--seed", 3)
+    path = next((tmp_path / "logs").glob("*.jsonl"))
+    text = path.read_text()
+    read_log(path)
+    for edited in (text.replace('"tokens": 1024', '"tokens": 1025'), "".join(text.splitlines(True)[:3] + text.splitlines(True)[4:])):
+        assert edited != text
+        path.write_text(edited)
+        with pytest.raises(AssertionError, match="chain breaks"):
+            read_log(path)
+
+
+def test_clock_intervals_sum_to_the_time(run):
+    (log,) = run("--seed", 3, "--val-every", 2).logs
+    intervals = only(log, "clock")
+    assert [(i["on"], i["reason"]) for i in intervals] == [(True, "training"), (False, "validation")] * 2 + [(True, "training")]
+    assert all(a["end_ms"] == b["start_ms"] for a, b in zip(intervals, intervals[1:])), "no gaps"
+    assert sum(i["end_ms"] - i["start_ms"] for i in intervals if i["on"]) == pytest.approx(log[-1]["ms"], abs=0.06)
+    assert [(v["step"], v["final"]) for v in only(log, "val")] == [(2, False), (4, False), (5, True)]
+    on_the_clock = sum(s["ms_per_step"] * n for s, n in zip(only(log, "step"), (1, 1, 2, 1)))
+    assert on_the_clock <= log[-1]["ms"] + 0.1, "the steps' times leave the pauses out"
+
+
+def test_the_clock(monkeypatch):
+    """Against a hand-turned time: pauses do not count, the running interval does."""
+    now = [100.0]
+    monkeypatch.setattr(tg.time, "perf_counter", lambda: now[0])
+    clock = tg.Clock(CPU)
+    for action, seconds in ((clock.start, 2.0), (lambda: clock.pause("validation"), 5.0), (clock.resume, 1.5)):
+        action()
+        now[0] += seconds
+    assert clock.milliseconds() == pytest.approx(3500)
+    clock.stop()
+    now[0] += 10
+    assert clock.milliseconds() == pytest.approx(3500)
+    assert [i["on"] for i in clock.intervals] == [True, False, True] and all("end_ms" in i for i in clock.intervals)
+    clock.start()
+    assert clock.milliseconds() == 0 and len(clock.intervals) == 1
+
+
+def test_nothing_is_read_or_written_on_the_clock(run, monkeypatch):
+    """No validation, no warm-up and no log file inside: the main thread opens nothing between start and stop."""
+    opened, live = [], [True]
+    start, stop = tg.Clock.start, tg.Clock.stop
+    inside = []
+    monkeypatch.setattr(tg.Clock, "start", lambda clock: (start(clock), inside.append(1)))
+    monkeypatch.setattr(tg.Clock, "stop", lambda clock: (inside.clear(), stop(clock)))
+    main = threading.get_ident()
+    sys.addaudithook(lambda event, arguments: event == "open" and live and inside and threading.get_ident() == main and opened.append(arguments[0]))
+    assert run("--seed", 3).code == 0
+    live.clear()
+    assert opened == []
+
+
+def test_an_unwritable_log_folder(run, corpus, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    code = tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path / "file" / "logs")])
+    out, err = capsys.readouterr()
+    assert code == 0 and "val loss" in out
+    assert err.count("\n") == 1 and re.match(r"run log: expected to write .*, found '.*Not a directory.*'; fix: .* UNLOGGED", err)
+
+
+def test_a_disk_that_fills_up(tmp_path, capsys):
+    """The file fails in the middle of a run: one message, and the run's later lines go nowhere without harm."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    log = tg.RunLog(tmp_path / "run.jsonl")
+    log.file.close()
+    log.file = open("/dev/full", "w")
+    for number in range(3):
+        log.line("step", step=number)
+    log.say("still here")
+    log.close()
+    out, err = capsys.readouterr()
+    assert out == "still here\n" and err.count("No space left") == 1 and err.count("\n") == 1
+
+
+def test_a_log_is_never_overwritten(tmp_path, capsys):
+    path = tmp_path / "run.jsonl"
+    path.write_text("a result\n")
+    log = tg.RunLog(path)
+    log.line("head")
+    log.close()
+    assert path.read_text() == "a result\n" and "UNLOGGED" in capsys.readouterr().err
+
+
+# ---- seeds and repeated runs -----------------------------------------------------------------------------------------
+def essence(log):
+    """What a seed fixes: all of a log but times, memory and where its files lie."""
+    return [{k: v for k, v in e.items() if k not in ("ms", "ms_per_step", "seconds", "settings", "chain", "start_ms", "end_ms", "graphs", "started")}
+            for e in log if e["kind"] != "warm"]
+
+
+def test_a_seed_fixes_the_run(run):
+    (first,), (again,), (other,) = (run("--seed", seed).logs for seed in (3, 3, 4))
+    assert essence(first) == essence(again)
+    assert other[-1]["loss"] != first[-1]["loss"] and other[-1]["train_hash"] == first[-1]["train_hash"], "a seed never changes the data"
+    assert only(other, "warm")[0]["state"] != only(first, "warm")[0]["state"]
+
+
+def test_a_seed_is_drawn_and_logged(run):
+    logs = [run().logs[0] for _ in range(2)]
+    assert logs[0][0]["seed"] != logs[1][0]["seed"] and "seed" not in logs[0][0]["settings"]
+
+
+def test_second_run_equals_a_fresh_process(run, ranked):
+    """--runs 2 resets everything: its second run is the run that another process made from that seed."""
+    first, second = run("--seed", helpers.SEED - 1, "--runs", 2).logs
+    fresh = read_log(next((ranked / "logs-1").glob("*.jsonl")))
+    assert (first[0]["seed"], second[0]["seed"]) == (helpers.SEED - 1, helpers.SEED) and fresh[0]["seed"] == helpers.SEED
+    assert essence(second) == essence(fresh)
+    assert only(first, "warm") and not only(second, "warm"), "one warm-up serves all runs"
+    assert first[-1]["state"] == second[-1]["state"] == "ok"
+
+
+def test_warm_up_changes_nothing(corpus, tiny, monkeypatch):
+    """It really trains, on none of the training data, and the state after it is the state before it, generator included."""
+    trainer = helpers.make_trainer(corpus)
+    monkeypatch.setattr(tg, "slot_pieces", lambda *_: pytest.fail("warm-up read training data"))
+    before, generator = trainer.initialise(7), torch.get_rng_state()
+    weights = {name: t.clone() for name, t in trainer.optimizer.state().items()}
+    variants = trainer.warm_up()
+    assert variants == 4, "two shapes, with and without Adam"
+    assert tg.state_hash(trainer.optimizer.state()) != before
+    assert trainer.initialise(7) == before and torch.get_rng_state().equal(generator)
+    assert all(t.equal(weights[name]) for name, t in trainer.optimizer.state().items())
+
+
+def test_warm_up_that_leaves_a_trace_ends_the_run(run, monkeypatch):
+    monkeypatch.setattr(tg.AdamTable, "reset", lambda table: None)
+    with pytest.raises(AssertionError, match="warm-up changed the training state"):
+        run("--seed", 3)
+
+
+def test_compiling_in_the_timed_run_is_no_record(run, monkeypatch):
+    counts = iter(range(10, 100))
+    monkeypatch.setattr(tg, "compiled_graphs", lambda: next(counts))
+    end = run("--seed", 3).logs[0][-1]
+    assert end["recompiled"] > 0 and end["state"] == "no record: compiled in the timed run"
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+def test_a_shortened_run_is_no_record(run):
+    (log,) = run("--seed", 3, "--stop-after", 3).logs
+    assert log[-1]["state"].startswith("no record") and only(log, "step")[-1]["step"] == 3
+    assert only(log, "val")[0]["step"] == 3 and log[0]["settings"]["stop_after"] == "3"
+
+
+def test_stopping_after_more_than_everything(run):
+    (log,) = run("--seed", 3, "--stop-after", 50).logs
+    assert only(log, "val")[0]["step"] == 5
+
+
+def test_profile_writes_a_trace(run, tmp_path):
+    result = run("--seed", 3, "--profile", "1:2")
+    trace = json.loads(next((tmp_path / "logs").glob("*.trace.json")).read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert "reduce head" in names and any("Backward" in str(name) for name in names)
+    assert result.logs[0][-1]["state"].startswith("no record") and "Self CPU" in result.out
+
+
+def test_options_reach_the_optimizer(run):
+    (log,) = run("--seed", 3, "--muon", "--orthogonalize", "turbo").logs
+    optimizer = log[0]["preset"]["optimizer"]
+    assert optimizer["second_moment_decay"] is None and optimizer["orthogonalization"] == "turbo"
+    assert log[-1]["loss"] != run("--seed", 3).logs[0][-1]["loss"]
+
+
+@pytest.mark.parametrize("options", [["--preset", "huge"], ["--runs", "0"], ["--stop-after", "-1"], ["--profile", "x"], ["--sed", "1"]])
+def test_wrong_options_exit_with_2(tiny, capsys, options):
+    with pytest.raises(SystemExit) as caught:
+        tg.main(options)
+    assert caught.value.code == 2 and "error" in capsys.readouterr().err
+
+
+# ---- when something goes wrong ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("world", ["3", "5", "16"])
+def test_impossible_world_sizes(corpus, tiny, monkeypatch, capsys, world):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert tg.main(["--preset", "tiny", "--data", str(corpus)]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"train_gpt: number of processes: expected 1, 2, 4 or 8, found {world}; fix: .*\n", said)
+
+
+def test_ctrl_c(run, monkeypatch):
+    at_step(monkeypatch, 3, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
+    result = run("--seed", 3)
+    assert result.code == 130 and "interrupted" in result.err
+    (log,) = result.logs
+    assert log[-1]["kind"] == "end" and log[-1]["state"] == "interrupted" and not only(log, "val")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numerical_failure(run, monkeypatch, value):
+    """Seen at the next flush, two logged steps later at most; the log says at which step, and is kept."""
+    at_step(monkeypatch, 2, lambda trainer: trainer.model.embedding.data.fill_(value))
+    result = run("--seed", 3, "--save", "/nonexistent/never")
+    assert result.code == 3
+    assert re.fullmatch(r"train_gpt: training loss: expected a finite number, found nan at step 4; fix: .*\n", result.err)
+    (log,) = result.logs
+    assert log[-1]["kind"] == "end" and log[-1]["state"].startswith("failed") and "nan at step 4" in log[-1]["state"]
+    assert not only(log, "val")
+
+
+def test_a_model_ruined_by_the_last_step_fails_too(run, monkeypatch):
+    """The last training loss is computed before the last update: only the validation sees what that update did."""
+    step_of = tg.Optimizer.step
+    steps = []
+
+    def last_step_ruins(optimizer, rates, adam):
+        step_of(optimizer, rates, adam)
+        steps.append(adam)
+        if len(steps) == 4 + PRESET.steps:  # after the warm-up's
+            optimizer.tables[-1].weights.fill_(math.nan)
+
+    monkeypatch.setattr(tg.Optimizer, "step", last_step_ruins)
+    result = run("--seed", 3)
+    assert result.code == 3 and result.logs[0][-1]["state"].startswith("failed")
+
+
+def test_a_crash_is_logged(run, monkeypatch, tmp_path):
+    def crash(trainer):
+        raise RuntimeError("a bug")
+
+    at_step(monkeypatch, 1, crash)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("--seed", 3)
+    (log,) = [read_log(path) for path in (tmp_path / "logs").glob("*.jsonl")]
+    assert log[-1]["state"] == "failed: a bug"
+
+
+# ---- saved models ----------------------------------------------------------------------------------------------------
+class Stub:
+    """A tokenizer that needs no files: bytes are tokens."""
+
+    def encode_ordinary(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        assert all(isinstance(i, int) and 0 <= i < helpers.VOCABULARY for i in ids)
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def saved(run, tmp_path):
+    path = tmp_path / "model.pt"
+    result = run("--seed", 3, "--save", path)
+    assert result.code == 0
+    return path, result.logs[0]
+
+
+def test_a_saved_model_evaluates_to_its_loss(saved, corpus, capsys):
+    path, log = saved
+    assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 0
+    assert float(re.fullmatch(r"val loss (\d\.\d{6})\n", capsys.readouterr().out)[1]) == pytest.approx(log[-1]["loss"], rel=1e-5)
+    assert [file.name for file in path.parent.iterdir() if file.is_file()] == ["model.pt"], "nothing is left beside it"
+    model, content = tg.load_model(path, CPU)
+    assert content["provenance"]["seed"] == 3 and content["provenance"]["val_loss"] == pytest.approx(log[-1]["loss"], abs=1e-6)
+    assert model.config == MODEL and not any(p.requires_grad for p in model.parameters())
+
+
+def test_sampling(saved, monkeypatch, capsys):
+    path, _ = saved
+    monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding=lambda name: Stub()))
+    outputs = []
+    for _ in range(2):
+        assert tg.main(["--sample", str(path), "Once"]) == 0
+        outputs.append(capsys.readouterr().out)
+    ids = [int(i) for i in outputs[0].split()]
+    assert outputs[0] == outputs[1] and ids[:4] == list(b"Once") and 5 <= len(ids) <= 68
+    drawn = iter([5, 6, helpers.BOS, 7])
+    monkeypatch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([next(drawn)]))
+    assert tg.main(["--sample", str(path), "Once"]) == 0
+    assert [int(i) for i in capsys.readouterr().out.split()][4:] == [5, 6, helpers.BOS], "a sample ends with its document"
+
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def edit(change):
+    def fault(path):
+        content = torch.load(path, weights_only=False)
+        change(content)
+        torch.save(content, path)
+    return fault
+
+
+BAD_MODELS = {  # the fault, and what the message tells of it
+    "code": (lambda path: path.write_bytes(pickle.dumps({"model": Code()})), "UnpicklingError"),
+    "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "UnpicklingError"),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:1000]), "found"),
+    "empty": (lambda path: path.write_bytes(b""), "EOFError"),
+    "missing": (lambda path: path.unlink(), "No such file"),
+    "another program's": (lambda path: torch.save({"weights": torch.zeros(3)}, path), "KeyError: 'model'"),
+    "a tensor": (lambda path: torch.save(torch.zeros(3), path), "found"),
+    "missing a weight": (edit(lambda content: content["weights"].pop("head")), "state_dict"),
+    "of another shape": (edit(lambda content: content["weights"].update(head=torch.zeros(3, 3))), "state_dict"),
+    "without its validation": (edit(lambda content: content.pop("validation")), "KeyError: 'validation'"),
+    "without its attention": (edit(lambda content: content.pop("attention")), "KeyError: 'attention'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_model_files(saved, corpus, capsys, monkeypatch, tmp_path, name):
+    path, _ = saved
+    monkeypatch.chdir(tmp_path)
+    fault, told = BAD_MODELS[name]
+    fault(path)
+    assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and re.match(r"train_gpt: model file .*: expected .*, found .*; fix: ", said) and told in said
+    assert not (tmp_path / "executed").exists()
+
+
+def test_saving_where_one_cannot(run, tmp_path):
+    result = run("--seed", 3, "--save", tmp_path / "nowhere" / "model.pt")
+    assert result.code == 2 and re.search(r"train_gpt: saving .*; fix: choose another place", result.err)
+    assert not (tmp_path / "nowhere").exists()
