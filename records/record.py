@@ -211,6 +211,11 @@ def choose_parent(home: Path, parent: str | None, track_name: str | None) -> str
     return Path(parent).name if parent else newest(home, track_name)
 
 
+def least_runs(track: Track, kind: str) -> int:
+    """A baseline claims nothing, so it may consist of fewer runs than a claim needs."""
+    return 1 if kind == "baseline" else track.least_runs
+
+
 def new(name: str, track_name: str | None, parent: str | None, kind: str | None, n: int | None, world: int | None, data: Path | None,
         retime: Path | None = None, home: Path = HOME) -> Path:
     """Make home/DATE_NAME with script, plan and hashes. `retime` repeats another record's plan. Returns the new folder."""
@@ -227,9 +232,10 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
     if base and base["track"] != track_name:
         fail(f"parent {parent}", f"a record of {track_name}", base["track"], "name another --parent, or none")
     track = TRACKS[track_name]
+    kind = kind or ("ml" if parent else "baseline")
     n = n or track.usual_runs
-    if n < track.least_runs:
-        fail("runs an arm", f"at least {track.least_runs} on {track_name}", n, "raise --n")
+    if n < least_runs(track, kind):
+        fail("runs an arm", f"at least {least_runs(track, kind)} on {track_name}", n, "raise --n")
     if world is None:
         world = next(w for w in (8, 4, 2, 1) if w <= max(1, len(query_gpus("--query-gpu=name"))))
     date = datetime.date.today().isoformat()
@@ -240,7 +246,7 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
         fail("script", str(source), "none", "run this in a checkout of the repository")
     scripts = {"a": sha256(source.read_bytes())} | ({"b": sha256((home / parent / SCRIPT).read_bytes())} if parent else {})
     seeds = plan_seeds(scripts["a"], n)
-    record = {"schema": 1, "track": track_name, "date": date, "parent": parent, "kind": kind or ("ml" if parent else "baseline"), "scripts": scripts,
+    record = {"schema": 1, "track": track_name, "date": date, "parent": parent, "kind": kind, "scripts": scripts,
               "data": data_manifest(track, data or home.parent / track.data),
               "plan": {"world": world, "seeds": seeds, "order": plan_order(seeds, "ab" if parent else "a")}, "runs": {}, "means": {}}
     record["plan"] = {"id": plan_id(record), **record["plan"]}

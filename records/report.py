@@ -196,7 +196,7 @@ def compare(a_spec: str, b_spec: str) -> str:
         *stage_table(a, b), equal_loss(a, b), f"verdict: {conclusion}"])
 
 
-def leaderboard_row(folder: Folder, first_with: dict[str, str]) -> str:
+def leaderboard_row(folder: Folder, first_with: dict[str, str], records: str) -> str:
     mean, record = folder.record["means"]["a"], folder.record
     if record["scripts"]["a"] in first_with:
         note = f"retime of {first_with[record['scripts']['a']]}"
@@ -206,11 +206,11 @@ def leaderboard_row(folder: Folder, first_with: dict[str, str]) -> str:
     else:
         note = "first" + (f"; above the target of {folder.track.target_loss}" if mean["loss"] > (folder.track.target_loss or math.inf) else "")
     name = folder.path.name
-    return f"| {record['date']} | [{name.partition('_')[2]}]({name}/) | {mean['ms'] / 1e3:.2f} | {mean['loss']:.4f} | {len(record['plan']['seeds'])} " \
+    return f"| {record['date']} | [{name.partition('_')[2]}]({records}{name}/) | {mean['ms'] / 1e3:.2f} | {mean['loss']:.4f} | {len(record['plan']['seeds'])} " \
            f"| {hardware(folder.runs('a')[0])} | {record['kind']} | {note} |"
 
 
-def leaderboard_table(folders: list[Folder]) -> str:
+def leaderboard_table(folders: list[Folder], records: str) -> str:
     """A table a track, oldest first; `folders` are records that verify."""
     parts = []
     for name, track in TRACKS.items():
@@ -218,7 +218,7 @@ def leaderboard_table(folders: list[Folder]) -> str:
             continue
         rows, first_with = [], {}
         for folder in sorted((f for f in folders if f.record["track"] == name), key=lambda f: f.path.name):
-            rows.append(leaderboard_row(folder, first_with))
+            rows.append(leaderboard_row(folder, first_with, records))
             first_with.setdefault(folder.record["scripts"]["a"], folder.path.name)
         head = "| date | record | time (s) | val loss | n | hardware | kind | gain |\n|---|---|---|---|---|---|---|---|"
         target = f"target {track.target_loss:.4f}" if track.target_loss else "no target yet"
@@ -234,8 +234,9 @@ def leaderboard(check: bool) -> int:
     for path in all_folders():
         (folders if all(c.ok for c in verify(path)) else broken).append(path)
     folders = [load(path) for path in folders]
-    table, stale = leaderboard_table(folders), []
-    for path in (HOME / "README.md", HOME.parent / "README.md"):
+    stale = []
+    for path, records in ((HOME / "README.md", ""), (HOME.parent / "README.md", f"{HOME.name}/")):  # what links must start with
+        table = leaderboard_table(folders, records)
         if (found := read_block(path, "leaderboard")) is not None and found != table:
             stale.append(path)
             if not check:

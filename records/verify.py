@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import stats
 from codediff import sections
-from record import SCRIPT, Folder, load, manifest_hash, plan_id, plan_order, plan_seeds
+from record import SCRIPT, Folder, load, manifest_hash, least_runs, plan_id, plan_order, plan_seeds
 from report import gain, means, numbers_block, read_block
 from runlog import Failure, Run, sha256
 
@@ -56,7 +56,8 @@ def check_parent(c: Context) -> Findings:
 
 
 def check_plan(c: Context) -> Findings:
-    record, plan, least = c.folder.record, c.folder.record["plan"], c.folder.track.least_runs
+    record, plan = c.folder.record, c.folder.record["plan"]
+    least = least_runs(c.folder.track, record["kind"])
     n, bad = len(plan["seeds"]), []
     if plan["id"] != plan_id(record):
         bad.append(f"expected id {plan_id(record)} from its content, found {plan['id']}: changed after `new`")

@@ -278,7 +278,10 @@ needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), rea
 @pytest.mark.parametrize("widths", [(128, 128), (64, 64), (96, 128), (128, 64)])
 @pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "empty_documents"])
 def test_gpu_layouts(layout, widths):
-    check(*LAYOUTS[layout], dtype=torch.bfloat16, tolerance=2e-2, device="cuda", scale=0.1, heads=6, dk=widths[0], dv=widths[1])
+    # With window 0 the gradients of q and k are zero: what is left is the rounding of p to bf16 before its division by the row
+    # sum, 2^-9 of dout.v (up to 50) times scale times k (up to 4).
+    tolerance = 0.1 if layout == "window_0" else 2e-2
+    check(*LAYOUTS[layout], dtype=torch.bfloat16, tolerance=tolerance, device="cuda", scale=0.1, heads=6, dk=widths[0], dv=widths[1])
 
 
 @pytest.mark.gpu

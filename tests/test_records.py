@@ -221,7 +221,7 @@ def test_arms_are_interleaved(finished):
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"name": "Bad Name"}, "record name"), ({"track_name": None}, "track"), ({"n": 2, "track_name": "sprint-webtext"}, "runs an arm"),
+    ({"name": "Bad Name"}, "record name"), ({"track_name": None}, "track"), ({"n": 2, "track_name": "sprint-webtext", "kind": "ml"}, "runs an arm"),
     ({"data": Path("nowhere")}, "data"), ({"parent": "missing"}, "record"),
 ])
 def test_new_refuses_in_one_line_and_leaves_nothing(tmp_path, options, words):
