@@ -106,7 +106,7 @@ class ModelConfig:
 # Roles connect parameters to their optimizer: each parameter declares one, and each role has exactly one rule.
 @dataclass(frozen=True)
 class MuonRule:
-    """Hidden matrices. `matrix` is the (rows, columns) shape, in units of (width, mlp_width), of one matrix to orthogonalise."""
+    """Hidden matrices, orthogonalised one by one; the parameter says of which shape they are."""
     learning_rate_multiplier: float
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import helpers
-from helpers import BOS, CPU, PRESET, VOCABULARY, tg, write_shard
+from helpers import BOS, CPU, VOCABULARY, tg, write_shard
 
 MARK = 59_999  # the BOS of the corpus whose other tokens are all different, so that a token tells its place
 STAGES = (tg.Stage(3, 512, 40, 8, 16), tg.Stage(2, 1024, 100, 8, 16), tg.Stage(2, 768, 40, 8, 16))

@@ -108,7 +108,7 @@ def plain_gradients(corpus):
         patch.setattr(tg, "BOS", BOS)
         stream = tg.TokenStream(corpus, 8000, helpers.VOCABULARY)
         plan = tg.plan_batches(stream, PRESET.stages)
-        model, total, losses = random_model(DOUBLE), None, []
+        model, losses = random_model(DOUBLE), []
         geometry = tg.rotary_geometry(replace(PRESET, model=DOUBLE), 0, 97, CPU)
         for slot in range(8):
             pieces = tg.slot_pieces(stream, plan, PRESET.stages[0], 0, slot)
