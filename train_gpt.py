@@ -7,7 +7,7 @@
 Launch
     ./run.sh                                                     the preset this machine can run, with what it has
     torchrun --standalone --nproc_per_node=8 train_gpt.py        one node; 4, 2 or 1 GPU train on the same tokens, accumulated
-    python train_gpt.py --preset smoke                           any computer, no network: two minutes on two CPU cores
+    python train_gpt.py --preset smoke                           any computer, no network: a minute or two on two CPU cores
 
 Options worth knowing: --seed N, --runs N (the compiled model is reused), --profile A:B (a trace of those steps), --val-every N,
 --stop-after N, --save FILE, --eval FILE, --sample FILE "text".
