@@ -1536,9 +1536,10 @@ class Optimizer:
     @torch.no_grad()
     def step(self, rates: dict[str, Tensor], adam: bool) -> None:
         """Update everything (adam) or the matrices only; `rates` holds 0-dimensional tensors, see step_rates."""
-        work = [*self.tables, self.scalars, *self.banks] if adam else self.banks
-        for item in work[len(self.tables):] if adam else work:  # the tables' reductions left from the hooks
+        rest = [self.scalars, *self.banks] if adam else self.banks
+        for item in rest:
             item.reduce_()
+        work = [*self.tables, *rest] if adam else rest  # the tables' reductions left from the hooks
         for item in work:
             item.compute_(rates)
             item.gather_()
@@ -2164,7 +2165,8 @@ class Trainer:
             steps = slice(step, step + stage.steps)
             documents = self.plan.last[steps] - self.plan.first[steps] + 1
             most = int(documents.max(initial=1)) * self.micro_slots[stage]
-            borders[stage] = padded_borders(max(most, len(self.warm_pieces[stage])))
+            # Two equal stages are one key: keep the larger bound.
+            borders[stage] = max(borders.get(stage, 0), padded_borders(max(most, len(self.warm_pieces[stage]))))
             step += stage.steps
         return borders
 
@@ -2310,8 +2312,8 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
         log.say(f"{time_us / 1e3:10.2f} ms {100 * time_us / busy:5.1f} %  {name[:110]}")
 
 
-def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[Tensor, int]:
-    """All steps, on the clock. Returns the last loss (on the device) and the digest of this rank's training tokens."""
+def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
+    """All steps, on the clock. Returns the digest of this rank's training tokens."""
     preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
     steps = min(preset.steps, options.stop_after or preset.steps)
     digest, profiler, index = 0, None, -1
@@ -2348,7 +2350,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[Tens
         meter.flush()
     finally:
         batches.close()
-    return loss, digest
+    return digest
 
 
 def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict[str, Any]) -> float:
@@ -2373,7 +2375,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     gc.collect()
     gc.freeze()
     log.say(f"first timed step {clock.since_start():.1f} s after the process started")
-    _, digest = timed_loop(trainer, log, options)
+    digest = timed_loop(trainer, log, options)
     elapsed = clock.milliseconds()
     recompiled = compiled_graphs() - graphs
     complete = not options.profile and options.stop_after is None

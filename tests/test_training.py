@@ -346,3 +346,14 @@ def test_training_learns(corpus, tiny):
         trainer.training_step(step, batches, tg.is_adam_step(preset, step), trainer.geometries[tg.stage_index(preset, step)])
     assert start == pytest.approx(np.log(512), abs=0.01)
     assert trainer.validate(trainer.final_geometry) < start - 0.5
+
+
+def test_equal_stages_share_the_larger_bound():
+    """Stages are keys: a schedule may hold one twice, and its first part may have the batches with more documents."""
+    trainer = object.__new__(tg.Trainer)
+    stage = replace(PRESET.stages[0], steps=2)
+    trainer.preset = replace(PRESET, stages=(stage, stage))
+    trainer.micro_slots, trainer.warm_pieces = {stage: 2}, {stage: []}
+    documents = np.array([[50] * 8] * 2 + [[1] * 8] * 2)
+    trainer.plan = tg.Plan(np.zeros_like(documents), documents - 1, 0)
+    assert trainer._borders()[stage] >= 2 * 50
