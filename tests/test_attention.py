@@ -279,8 +279,8 @@ needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), rea
 @pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "empty_documents"])
 def test_gpu_layouts(layout, widths):
     # With window 0 the gradients of q and k are zero: what is left is the rounding of p to bf16 before its division by the row
-    # sum, 2^-9 of dout.v (up to 50) times scale times k (up to 4).
-    tolerance = 0.1 if layout == "window_0" else 2e-2
+    # sum. The same roundings emulated in float32 on these operands leave up to 0.040.
+    tolerance = 0.06 if layout == "window_0" else 2e-2
     check(*LAYOUTS[layout], dtype=torch.bfloat16, tolerance=tolerance, device="cuda", scale=0.1, heads=6, dk=widths[0], dv=widths[1])
 
 
