@@ -103,7 +103,7 @@ def load(path: Path) -> Folder:
     path = (path if path.exists() else HOME / path.name).resolve()
     try:
         record = json.loads((path / "record.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         fail(f"record {path}", "a folder with record.json", error, "give a folder made by: python records new NAME")
     if errors := schema_errors(record):
         fail(f"{path}/record.json", "the schema of records/README.md", errors[0], "restore the file, or make the record again")

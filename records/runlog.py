@@ -70,7 +70,7 @@ def chained_lines(text: str) -> tuple[list[dict[str, Any]], str | None]:
         try:
             lines.append(json.loads(row))
             lines[-1]["kind"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return [line for line in lines if isinstance(line, dict) and "kind" in line], f"line {number} is no event"
         if mark != f'{chain}"}}':
             return lines, f"line {number} or the one before it was edited"
@@ -100,7 +100,7 @@ def read_json_log(path: Path, text: str) -> Run:
         total = sum(stage["steps"] for stage in head.get("preset", {}).get("stages", ()))
         return Run(path, end.get("state", "incomplete"), head, float(end.get("loss", math.nan)), float(end.get("ms", math.nan)), total, train,
                    np.array([(step, seconds, loss) for (step, loss, _), seconds in zip(vals, at)], float).reshape(-1, 3), stages, tuple(lines), broken)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         return Run(path, "incomplete", broken=broken or f"an event lacks or mistypes a field ({type(error).__name__}: {error})")
 
 
