@@ -24,6 +24,7 @@ Map
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import functools
 import gc
@@ -35,9 +36,12 @@ import pickle
 import platform
 import queue
 import secrets
+import shutil
+import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,13 +263,15 @@ class Ranks:
 
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
+        self.processes, self.stop_asked = [os.getpid()], False
+        self.beat: Callable[..., None] = lambda *_: None  # the watchdog's while one watches
 
     @staticmethod
     def start() -> Ranks:
         """Read torchrun's variables, pick the device and join the process group."""
         rank, world, local = (int(os.environ.get(name, default)) for name, default in
                               (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
-        if SLOTS % world:
+        if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
         if torch.cuda.is_available():
             if local >= torch.cuda.device_count():
@@ -276,7 +282,11 @@ class Ranks:
             device = torch.device("cpu")
         if world > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
-        return Ranks(rank, world, device)
+        ranks = Ranks(rank, world, device)
+        if world > 1:
+            ranks.processes = ranks.gather_objects(os.getpid())
+            signal.signal(signal.SIGINT, ranks.ask_to_stop)
+        return ranks
 
     def shard(self, full: Tensor) -> Tensor:
         """This rank's equal part of `full` along its first dimension, a view."""
@@ -319,9 +329,64 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def finish(self) -> None:
+    def ask_to_stop(self, *_: Any) -> None:
+        """Ctrl-C finds ranks between different collectives: the first one only asks, and they agree at a flush; the second acts at once."""
+        self.stop_asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def lost(self) -> str:
+        """Which ranks have ended or stand still, in words for a message."""
+        lost = [str(rank) for rank, process in enumerate(self.processes) if process_state(process) in "XZTt"]
+        return f" (rank {', '.join(lost)} has ended or stands still)" if lost else ""
+
+    def finish(self, code: int) -> None:
         if self.world > 1 and dist.is_initialized():
+            if code:  # neither NCCL nor the end of the interpreter may wait for a rank that has failed
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
             dist.destroy_process_group()
+
+
+class Watchdog:
+    """Ends this process with exit code 4 when nothing progresses for `limit_s`: a collective waits for a dead rank for ever.
+
+    Progress is a beat, or the device reaching the point that was queued at one: the host may be far ahead and then wait. The
+    thread counts its own short waits, so the time in which a process is suspended does not count.
+    """
+
+    def __init__(self, ranks: Ranks, limit_s: float, last_words: Callable[[str], None]):
+        self.ranks, self.limit_s, self.last_words = ranks, limit_s, last_words
+        self.events: collections.deque = collections.deque()
+        self.done, ranks.beat = threading.Event(), self.beat
+        self.beat("the start")
+        self.thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
+        self.thread.start()
+
+    def beat(self, doing: str, patience: float = 1.0) -> None:
+        """This rank goes on, with something that may take `patience` times the limit."""
+        self.doing, self.patience, self.idle_s = doing, patience, 0.0
+        if self.ranks.device.type == "cuda" and patience == 1:  # not in the warm-up: a query while a graph is captured breaks it
+            self.events.append(torch.cuda.Event())
+            self.events[-1].record()
+
+    def _work(self) -> None:
+        wait_s = min(1.0, self.limit_s / 8)
+        while not self.done.wait(wait_s):
+            self.idle_s += wait_s
+            while self.events and self.events[0].query():
+                self.events.popleft()
+                self.idle_s = 0.0
+            if self.idle_s > (limit_s := self.limit_s * self.patience):
+                message = (f"rank {self.ranks.rank}: expected progress within {limit_s:g} s, found none since {self.doing}{self.ranks.lost()}; "
+                           "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
+                print(f"train_gpt: {message}", file=sys.stderr, flush=True)
+                self.last_words(message)
+                os._exit(EXIT_HARDWARE)
+
+    def close(self) -> None:
+        self.done.set()
+        self.thread.join(timeout=5)
 
 
 class Clock:
@@ -376,6 +441,36 @@ def process_age_seconds() -> float:
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+def process_state(process: int) -> str:
+    """Linux's letter for what a process does, X where there is none, ? where /proc does not tell."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "X" if Path("/proc/self/stat").exists() else "?"
+
+
+def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
+    """The Failure that an error of the device or of another rank amounts to; None for what is a bug or an interruption."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        what, fix = "GPU memory: expected enough", "end other programs on this GPU (nvidia-smi)"
+    elif type(error).__name__ == "OutOfResources":  # Triton's
+        what, fix = "kernel: expected to fit this GPU", "--reference"
+    elif isinstance(error, torch.AcceleratorError):
+        what, fix = "GPU: expected to work", "start again; if it stays, test the GPU"
+    elif ranks is not None and ranks.world > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        what, fix = f"other ranks: expected an answer{ranks.lost()}", "see what they said first"
+    else:
+        return None
+    reason = str(error).partition("\n")[0]
+    return Failure(f"{what}, found '{reason}'; fix: {fix}", EXIT_HARDWARE)
+
+
+# Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
+PEAK_TFLOPS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -1734,8 +1829,11 @@ class GPT(nn.Module):
 # ======================================================================================================================
 def open_shard(path: Path, vocabulary: int) -> np.ndarray:
     """Memory-map the tokens (uint16) of one shard after checking header, size and content against data/README.md."""
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype="<i4", count=256)
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=256)
+    except OSError as error:
+        fail(f"{path}", "a readable file", error.strerror, "permit or replace it")
     if len(header) < 256:
         fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
     if header[0] != SHARD_MAGIC:
@@ -1773,15 +1871,23 @@ class TokenStream:
             starts.append(np.flatnonzero(np.asarray(shard) == BOS))
             if not len(starts[-1]):
                 fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
+        self.files = [path.open("rb", buffering=0) for path in self.paths]
         self.shard_of = np.repeat(np.arange(len(starts)), [len(s) for s in starts])
         self.start = np.concatenate(starts)
         self.length = np.concatenate([np.diff(s, append=len(shard)) for s, shard in zip(starts, self.shards)])
 
     def read(self, document: int, length: int) -> np.ndarray:
         """The first `length` tokens of a document and the one after them (the next document's BOS at a shard's end)."""
-        shard, start = self.shards[self.shard_of[document]], self.start[document]
-        tokens = np.asarray(shard[start:start + length + 1])
-        return tokens if len(tokens) > length else np.append(tokens, np.uint16(BOS))
+        number, start = self.shard_of[document], int(self.start[document])
+        wanted = min(length + 1, len(self.shards[number]) - start)
+        try:  # not through the memory map: a file that was cut or fails since it was checked would kill the process by a signal
+            raw, found = os.pread(self.files[number].fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * start), "the end of the file"
+        except OSError as error:
+            raw, found = b"", error.strerror
+        if len(raw) != 2 * wanted:
+            fail(f"{self.paths[number]}: reading at token {start:,}", f"{wanted:,} tokens as when it was checked", found, "fetch this file again")
+        tokens = np.frombuffer(raw, dtype="<u2")
+        return tokens if wanted > length else np.append(tokens, np.uint16(BOS))
 
 
 @dataclass(frozen=True)
@@ -2031,6 +2137,7 @@ class RunLog:
 
     def __init__(self, path: Path | None, quiet: bool = False):
         self.path, self.quiet, self.file, self.chain = path, quiet, None, ""
+        self.terminal = sys.stdout.isatty()
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -2049,15 +2156,17 @@ class RunLog:
     def line(self, kind: str, **fields: Any) -> None:
         self.queue.put({"kind": kind, **fields})
 
-    def say(self, text: str) -> None:
-        """Text for the person who watches; the log does not keep it."""
-        self.queue.put(text)
+    def say(self, text: str, bar: str = "") -> None:
+        """Text for the person who watches; the log does not keep it. On a terminal the bar stays under it until the next text."""
+        self.queue.put(f"\r\033[K{text}\n{bar}" if self.terminal else f"{text}\n")
 
     def _write(self) -> None:
         while (item := self.queue.get()) is not None:
             if isinstance(item, str):
-                if not self.quiet:
-                    print(item, flush=True)
+                try:
+                    print("" if self.quiet else item, end="", flush=True)
+                except OSError:  # whoever watched has gone; the log goes on
+                    self.quiet = True
             elif self.file is not None:
                 text = json.dumps(item)
                 self.chain = chain_hash(self.chain, text)
@@ -2087,11 +2196,16 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 
 
 def files_hash(paths: Sequence[Path]) -> str:
-    """SHA-256 over what `sha256sum` would print of files, in order: a record can check it from the files' own sums."""
+    """SHA-256 over what `sha256sum` would print of files, in order: a record can check it from the files' own sums. Fails where
+    SHA256SUMS beside a file states another one."""
     lines = []
     for path in paths:
         with path.open("rb") as file:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
+        sums = path.with_name("SHA256SUMS")
+        stated = [line for line in sums.read_text().splitlines(keepends=True) if line.endswith(f"  {path.name}\n")] if sums.exists() else []
+        if stated and stated[-1] != lines[-1]:
+            fail(f"{path}: SHA-256", f"{stated[-1][:64]} as in SHA256SUMS", lines[-1][:64], "fetch this file again")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -2111,15 +2225,54 @@ def state_hash(state: dict[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def micro_batch_slots(stage: Stage, ranks: Ranks, bytes_per_token: int = 900_000) -> int:
-    """How many of a rank's slots form one micro-batch: as many as fit in two thirds of the memory, in equal parts."""
+def flops_per_token(model: ModelConfig, stage: Stage, lengths: np.ndarray) -> float:
+    """Operations to train on a token of documents of these lengths: 6 a matrix weight, and for each channel of the heads 12 a pair
+    of query and key that the window lets meet. Recomputation, lookups and element-wise work do not count."""
+    lengths = np.minimum(lengths, stage.document_cap_tokens)
+    channels, flops = model.heads * model.head_width, 6 * model.width * model.vocabulary
+    for layer in model.layers:
+        near = np.minimum(lengths, 1 + (stage.long_window_tokens if layer.window == "long" else stage.short_window_tokens))
+        pairs = (near * (near + 1) / 2 + (lengths - near) * near).sum() / lengths.sum()
+        flops += layer.attention * channels * (24 * model.width + 12 * pairs) + layer.mlp * 12 * model.width * model.mlp_width
+    return flops
+
+
+def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None = None) -> tuple[bool, int, int]:
+    """Whether layers are computed again in the backward pass, the most tokens of a micro-batch, and the bytes that a rank then needs.
+
+    State is summed over the very tensors; bytes a token are peaks measured on one H200 for GPT_SMALL, rounded up. Fails if a
+    single slot does not fit in `room_bytes` (default: what is free on the fullest GPU; on a CPU there is nothing to fit).
+    """
+    if room_bytes is None:
+        if ranks.device.type != "cuda":
+            return False, sys.maxsize, 0
+        room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
+    meta = Ranks(ranks.rank, ranks.world, torch.device("meta"))
+    state = sum(tensor.nbytes for tensor in Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops).state().values())
+    slot = max(stage.slot_tokens for stage in preset.stages)
+    for recompute, per_token in ((False, 1_050_000 if ops.names["attention"] == "reference" else 560_000), (True, 245_000)):
+        tokens = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time
+        needed = state + max(tokens * per_token, 37_000 * preset.val_window_tokens)
+        if needed <= room_bytes:
+            return recompute, tokens, needed
+    fail("GPU memory", f"{needed / 2**30:.1f} GiB for one slot of {slot:,} tokens at a time", f"{room_bytes / 2**30:.1f} GiB",
+         "more GPUs, end other programs on this one (nvidia-smi), or --preset smoke", EXIT_HARDWARE)
+
+
+def micro_batch_slots(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
+    """How many of a rank's slots form one micro-batch: as many as have at most so many tokens, in equal parts."""
     slots = SLOTS // ranks.world
-    if ranks.device.type != "cuda":
-        return slots
-    room = torch.cuda.get_device_properties(ranks.device).total_memory * 2 // 3
-    while slots > 1 and slots * stage.slot_tokens * bytes_per_token > room:
+    while slots > 1 and slots * stage.slot_tokens > most_tokens:
         slots //= 2
     return slots
+
+
+def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, Plan, Path, list[list[np.ndarray]], str]:
+    """What a run reads, checked: training stream, its plan for the whole schedule, validation shard and windows, hash of the shards."""
+    stream = TokenStream(folder, preset.train_tokens, preset.model.vocabulary)
+    plan, shard = plan_batches(stream, preset.stages), find_shards(folder, "val")[0]
+    windows = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, preset.model.vocabulary)
+    return stream, plan, shard, windows, files_hash([*stream.paths, shard])
 
 
 class Trainer:
@@ -2128,11 +2281,8 @@ class Trainer:
     def __init__(self, preset: Preset, ranks: Ranks, ops: Ops, clock: Clock, data: Path):
         self.preset, self.ranks, self.ops, self.clock = preset, ranks, ops, clock
         vocabulary, stages = preset.model.vocabulary, preset.stages
-        self.stream = TokenStream(data, preset.train_tokens, vocabulary)
-        self.plan = plan_batches(self.stream, stages)
-        validation_shard = find_shards(data, "val")[0]
-        self.data_hash = files_hash([*self.stream.paths, validation_shard])
-        windows = validation_windows(validation_shard, preset.val_tokens, preset.val_window_tokens, vocabulary)
+        self.stream, self.plan, validation_shard, windows, self.data_hash = open_corpus(preset, data)
+        recompute, micro_batch_tokens, _ = memory_plan(preset, ranks, ops)
         longest = max(len(piece) for pieces in windows for piece in pieces)
         pin = ranks.device.type == "cuda"
         borders = padded_borders(max(len(pieces) for pieces in windows))
@@ -2140,13 +2290,16 @@ class Trainer:
         self.validation = [pack(pieces, borders, max(len(p) for p in pieces), preset.model.padded_vocabulary, pin) for pieces in mine]
         validated = np.asarray(open_shard(validation_shard, vocabulary)[:preset.val_tokens + 1])
         self.validation_hash = hashlib.sha256(validated.tobytes()).hexdigest()[:16]
-        self.micro_slots = {stage: micro_batch_slots(stage, ranks) for stage in stages}
+        self.micro_slots = {stage: micro_batch_slots(stage, ranks, micro_batch_tokens) for stage in stages}
         self.warm_pieces = {stage: generated_pieces(self.micro_slots[stage] * stage.slot_tokens, stage.document_cap_tokens, seed=7)
                             for stage in stages}
         self.borders = self._borders()
         self.warm = False
 
         self.model = GPT(preset.model, ops, ranks.device)
+        if recompute:
+            for block in self.model.blocks.values():
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         self.model.reset(seed=0)
         self.optimizer = Optimizer(self.model, preset.optimizer, ranks, ops)
         self.longest = longest
@@ -2185,7 +2338,8 @@ class Trainer:
     def validate(self, geometry: Geometry) -> float:
         """Mean cross-entropy in nats a token over the validation windows, every token counted."""
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for batch in self.validation:
+        for number, batch in enumerate(self.validation):
+            self.ranks.beat(f"validation window {number}")
             total += self.model.evaluate(batch.to(self.ranks.device), geometry).double()
         return float(self.ranks.sum(total)) / self.preset.val_tokens
 
@@ -2204,6 +2358,7 @@ class Trainer:
             count = SLOTS // self.ranks.world // self.micro_slots[stage]
             for adam in (False, True):
                 if (shape, adam) not in shapes:
+                    self.ranks.beat("warm-up", 10)  # it compiles
                     self.training_step(step, [batch] * count, adam, self.geometries[index])
                     shapes.add((shape, adam))
                     variants += 1
@@ -2246,16 +2401,18 @@ class Meter:
         """Note the loss of `step` (0-based). Every rank calls this at the same steps, of which each stage's last is one: it
         holds one all-reduce, and an interval never spans two stages."""
         self.flush()
-        loss = self.trainer.ranks.sum(loss.clone())
-        host = torch.empty((), pin_memory=self.cuda)
-        host.copy_(loss, non_blocking=True)
+        ranks = self.trainer.ranks
+        sums = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked))))
+        host = torch.empty(2, pin_memory=self.cuda)
+        host.copy_(sums, non_blocking=True)
         steps = step + 1 - self.last_step
         self.tokens += steps * stage.batch_tokens
         self.pending = (step + 1, host, self.last, self._now(), steps, stage, self.tokens)
         self.last, self.last_step = self.pending[3], step + 1
 
     def flush(self) -> None:
-        """Log what was recorded last. Raises Failure (numerics) if its loss is not finite: on every rank at the same step."""
+        """Log what was recorded last. On every rank at the same step, raises Failure (numerics) if its loss is not finite, and
+        KeyboardInterrupt if a rank was asked to stop."""
         if self.pending is None:
             return
         step, host, before, after, steps, stage, tokens = self.pending
@@ -2263,12 +2420,17 @@ class Meter:
         if self.cuda:
             after.synchronize()
         elapsed = before.elapsed_time(after) if self.cuda else after - before
-        loss, per_step, total = float(host) / stage.batch_tokens, elapsed / steps, self.trainer.preset.steps
+        loss, per_step, total = float(host[0]) / stage.batch_tokens, elapsed / steps, self.trainer.preset.steps
+        all_tokens = sum(s.steps * s.batch_tokens for s in self.trainer.preset.stages)
+        left_s = elapsed / 1e3 * (all_tokens - tokens) / (steps * stage.batch_tokens)
+        bar = f"[{'#' * (40 * tokens // all_tokens):40}] {tokens / all_tokens:4.0%}, {left_s:.0f} s left"
         self.log.line("step", step=step, train_loss=round(loss, 6), tokens=tokens, ms_per_step=round(per_step, 3))
         self.log.say(f"step {step:5d}/{total}   train loss {loss:7.4f}   {per_step:8.2f} ms/step   {stage.batch_tokens / per_step:6.1f} tokens/ms"
-                     f"   {per_step * (total - step) / 1e3:6.1f} s left")
+                     f"   {left_s:6.1f} s left", bar)
         if not math.isfinite(loss):
             fail("training loss", "a finite number", f"{loss} at step {step}", "lower the learning rate or report this seed", EXIT_NUMERICS)
+        if host[1]:
+            raise KeyboardInterrupt
 
 
 def compiled_graphs() -> int:
@@ -2333,6 +2495,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
             micro = [next(batches) for _ in range(count)]
             digest += sum(batch.digest for batch in micro)
             loss = trainer.training_step(step, micro, is_adam_step(preset, step), trainer.geometries[index])
+            ranks.beat(f"step {step + 1}")
             last_of_stage = step + 1 == steps or stage_index(preset, step + 1) != index
             if (step + 1) % preset.log_every_steps == 0 or step == 0 or last_of_stage:
                 meter.record(step, loss, stage)
@@ -2351,6 +2514,17 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
     finally:
         batches.close()
     return digest
+
+
+def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
+    """Throughput of the first `steps` steps, in tokens and, where the GPU's peak is known, as model-FLOP utilisation."""
+    tokens, flops, preset, device = 0, 0.0, trainer.preset, machine_facts(trainer.ranks.device)["device"]
+    for stage in preset.stages:
+        part = min(stage.steps, steps) * stage.batch_tokens
+        tokens, flops, steps = tokens + part, flops + part * flops_per_token(preset.model, stage, trainer.stream.length), max(0, steps - stage.steps)
+    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), None)
+    share = "" if peak is None else f", MFU {flops / elapsed_ms / 1e7 / trainer.ranks.world / peak:.1f} % of {peak:.0f} TFLOP/s a GPU"
+    return f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s{share}"
 
 
 def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict[str, Any]) -> float:
@@ -2392,6 +2566,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
              train_hash=tokens, val_hash=trainer.validation_hash, recompiled=recompiled)
     log.say(f"val loss {value:.4f} after {elapsed / 1e3:.2f} s of training, {preset.name}, seed {seed}, {ranks.world} rank(s)"
             + (f", peak memory {memory} MiB" if memory else "") + (f"; {state}" if state != "ok" else ""))
+    log.say(f"{speed(trainer, elapsed, options.stop_after or preset.steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
     return value
 
 
@@ -2412,11 +2587,18 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
     }
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(content, aside)
         os.replace(aside, path)
     except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter when the disk is full
         aside.unlink(missing_ok=True)
         fail(f"saving {path}", "a writable folder with space", error, "choose another place for --save")
+
+
+def saved_geometry(content: dict[str, Any], model: GPT, positions: int) -> Geometry:
+    attention = content["attention"]
+    return geometry_tables(np.array(attention["frequency"]), attention["scale"], tuple(attention["windows"]), positions,
+                           model.head.dtype, model.head.device)
 
 
 def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
@@ -2425,23 +2607,26 @@ def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict):
             raise TypeError(f"a {type(content).__name__}")
-        weights, config, *_ = (content[key] for key in ("weights", "model", "attention", "validation"))
+        weights, config, _, validation = (content[key] for key in ("weights", "model", "attention", "validation"))
         config = json.loads(config)
+        # Before anything is allocated: a view of one element can claim any size.
+        if sum(weight.nbytes for weight in weights.values()) > path.stat().st_size or config["value_embeddings"] > len(weights):
+            raise ValueError("weights larger than the file")
+        if not all(0 < validation[key] < 2**40 for key in ("tokens", "window")):
+            raise ValueError("validation of no tokens")
         config = ModelConfig(**{**config, "layers": tuple(Layer(**layer) for layer in config["layers"]), "softcap": Softcap(*config["softcap"])})
         if device.type == "cpu":  # bfloat16 matrix products are slow there
             config = dataclasses.replace(config, dtype="float32")
-        model = GPT(config, select_ops(device, fast=False), device)
-        model.load_state_dict(weights, strict=True)
-    except (OSError, LookupError, TypeError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        ops = select_ops(device, fast=False)
+        GPT(config, ops, torch.device("meta")).load_state_dict(weights, strict=True, assign=True)  # compares shapes
+        model = GPT(config, ops, device).requires_grad_(False)
+        model.load_state_dict(weights)
+        probe = pack([np.array([BOS, 0, BOS], dtype=np.uint16)], 1, 2, config.padded_vocabulary, pin=False)
+        model.evaluate(probe.to(device), saved_geometry(content, model, 2))
+    except (OSError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         fail(f"model file {path}", "a file written by --save", found, "train one with --save FILE")
-    return model.requires_grad_(False), content
-
-
-def saved_geometry(content: dict[str, Any], model: GPT, positions: int) -> Geometry:
-    attention = content["attention"]
-    return geometry_tables(np.array(attention["frequency"]), attention["scale"], tuple(attention["windows"]), positions,
-                           model.head.dtype, model.head.device)
+    return model, content
 
 
 def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
@@ -2499,9 +2684,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-dir", type=Path, default=Path("logs"))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--no-fp8", action="store_true", help="bfloat16 head")
+    parser.add_argument("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
     parser.add_argument("--attention", choices=("triton", "torch"), default="triton", help="our kernels, or torch's varlen_attn")
     parser.add_argument("--orthogonalize", choices=RECIPES, help="how Muon orthogonalises (default: the preset's)")
     parser.add_argument("--muon", action="store_true", help="plain Muon: no variance normalisation")
+    parser.add_argument("--stall-limit", type=float, default=120.0, metavar="SECONDS", help="end with exit code 4 when nothing progresses for so long")
+    parser.add_argument("--check", action="store_true", help="what a start would check, one line an item, then exit")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model of the last run")
     parser.add_argument("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
     parser.add_argument("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
@@ -2517,18 +2705,75 @@ def chosen_preset(arguments: argparse.Namespace) -> Preset:
     return dataclasses.replace(preset, optimizer=dataclasses.replace(preset.optimizer, **optimizer))
 
 
-def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> None:
+def operators(ops: Ops) -> str:
+    chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
+    return chosen + ("" if ops.names["head"] == "fp8" else " (the fastest need a GPU of compute capability 8.9 or more, and Triton)")
+
+
+def check_folder(folder: Path, needed_mb: int, option: str) -> str:
+    """Fails unless that much can be written to a folder, or to where it would be made."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free_mb = shutil.disk_usage(there).free // 1_000_000
+    if not (there.is_dir() and os.access(there, os.W_OK)) or free_mb < needed_mb:
+        fail(f"saving in {folder}", f"a writable folder with {needed_mb} MB free", f"{there} with {free_mb:,} MB", f"choose another place for {option}")
+    return f"{free_mb:,} MB free for {folder}"
+
+
+def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: Ops) -> int:
+    """The checks of a start. With --check all of them, a line each, and the exit code of the first that fails. Otherwise raises what
+    fails; the Trainer then checks data and memory likewise, and without the log's folder a run goes on unlogged."""
+    facts = machine_facts(ranks.device)
+
+    def versions() -> str:
+        if tuple(map(int, facts["torch"].split(".")[:2])) < (2, 11):
+            fail("torch", ">= 2.11, < 2.14", facts["torch"], "pip install -r requirements.txt")
+        return ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "triton", "numpy"))
+
+    def memory() -> str:
+        recompute, tokens, needed = memory_plan(preset, ranks, ops)
+        return (f"{needed / 2**30:.1f} GiB for micro-batches of up to {tokens:,} tokens{', layers recomputed' * recompute}; "
+                f"{torch.cuda.mem_get_info(ranks.device)[0] / 2**30:.1f} GiB free") if needed else "no GPU whose memory to fit"
+
+    def data() -> str:
+        stream, plan, *_, digest = open_corpus(preset, arguments.data or Path(preset.data))
+        return (f"{len(stream.paths)} shards, {int(stream.length.sum()):,} tokens to train on, of which the schedule takes "
+                f"{plan.tokens_consumed:,}; {preset.val_tokens:,} to validate; SHA-256 {digest[:16]}")
+
+    major, minor = capability(ranks.device)
+    checks = {"versions": versions, "operators": lambda: operators(ops),
+              "devices": lambda: f"{ranks.world} x {facts['device']}, compute capability {major}.{minor}, {len(facts['gpus'])} GPU(s) here"}
+    if arguments.save:
+        checks["model"] = lambda: check_folder(arguments.save.parent, 1000, "--save")
+    if arguments.check:
+        checks |= {"log": lambda: check_folder(arguments.log_dir, 10, "--log-dir"), "memory": memory, "data": data}
+    code = 0
+    for name, check in checks.items():
+        try:
+            line = f"ok    {name:<9}  {check()}"
+        except Failure as failure:
+            if not arguments.check:
+                raise
+            line, code = f"FAIL  {name:<9}  {failure}", code or failure.code
+        if arguments.check and ranks.rank == 0:
+            print(line, flush=True)
+    return code
+
+
+def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
     preset = chosen_preset(arguments)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     seed = ranks.gather_objects(seed)[0]
-    ops = select_ops(ranks.device, compile=not arguments.eager, fp8=not arguments.no_fp8, attention=arguments.attention)
+    fast = not arguments.reference and capability(ranks.device) >= (8, 0)
+    ops = select_ops(ranks.device, fast, compile=not arguments.eager, fp8=not arguments.no_fp8, attention=arguments.attention)
     last = min(preset.steps, arguments.stop_after or preset.steps) - 1
     if arguments.profile and not 0 <= arguments.profile[0] <= arguments.profile[1] <= last:
         fail("--profile A:B", f"0 <= A <= B <= {last}", "{}:{}".format(*arguments.profile), "name steps that the run has")
     main_rank = ranks.rank == 0
     if main_rank:
-        chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
-        print(f"{preset.status}\n{ranks.world} rank(s), {machine_facts(ranks.device)['device']}, {chosen}", flush=True)
+        print(f"{preset.status}\n{ranks.world} rank(s), {machine_facts(ranks.device)['device']}, {operators(ops)}", flush=True)
+    code = preflight(arguments, preset, ranks, ops)
+    if arguments.check:
+        return code
     trainer = Trainer(preset, ranks, ops, clock, arguments.data or Path(preset.data))
     defaults = parse_arguments([])
     settings = {key: str(value) for key, value in vars(arguments).items() if value != getattr(defaults, key)}
@@ -2536,39 +2781,53 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> None
         name = f"{preset.name}-w{ranks.world}-s{seed + run}-{secrets.token_hex(3)}"
         options = RunOptions(arguments.stop_after, arguments.val_every, arguments.profile, arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json")
         log = RunLog(arguments.log_dir / f"{name}.jsonl" if main_rank else None, quiet=not main_rank)
+
+        def end(state: str, code: int | None) -> None:
+            log.line("end", state=state, code=code)
+            log.close()
+
+        watchdog = Watchdog(ranks, arguments.stall_limit, lambda message: end(f"failed: {message}", EXIT_HARDWARE))
         try:
             loss = train(trainer, seed + run, log, options, settings)
+            ranks.beat("the end of the run", 10)
             if arguments.save and run == arguments.runs - 1 and main_rank:
                 save_model(arguments.save, trainer, loss, seed + run)
         except BaseException as error:
-            log.line("end", state="interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error}", code=getattr(error, "code", None))
+            failure = explained(error, ranks) or error
+            end("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {failure}", getattr(failure, "code", None))
             raise
         finally:
+            watchdog.close()
             log.close()
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    ranks = None
+    ranks, code, message = None, 0, ""
     try:
         ranks = Ranks.start()
-        clock = Clock(ranks.device)
         if arguments.eval:
             print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
         elif arguments.sample:
             print(sample_text(Path(arguments.sample[0]), arguments.sample[1], ranks.device))
         else:
-            train_all(arguments, ranks, clock)
-    except Failure as failure:
-        print(f"train_gpt: {failure}", file=sys.stderr, flush=True)
-        return failure.code
+            code = train_all(arguments, ranks, Clock(ranks.device))
     except KeyboardInterrupt:
-        print("train_gpt: interrupted", file=sys.stderr, flush=True)
-        return 130
-    finally:
-        if ranks is not None:
-            ranks.finish()
-    return 0
+        code, message = 130, "interrupted"
+    except Exception as error:
+        failure = explained(error, ranks)
+        if failure is None and (ranks is None or ranks.world == 1):
+            raise
+        if failure is None:
+            traceback.print_exc()
+        code, message = (failure.code, failure) if failure else (1, f"unexpected {type(error).__name__}, see above")
+    if message:
+        rank = f"rank {ranks.rank}: " if ranks and ranks.world > 1 else ""
+        print(f"train_gpt: {rank}{message}", file=sys.stderr, flush=True)
+    if ranks is not None:
+        ranks.finish(code)
+    return code
 
 
 if __name__ == "__main__":

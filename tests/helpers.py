@@ -102,8 +102,8 @@ def only(events, kind):
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
-def train_rank(world, rank, port, corpus, folder):
-    """One process of a run, as torchrun would start it; leaves what it said and its final state in `folder`."""
+def train_rank(world, rank, port, corpus, folder, options=(), prepare=None):
+    """One process of a run, as torchrun would start it; leaves what it said and, unless `prepare` breaks it, its final state in `folder`."""
     out = os.open(folder / f"{world}-{rank}.out", os.O_CREAT | os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -118,8 +118,11 @@ def train_rank(world, rank, port, corpus, folder):
         torch.save({"loss": loss, "state": trainer.optimizer.state()}, folder / f"{world}-{rank}.pt")
         return loss
 
-    tg.train = train_and_keep
-    sys.exit(tg.main(["--preset", "tiny", "--seed", str(SEED), "--data", str(corpus), "--log-dir", str(folder / f"logs-{world}")]))
+    if prepare is None:
+        tg.train = train_and_keep
+    else:
+        prepare(rank)
+    sys.exit(tg.main(["--preset", "tiny", "--seed", str(SEED), "--data", str(corpus), "--log-dir", str(folder / f"logs-{world}"), *options]))
 
 
 def launch(corpus, folder, worlds):
@@ -131,15 +134,21 @@ def launch(corpus, folder, worlds):
     return folder
 
 
+def start_world(world, *arguments):
+    """Fork the ranks of one run; `arguments` are train_rank's from `corpus` on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=train_rank, args=(world, rank, port, *arguments)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
 def fork_worlds(corpus, folder, worlds):
     for world in worlds:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = multiprocessing.get_context("fork")
-        ranks = [context.Process(target=train_rank, args=(world, rank, port, corpus, folder)) for rank in range(world)]
-        for process in ranks:
-            process.start()
+        ranks = start_world(world, corpus, folder)
         for process in ranks:
             process.join(120)
         if codes := [process.exitcode for process in ranks if process.exitcode != 0]:

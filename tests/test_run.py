@@ -268,11 +268,11 @@ def test_ctrl_c(run, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_numerical_failure(run, monkeypatch, value):
+def test_numerical_failure(run, monkeypatch, tmp_path, value):
     """Seen at the next flush, two logged steps later at most; the log says at which step, and is kept."""
     at_step(monkeypatch, 2, lambda trainer: trainer.model.embedding.data.fill_(value))
-    result = run("--seed", 3, "--save", "/nonexistent/never")
-    assert result.code == 3
+    result = run("--seed", 3, "--save", tmp_path / "never" / "model.pt")
+    assert result.code == 3 and not (tmp_path / "never").exists()
     assert re.fullmatch(r"train_gpt: training loss: expected a finite number, found nan at step 4; fix: .*\n", result.err)
     (log,) = result.logs
     assert log[-1]["kind"] == "end" and log[-1]["state"].startswith("failed") and "nan at step 4" in log[-1]["state"]
@@ -374,6 +374,11 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "a tensor": (lambda path: torch.save(torch.zeros(3), path), "found"),
     "missing a weight": (edit(lambda content: content["weights"].pop("head")), "state_dict"),
     "of another shape": (edit(lambda content: content["weights"].update(head=torch.zeros(3, 3))), "state_dict"),
+    "claiming another size": (edit(lambda content: content["weights"].update(head=torch.zeros(1).expand(512, 10**12))), "weights larger than the file"),
+    "of a thousand million tables": (edit(lambda content: content.update(model=content["model"].replace('"value_embeddings": 2', '"value_embeddings": 1000000000'))),
+                                     "weights larger than the file"),
+    "with another rotary": (edit(lambda content: content["attention"].update(frequency=["x"])), "found"),
+    "of no window": (edit(lambda content: content["validation"].update(window=0)), "validation of no tokens"),
     "without its validation": (edit(lambda content: content.pop("validation")), "KeyError: 'validation'"),
     "without its attention": (edit(lambda content: content.pop("attention")), "KeyError: 'attention'"),
 }
@@ -392,6 +397,8 @@ def test_bad_model_files(saved, corpus, capsys, monkeypatch, tmp_path, name):
 
 
 def test_saving_where_one_cannot(run, tmp_path):
-    result = run("--seed", 3, "--save", tmp_path / "nowhere" / "model.pt")
-    assert result.code == 2 and re.search(r"train_gpt: saving .*; fix: choose another place", result.err)
-    assert not (tmp_path / "nowhere").exists()
+    """Found before the training that it would waste."""
+    (tmp_path / "file").write_text("")
+    result = run("--seed", 3, "--save", tmp_path / "file" / "nowhere" / "model.pt")
+    assert result.code == 2 and re.fullmatch(r"train_gpt: saving in .*nowhere: expected a writable folder .*; fix: choose another place for --save\n", result.err)
+    assert not result.logs

@@ -119,7 +119,7 @@ def plain_gradients(corpus):
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 8])
 def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_gradients, slots):
-    monkeypatch.setattr(tg, "micro_batch_slots", lambda stage, ranks: slots)
+    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)
     trainer = helpers.make_trainer(corpus)
     helpers.randomise(trainer.model)
     batches = helpers.all_batches(trainer)[0]
@@ -186,7 +186,7 @@ def test_adam_gradients_wait_for_their_step(corpus, tiny):
 @pytest.mark.parametrize("slots", [2, 8])
 def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monkeypatch, slots):
     """Only on the last micro-batch of an Adam step, each table once, complete, and while others are still being computed."""
-    monkeypatch.setattr(tg, "micro_batch_slots", lambda stage, ranks: slots)
+    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)
     trainer = helpers.make_trainer(corpus)
     helpers.randomise(trainer.model)
     events, passes, backward, reduce_, final = [], [], torch.Tensor.backward, tg.AdamTable.reduce_, {}

@@ -1,0 +1,214 @@
+"""Runs of one and two processes in which something breaks: who says what, with which exit code, what the log keeps, and that all end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+import helpers
+from helpers import only, read_log, tg
+
+DEADLINE_S = 100  # of the harness; a guard against hanging, far above what any case takes
+
+
+def at_step(number, action):
+    """Do something right before step `number` of the timed loop."""
+    step_of = tg.Trainer.training_step
+
+    def step(trainer, step, *arguments):
+        if trainer.warm and step == number:
+            action(trainer)
+        return step_of(trainer, step, *arguments)
+
+    tg.Trainer.training_step = step
+
+
+def from_batch_of_step(number, action):
+    """Do something in the prefetch thread right before it reads the documents of step `number`."""
+    pieces_of = tg.slot_pieces
+
+    def pieces(stream, plan, stage, step, slot):
+        if step == number:
+            action(stream)
+        return pieces_of(stream, plan, stage, step, slot)
+
+    tg.slot_pieces = pieces
+
+
+def send(number):
+    return lambda _: os.kill(os.getpid(), number)
+
+
+def bug(_):
+    raise RuntimeError("a bug")
+
+
+def on(broken, fault, *arguments):
+    """A fault of one rank only."""
+    return lambda rank: fault(*arguments) if rank == broken else None
+
+
+def full_disk(limit_bytes):
+    return lambda rank: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+
+FAULTS = {  # number of processes, further options, what happens to a rank
+    "killed": (2, (), on(1, at_step, 2, send(signal.SIGKILL))),
+    "main rank killed": (2, (), on(0, at_step, 2, send(signal.SIGKILL))),
+    "stands still": (2, ("--stall-limit", "2"), on(1, at_step, 2, send(signal.SIGSTOP))),
+    "a bug": (2, (), on(1, at_step, 2, bug)),
+    "nan": (2, (), on(1, at_step, 2, lambda trainer: trainer.model.embedding.data.fill_(math.nan))),
+    "interrupted": (2, (), on(1, at_step, 2, send(signal.SIGINT))),
+    "interrupted alone": (1, (), on(0, at_step, 2, send(signal.SIGINT))),
+    "shard cut": (2, (), on(1, from_batch_of_step, 3, lambda stream: os.truncate(stream.paths[0], 1100))),
+    "disk stands still": (1, ("--stall-limit", "1"), on(0, from_batch_of_step, 3, lambda stream: threading.Event().wait())),
+    "disk full for the log": (1, (), full_disk(2500)),
+    "disk full for the model": (1, ("--save", "model.pt"), full_disk(30_000)),
+    "two launches: first": (1, (), lambda rank: None),
+    "two launches: second": (1, (), lambda rank: None),
+}
+
+
+def break_runs(corpus, folder):
+    """All cases, a few at a time; writes the exit codes of their ranks, "hangs" for one that had to be killed."""
+    codes, waiting = {}, list(FAULTS)
+    timer = threading.Timer(DEADLINE_S, lambda: os._exit(1))
+    timer.daemon = True
+    timer.start()
+    while waiting:
+        batch, waiting = waiting[-4:], waiting[:-4]
+        ranks = {}
+        for name in batch:
+            place = folder / name.partition(":")[0]
+            copy = place / "corpus"
+            if not copy.exists():
+                shutil.copytree(corpus, copy)
+            world, options, prepare = FAULTS[name]
+            ranks[name] = helpers.start_world(world, copy, place, [str(place / o) if o == "model.pt" else o for o in options], prepare)
+        for name in batch:
+            for process in ranks[name]:
+                process.join(1 if name == "stands still" and process is ranks[name][1] else 30)
+            codes[name] = ["hangs" if process.exitcode is None else process.exitcode for process in ranks[name]]
+            for process in ranks[name]:
+                process.kill()
+    (folder / "codes.json").write_text(json.dumps(codes))
+
+
+@pytest.fixture(scope="module")
+def broken(corpus, tmp_path_factory):
+    """broken(name) -> exit codes, what each rank said, its logs, the folder. One process imports torch and forks them all."""
+    folder = tmp_path_factory.mktemp("broken")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, __file__, str(corpus), str(folder)], env=environment, timeout=200, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr + "".join(f"{path}:\n{path.read_text()}" for path in sorted(folder.rglob("*.out")))
+    codes = json.loads((folder / "codes.json").read_text())
+
+    def outcome(name):
+        place, world = folder / name, FAULTS[name][0]
+        said = [(place / f"{world}-{rank}.out").read_text() for rank in range(world)]
+        log = None if "full" in name else read_log(next((place / f"logs-{world}").glob("*.jsonl")))
+        return types.SimpleNamespace(codes=codes[name], said=said, log=log, place=place)
+    return outcome
+
+
+def last_line(text):
+    return text.splitlines()[-1]
+
+
+def test_a_rank_is_killed(broken):
+    """The other one ends at once and names it."""
+    run = broken("killed")
+    assert run.codes == [4, -signal.SIGKILL]
+    assert re.fullmatch(r"train_gpt: rank 0: other ranks: expected an answer \(rank 1 has ended or stands still\), found '.*'; fix: .*", last_line(run.said[0]))
+    assert run.log[-1]["kind"] == "end" and run.log[-1]["state"].startswith("failed: other ranks") and run.log[-1]["code"] == 4
+
+
+def test_the_main_rank_is_killed(broken):
+    run = broken("main rank killed")
+    assert run.codes == [-signal.SIGKILL, 4] and "(rank 0 has ended or stands still)" in last_line(run.said[1])
+    assert run.log[-1]["kind"] != "end", "an incomplete log"
+
+
+def test_a_rank_stands_still(broken):
+    """No collective fails then: the watchdog sees that nothing progresses."""
+    run = broken("stands still")
+    assert run.codes[0] == 4
+    assert re.fullmatch(r"train_gpt: rank 0: expected progress within 2 s, found none since step [23] \(rank 1 has ended or stands still\); fix: .*",
+                        last_line(run.said[0]))
+    assert run.log[-1]["state"].startswith("failed: rank 0: expected progress") and run.log[-1]["code"] == 4
+
+
+def test_a_rank_has_a_bug(broken):
+    """Its traceback is kept, and the other rank does not wait for it."""
+    run = broken("a bug")
+    assert run.codes == [4, 1]
+    assert "RuntimeError: a bug" in run.said[1] and "unexpected RuntimeError" in last_line(run.said[1])
+    assert run.log[-1]["state"].startswith("failed: other ranks")
+
+
+def test_all_ranks_stop_for_a_nan(broken):
+    run = broken("nan")
+    assert run.codes == [3, 3]
+    assert all(re.fullmatch(r"train_gpt: rank \d: training loss: expected a finite number, found nan at step 4; fix: .*", last_line(said)) for said in run.said)
+    assert "nan at step 4" in run.log[-1]["state"] and run.log[-1]["state"].startswith("failed: ") and not only(run.log, "val")
+
+
+def test_all_ranks_stop_for_one_ctrl_c(broken):
+    run = broken("interrupted")
+    assert run.codes == [130, 130] and all(last_line(said).endswith("interrupted") for said in run.said)
+    assert run.log[-1]["state"] == "interrupted" and not only(run.log, "val")
+
+
+def test_ctrl_c_with_one_rank(broken):
+    run = broken("interrupted alone")
+    assert run.codes == [130] and run.log[-1]["state"] == "interrupted"
+
+
+def test_a_shard_is_cut_while_it_is_read(broken):
+    """In the prefetch thread, of a file that was whole when the run started; a memory map would die of a signal."""
+    run = broken("shard cut")
+    assert run.codes in ([4, 2], [2, 4], [2, 2]), "they read one file: either or both meet its end"
+    assert re.fullmatch(r"train_gpt: rank \d: .*tiny_train_000000.bin: reading at token [\d,]+: expected \d+ tokens as when it was checked, "
+                        r"found the end of the file; fix: fetch this file again", last_line(run.said[run.codes.index(2)]))
+    assert run.log[-1]["state"].startswith("failed: ")
+
+
+def test_the_disk_stands_still(broken):
+    run = broken("disk stands still")
+    assert run.codes == [4] and re.search(r"expected progress within 1 s, found none since step 3; fix: ", last_line(run.said[0]))
+    assert run.log[-1]["state"].startswith("failed: ")
+
+
+def test_the_disk_is_full_for_the_log(broken):
+    run = broken("disk full for the log")
+    assert run.codes == [0] and run.said[0].count("run log: expected to write") == 1 and last_line(run.said[0]).endswith("log: none, UNLOGGED")
+
+
+def test_the_disk_is_full_for_the_model(broken):
+    run = broken("disk full for the model")
+    assert run.codes == [2] and re.search(r"train_gpt: saving .*model.pt: expected .*, found .*; fix: ", last_line(run.said[0]))
+    assert sorted(path.name for path in run.place.iterdir()) == ["1-0.out", "corpus", "logs-1"], "no part of a model"
+
+
+def test_two_launches_in_one_folder(broken):
+    place = broken("killed").place.parent / "two launches"
+    codes = json.loads((place.parent / "codes.json").read_text())
+    logs = [read_log(path) for path in (place / "logs-1").glob("*.jsonl")]
+    assert codes["two launches: first"] == codes["two launches: second"] == [0]
+    assert len(logs) == 2 and all(log[-1]["state"] == "ok" for log in logs) and logs[0][-1]["loss"] == logs[1][-1]["loss"]
+
+
+if __name__ == "__main__":
+    break_runs(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,219 @@
+"""Before a run and around it: --check, what fits in which memory, the throughput it reports, what a terminal shows."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import types
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import helpers
+from helpers import CPU, PRESET, only, read_log, tg
+
+GB = 10**9
+
+
+# ---- --check ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def check(corpus, tiny, tmp_path, capsys):
+    """check(options...) -> exit code, {item: (mark, text)}, standard error."""
+    def call(*options, data=corpus):
+        code = tg.main(["--check", "--preset", "tiny", "--data", str(data), "--log-dir", str(tmp_path / "logs"), *map(str, options)])
+        out, err = capsys.readouterr()
+        rows = [re.fullmatch(r"(ok|FAIL) +(\w+) +(.+)", line) for line in out.splitlines()[2:]]
+        assert all(rows), out
+        return types.SimpleNamespace(code=code, items={row[2]: (row[1], row[3]) for row in rows}, err=err)
+    return call
+
+
+def test_check_says_a_line_an_item_and_does_nothing(check, tmp_path, monkeypatch):
+    monkeypatch.setattr(tg, "Trainer", lambda *_: pytest.fail("started"))
+    found = check("--save", tmp_path / "model.pt")
+    assert found.code == 0 and found.err == ""
+    assert list(found.items) == ["versions", "operators", "devices", "model", "log", "memory", "data"] and {mark for mark, _ in found.items.values()} == {"ok"}
+    text = {name: text for name, (_, text) in found.items.items()}
+    assert f"torch {torch.__version__}" in text["versions"] and "attention: reference" in text["operators"] and text["devices"].startswith("1 x ")
+    assert "MB free" in text["log"] and re.match(r"2 shards, [\d,]+ tokens to train on, of which the schedule takes [\d,]+; 1,280 to validate", text["data"])
+    assert not (tmp_path / "logs").exists()
+
+
+def test_check_goes_on_after_a_failure(check, tmp_path):
+    (tmp_path / "file").write_text("")
+    found = check("--log-dir", tmp_path / "file" / "logs", data=tmp_path)
+    assert found.code == 2 and {name for name, (mark, _) in found.items.items() if mark == "FAIL"} == {"log", "data"}
+    assert all("; fix: " in text for mark, text in found.items.values() if mark == "FAIL")
+    assert found.items["data"][1].startswith("train shards: expected ")
+
+
+def test_check_and_start_refuse_too_little_memory(check, corpus, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tg, "memory_plan", partial(tg.memory_plan, room_bytes=1e6))
+    found = check()
+    assert found.code == 4 and found.items["memory"][0] == "FAIL" and "GPU memory: expected " in found.items["memory"][1]
+    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path / "logs")]) == 4
+    assert capsys.readouterr().err == f"train_gpt: {found.items['memory'][1]}\n"
+
+
+def test_check_and_start_refuse_an_old_torch(check, corpus, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    assert check().code == 2
+    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path / "logs")]) == 2
+    assert capsys.readouterr().err == "train_gpt: torch: expected >= 2.11, < 2.14, found 2.10.1; fix: pip install -r requirements.txt\n"
+
+
+def test_check_and_start_compare_sums(check, corpus, tiny, tmp_path, capsys):
+    """A shard of the right form but other content than SHA256SUMS states."""
+    folder = tmp_path / "corpus"
+    shutil.copytree(corpus, folder)
+    name = "tiny_train_000001.bin"
+    (folder / "SHA256SUMS").write_text(f"{'0' * 64}  other.bin\n{tg.hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n")
+    assert check(data=folder).code == 0
+    raw = bytearray((folder / name).read_bytes())
+    raw[-2] ^= 1
+    (folder / name).write_bytes(raw)
+    found = check(data=folder)
+    assert found.code == 2 and re.fullmatch(rf".*{name}: SHA-256: expected [0-9a-f]{{64}} as in SHA256SUMS, found [0-9a-f]{{64}}; fix: .*", found.items["data"][1])
+    assert tg.main(["--preset", "tiny", "--data", str(folder), "--log-dir", str(tmp_path / "logs")]) == 2
+
+
+def test_forced_reference_operators_are_what_a_cpu_has(corpus, tiny, tmp_path, capsys):
+    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--reference", "--log-dir", str(tmp_path)]) == 0
+    (log,) = [read_log(path) for path in tmp_path.glob("*.jsonl")]
+    assert log[0]["ops"] == tg.select_ops(CPU).names and log[0]["settings"]["reference"] == "True"
+    assert "the fastest need a GPU of compute capability 8.9 or more, and Triton" in capsys.readouterr().out
+
+
+def test_errors_of_the_device_are_explained():
+    ranks = tg.Ranks(0, 1, CPU)
+    for error in (torch.OutOfMemoryError("CUDA out of memory.\nmore"), torch.AcceleratorError("an illegal memory access\n1"),
+                  type("OutOfResources", (Exception,), {})("out of resource: shared memory")):
+        failure = tg.explained(error, ranks)
+        assert failure.code == 4 and re.fullmatch(r".+: expected .+, found '.+'; fix: .+", str(failure))
+    assert tg.explained(RuntimeError("gloo: Connection closed by peer"), ranks) is None, "there is no peer"
+    assert tg.explained(ValueError("a bug"), ranks) is None
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+FAST = replace(tg.select_ops(CPU), names={"attention": "triton"})
+
+
+def state_bytes(world):
+    """What memory_plan adds up for PRESET: less what its smallest micro-batch takes."""
+    _, tokens, needed = tg.memory_plan(PRESET, tg.Ranks(0, world, CPU), FAST, 10 * GB)
+    return needed - max(tokens * 560_000, 37_000 * PRESET.val_window_tokens)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_state_is_summed_exactly(ranked, world):
+    """Against the tensors that the ranks of a real run held."""
+    state = torch.load(ranked / f"{world}-{world - 1}.pt")["state"]
+    assert state_bytes(world) == sum(tensor.nbytes for tensor in state.values())
+
+
+@pytest.mark.parametrize("card, free_bytes, recompute, slots", [
+    ("141 GB", 149.5 * GB, False, [4, 2, 2, 2]), ("80 GB", 84 * GB, False, [4, 2, 2, 2]), ("48 GB", 47.5 * GB, False, [4, 2, 1, 1]),
+    ("24 GB", 25.2 * GB, True, [4, 2, 1, 1]), ("16 GB", 16.6 * GB, True, [2, 1, 1, 1])])
+def test_what_fits_on_which_card(card, free_bytes, recompute, slots):
+    """The whole schedule in each memory: fewer slots at a time, and below one slot layers recomputed. Never another batch."""
+    preset, ranks = tg.PRESETS["sprint"], tg.Ranks(0, 1, CPU)
+    found, tokens, needed = tg.memory_plan(preset, ranks, FAST, 0.95 * free_bytes)
+    assert found == recompute and needed <= 0.95 * free_bytes and tokens >= 393_216 // 8
+    assert [tg.micro_batch_slots(stage, ranks, tokens) for stage in preset.stages] == slots
+
+
+def test_what_does_not_fit():
+    with pytest.raises(tg.Failure, match=r"GPU memory: expected 14\.\d GiB for one slot of 49,152 tokens at a time, found 10\.6 GiB; fix: ") as caught:
+        tg.memory_plan(tg.PRESETS["sprint"], tg.Ranks(0, 1, CPU), FAST, 0.95 * 12 * GB)
+    assert caught.value.code == 4
+    assert tg.memory_plan(tg.PRESETS["smoke-gpu"], tg.Ranks(0, 1, CPU), FAST, 0.95 * 8 * GB)[2] < 7.6 * GB
+
+
+def test_recomputing_layers_changes_no_number(corpus, tiny, tmp_path, monkeypatch):
+    ends = []
+    for recompute in (False, True):
+        monkeypatch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9, 0))
+        folder = tmp_path / str(recompute)
+        assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(folder)]) == 0
+        log = read_log(next(folder.glob("*.jsonl")))
+        ends.append(([step["train_loss"] for step in only(log, "step")], log[-1]["loss"], log[-1]["train_hash"]))
+    assert ends[0] == ends[1]
+
+
+def test_recomputing_keeps_less(corpus, tiny, monkeypatch):
+    """Between forward and backward pass only what enters the layers is kept."""
+    kept = []
+    for recompute in (False, True):
+        monkeypatch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9, 0))
+        trainer, saved = helpers.make_trainer(corpus), {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
+            trainer.model(helpers.all_batches(trainer)[0][0].to(CPU), trainer.geometries[0])
+        kept.append(sum(t.nbytes for t in saved.values()))
+    assert kept[1] < 0.6 * kept[0]
+
+
+# ---- throughput ------------------------------------------------------------------------------------------------------
+def test_flops_are_counted_right(tiny):
+    """Against counting by hand: every matrix weight of a model, and every visible pair, one by one."""
+    stage, lengths = PRESET.stages[1], np.array([1, 2, 13, 14, 48, 90])
+    model = tg.GPT(PRESET.model, tg.select_ops(CPU), CPU)
+    matrices = sum(p.numel() for p in model.parameters() if p.matrix is not None)
+    cut, pairs = np.minimum(lengths, stage.document_cap_tokens), {}
+    for kind, window in (("short", stage.short_window_tokens), ("long", stage.long_window_tokens)):
+        pairs[kind] = sum(1 for length in cut for query in range(length) for key in range(query + 1) if query - key <= window)
+    # scores and values, a multiplication and an addition for each channel, forward and twice that backward
+    attention = sum(2 * 2 * 3 * pairs[layer.window] * 32 for layer in PRESET.model.layers if layer.attention)
+    expected = 3 * 2 * cut.sum() * (matrices + 32 * helpers.VOCABULARY) + attention
+    assert tg.flops_per_token(PRESET.model, stage, lengths) * cut.sum() == pytest.approx(expected, rel=1e-12)
+
+
+def test_flops_of_the_real_model():
+    """Near the 6 N of its 114 M matrix weights without padding, plus a tenth for attention."""
+    stage = tg.PRESETS["sprint"].stages[2]
+    flops = tg.flops_per_token(tg.GPT_SMALL, stage, np.full(1000, 600))
+    assert 6 * 114.1e6 < flops < 6 * 114.1e6 * 1.1
+
+
+def test_the_summary(corpus, tiny, monkeypatch):
+    trainer = helpers.make_trainer(corpus)
+    assert tg.speed(trainer, 1000.0, 5) == "4,096 tokens/s" and tg.speed(trainer, 500.0, 3) == "4,096 tokens/s"
+    facts = tg.machine_facts(CPU)
+    monkeypatch.setattr(tg, "machine_facts", lambda device: facts | {"device": "NVIDIA H200"})
+    flops = sum(s.steps * s.batch_tokens * tg.flops_per_token(PRESET.model, s, trainer.stream.length) for s in PRESET.stages)
+    said = tg.speed(trainer, flops / 989e12 * 1e3 / 0.4, 99)
+    assert said.endswith("MFU 40.0 % of 989 TFLOP/s a GPU")
+
+
+# ---- what one sees ---------------------------------------------------------------------------------------------------
+def test_a_terminal_gets_a_bar(corpus, tiny, tmp_path, monkeypatch, capsys):
+    start = tg.RunLog.__init__
+    monkeypatch.setattr(tg.RunLog, "__init__", lambda log, *arguments, **options: (start(log, *arguments, **options), setattr(log, "terminal", True))[0])
+    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    bars = re.findall(r"\n\[(#* *)\] +(\d+)%, (\d+) s left\r\033\[K", out)
+    assert [(len(bar.rstrip()), len(bar), int(percent)) for bar, percent, _ in bars] == [(5, 40, 12), (10, 40, 25), (30, 40, 75), (40, 40, 100)]
+    assert bars[-1][2] == "0" and out.endswith(".jsonl\n")
+
+
+def test_no_bar_elsewhere_and_lines_are_aligned(corpus, tiny, tmp_path, capsys):
+    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    steps = [line for line in out.splitlines() if line.startswith("step ")]
+    assert "\r" not in out and "\033" not in out and len(steps) == 4 and len({line.index("train loss") for line in steps}) == 1
+    assert re.search(r"\nval loss \d\.\d{4} after .*\n[\d,]+ tokens/s; log: .*\.jsonl\n$", out)
+
+
+def test_a_closed_pipe_does_not_end_the_log(tmp_path, monkeypatch):
+    """As behind `| head`: nobody reads any more, the log is written to its end."""
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    log = tg.RunLog(tmp_path / "run.jsonl")
+    monkeypatch.setattr("builtins.print", closed)
+    log.say("nobody reads this")
+    log.line("end")
+    log.close()
+    assert [event["kind"] for event in read_log(tmp_path / "run.jsonl")] == ["end"]
