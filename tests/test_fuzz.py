@@ -1,0 +1,154 @@
+"""Shards, logs and records are untrusted: 10,000 damaged ones, each read or refused by the designed error, and nothing else.
+
+Cases are drawn from a fixed seed, so a failure repeats; its message has the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers import BOS, ROOT, VOCABULARY, tg
+
+sys.path.insert(0, str(ROOT / "data"))
+sys.path.insert(0, str(ROOT / "records"))
+import fineweb  # noqa: E402
+import record  # noqa: E402
+import runlog  # noqa: E402
+
+
+def cases(count):
+    return settings(max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz") / "fuzz_train_000000.bin"
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+INT32 = st.one_of(st.integers(-3, 60), st.sampled_from([2**31 - 1, -2**31, 2**30, tg.SHARD_MAGIC, VOCABULARY]), st.integers(-2**31, 2**31 - 1))
+TOKENS = st.lists(st.sampled_from([BOS, BOS, 0, 1, VOCABULARY - 1, VOCABULARY, 65535]), max_size=40)
+
+
+@st.composite
+def shards(draw):
+    """Mostly almost right: a header of which some words are changed, tokens, then perhaps a cut or an odd byte."""
+    tokens = draw(TOKENS)
+    words = [tg.SHARD_MAGIC, tg.SHARD_VERSION, len(tokens)]
+    for place in draw(st.lists(st.integers(0, 2), max_size=2)):
+        words[place] = draw(INT32)
+    raw = np.array(words + [0] * 253, dtype="<i4").tobytes() + np.array(tokens, dtype="<u2").tobytes()
+    return raw[:draw(st.one_of(st.none(), st.none(), st.integers(0, len(raw))))] + draw(st.sampled_from([b"", b"", b"\0", b"\xff\xff"]))
+
+
+def judged(read, error):
+    try:
+        return read()
+    except error as refusal:
+        text = str(refusal)
+        assert "\n" not in text and ": expected " in text and "; fix: " in text
+        return None
+
+
+@cases(4000)
+@given(shards())
+def test_the_trainer_reads_or_refuses_any_shard(path, raw):
+    path.write_bytes(raw)
+    tokens = judged(lambda: tg.open_shard(path, VOCABULARY), tg.Failure)
+    expected = np.frombuffer(raw[1024:], "<u2") if len(raw) % 2 == 0 else np.empty(0)
+    fine = len(expected) > 0 and np.frombuffer(raw[:12], "<i4").tolist() == [tg.SHARD_MAGIC, 1, len(expected)] and expected.max() < VOCABULARY
+    assert (tokens is not None) == fine
+    if fine:
+        assert tokens.tolist() == expected.tolist()
+
+
+@cases(1000)
+@given(shards(), st.integers(1, 30), st.integers(1, 3))
+def test_batches_from_any_shard(path, raw, slot_tokens, steps):
+    """The stream, its plan and every batch of it, or the error."""
+    path.write_bytes(raw)
+    stages = (tg.Stage(steps, tg.SLOTS * slot_tokens, 20, 4, 8),)
+
+    def read():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tg, "BOS", BOS)
+            stream = tg.TokenStream(path.parent, 1, VOCABULARY)
+            plan = tg.plan_batches(stream, stages)
+            return [tg.slot_pieces(stream, plan, stages[0], step, slot) for step in range(steps) for slot in range(tg.SLOTS)]
+
+    pieces = judged(read, tg.Failure)
+    assert pieces is None or all(sum(len(piece) - 1 for piece in slot) == slot_tokens for slot in pieces)
+
+
+@cases(1000)
+@given(shards())
+def test_the_data_tool_reads_or_refuses_any_shard(path, raw):
+    path.write_bytes(raw)
+    found = judged(lambda: fineweb.scan_shard(path), fineweb.DataError)
+    assert found is None or (found.tokens == len(raw) // 2 - 512 and found.sha256 == hashlib.sha256(raw).hexdigest())
+
+
+# ---- logs and records ------------------------------------------------------------------------------------------------
+JSON = st.one_of(st.integers(), st.floats(), st.sampled_from([None, True, -1, 10**400, "", "5", "\0\ud800", [], [[]], [None, 1], {}, {"stages": 1}, {"stages": [{}]}]))
+EVENTS = {
+    "head": {"preset": {"name": "tiny", "stages": [{"steps": 2}]}, "world": 1, "gpus": []},
+    "stage": {"step": 0, "batch_tokens": 512, "short_window_tokens": 8, "long_window_tokens": 16},
+    "step": {"step": 1, "train_loss": 5.0, "tokens": 512, "ms_per_step": 3.0},
+    "val": {"step": 2, "loss": 4.0, "final": True},
+    "clock": {"on": True, "reason": "training", "start_ms": 0.0, "end_ms": 1.0},
+    "end": {"state": "ok", "loss": 4.0, "ms": 6.0},
+}
+
+
+@st.composite
+def logs(draw):
+    """Events in any order, with fields changed or gone, under a good chain, so that every reader behind it is reached; or cut."""
+    rows, chain = [], ""
+    for kind in draw(st.lists(st.sampled_from(list(EVENTS)), max_size=5)):
+        event = {"kind": kind, **EVENTS[kind]}
+        for key in draw(st.lists(st.sampled_from(list(event)), max_size=2)):
+            event[key] = draw(JSON)
+        for key in draw(st.lists(st.sampled_from(list(event)), max_size=1)):
+            event.pop(key)
+        body = json.dumps(event)
+        chain = runlog.sha256(chain + body)[:16]
+        rows.append(f'{body[:-1]}, "chain": "{chain}"}}\n')
+    raw = "".join(rows).encode()
+    return raw[:draw(st.one_of(st.none(), st.none(), st.integers(0, len(raw))))] + draw(st.sampled_from([b"", b"", b"\xff{", b"[" * 3000]))
+
+
+@cases(3000)
+@given(logs())
+def test_any_log_is_read(path, raw):
+    """Whatever it holds, a log is a run: complete, incomplete or broken. Only a good chain is not broken."""
+    log = path.with_name("run.jsonl")
+    log.write_bytes(raw)
+    run = runlog.read_run(log)
+    assert isinstance(run, runlog.Run) and run.ok in (True, False)
+    assert run.broken is not None or raw == b"" or raw.endswith(b'"}\n')
+
+
+@pytest.fixture(scope="module")
+def good_record():
+    return json.loads(next(ROOT.glob("records/*/record.json")).read_text())
+
+
+@cases(1000)
+@given(st.data())
+def test_any_record_is_read_or_refused(path, good_record, data):
+    changed = dict(good_record)
+    for key in data.draw(st.lists(st.sampled_from(list(good_record)), max_size=2)):
+        changed[key] = data.draw(JSON)
+    for key in data.draw(st.lists(st.sampled_from(list(changed)), max_size=1)):
+        changed.pop(key)
+    raw = json.dumps(changed).encode()
+    cut = data.draw(st.one_of(st.none(), st.none(), st.integers(0, len(raw))))
+    (path.parent / "record.json").write_bytes(raw[:cut] + data.draw(st.sampled_from([b"", b"", b"\xff", b"[" * 3000])))
+    judged(lambda: record.load(path.parent), record.Failure if hasattr(record, "Failure") else runlog.Failure)
