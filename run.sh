@@ -67,7 +67,7 @@ train() {
   ((gpus)) || cpu_settings
   case " $* " in *" -h "* | *" --help "* | *" --eval"* | *" --sample"*) launch "$python" train_gpt.py "$@"; return ;; esac
   if [[ ! $preset ]]; then
-    if [[ ! $folder ]] && ((gpus && capability >= 90 && tokens < SPEEDRUN_TOKENS)) && timeout 10 "$python" -c \
+    if [[ ! $folder && " $* " != *" --check "* ]] && ((gpus && capability >= 90 && tokens < SPEEDRUN_TOKENS)) && timeout 10 "$python" -c \
       'from huggingface_hub import HfApi; HfApi().dataset_info("kjj0/fineweb10B-gpt2", timeout=5)' 2>/dev/null; then
       say "the hub answers: fetching FineWeb into $data, 2 GB, once"
       if "$python" data/fineweb.py fetch; then tokens=$SPEEDRUN_TOKENS; elif (($? == 130)); then exit 130; fi

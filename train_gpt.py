@@ -10,7 +10,7 @@ Launch
     python train_gpt.py --preset smoke                           any computer, no network: a minute or two on two CPU cores
 
 Options worth knowing: --seed N, --runs N (the compiled model is reused), --profile A:B (a trace of those steps), --val-every N,
---stop-after N, --save FILE, --eval FILE, --sample FILE "text".
+--stop-after N, --check (what would a start find wrong?), --save FILE, --eval FILE, --sample FILE "text".
 
 Map
     1 imports, constants      2 configuration          3 runtime             4 reference operators    5 Triton kernels
@@ -2237,6 +2237,14 @@ def flops_per_token(model: ModelConfig, stage: Stage, lengths: np.ndarray) -> fl
     return flops
 
 
+def micro_batch_slots(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
+    """How many of a rank's slots form one micro-batch: as many as have at most so many tokens, in equal parts."""
+    slots = SLOTS // ranks.world
+    while slots > 1 and slots * stage.slot_tokens > most_tokens:
+        slots //= 2
+    return slots
+
+
 def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None = None) -> tuple[bool, int, int]:
     """Whether layers are computed again in the backward pass, the most tokens of a micro-batch, and the bytes that a rank then needs.
 
@@ -2251,20 +2259,13 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     state = sum(tensor.nbytes for tensor in Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops).state().values())
     slot = max(stage.slot_tokens for stage in preset.stages)
     for recompute, per_token in ((False, 1_050_000 if ops.names["attention"] == "reference" else 560_000), (True, 245_000)):
-        tokens = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time
+        most = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time
+        tokens = max(micro_batch_slots(stage, ranks, most) * stage.slot_tokens for stage in preset.stages)
         needed = state + max(tokens * per_token, 37_000 * preset.val_window_tokens)
         if needed <= room_bytes:
             return recompute, tokens, needed
     fail("GPU memory", f"{needed / 2**30:.1f} GiB for one slot of {slot:,} tokens at a time", f"{room_bytes / 2**30:.1f} GiB",
          "more GPUs, end other programs on this one (nvidia-smi), or --preset smoke", EXIT_HARDWARE)
-
-
-def micro_batch_slots(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
-    """How many of a rank's slots form one micro-batch: as many as have at most so many tokens, in equal parts."""
-    slots = SLOTS // ranks.world
-    while slots > 1 and slots * stage.slot_tokens > most_tokens:
-        slots //= 2
-    return slots
 
 
 def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, Plan, Path, list[list[np.ndarray]], str]:
@@ -2500,6 +2501,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
             if (step + 1) % preset.log_every_steps == 0 or step == 0 or last_of_stage:
                 meter.record(step, loss, stage)
             if profiler and step == options.profile[1]:
+                ranks.beat("the trace", 10)
                 stop_profiler(profiler, options.profile_path, log)
                 profiler = None
             if options.val_every and (step + 1) % options.val_every == 0 and step + 1 < steps:
@@ -2741,7 +2743,8 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
 
     major, minor = capability(ranks.device)
     checks = {"versions": versions, "operators": lambda: operators(ops),
-              "devices": lambda: f"{ranks.world} x {facts['device']}, compute capability {major}.{minor}, {len(facts['gpus'])} GPU(s) here"}
+              "devices": lambda: (f"{ranks.world} of {len(facts['gpus'])} x {facts['device']}, compute capability {major}.{minor}" if facts["gpus"]
+                                  else f"{ranks.world} process(es) on {facts['device']}, torch sees no GPU")}
     if arguments.save:
         checks["model"] = lambda: check_folder(arguments.save.parent, 1000, "--save")
     if arguments.check:
@@ -2770,10 +2773,12 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
         fail("--profile A:B", f"0 <= A <= B <= {last}", "{}:{}".format(*arguments.profile), "name steps that the run has")
     main_rank = ranks.rank == 0
     if main_rank:
-        print(f"{preset.status}\n{ranks.world} rank(s), {machine_facts(ranks.device)['device']}, {operators(ops)}", flush=True)
+        print(preset.status, flush=True)
     code = preflight(arguments, preset, ranks, ops)
     if arguments.check:
         return code
+    if main_rank:
+        print(f"{ranks.world} rank(s), {machine_facts(ranks.device)['device']}, {operators(ops)}", flush=True)
     trainer = Trainer(preset, ranks, ops, clock, arguments.data or Path(preset.data))
     defaults = parse_arguments([])
     settings = {key: str(value) for key, value in vars(arguments).items() if value != getattr(defaults, key)}

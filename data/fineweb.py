@@ -149,7 +149,7 @@ def write_sums(folder: Path, sums: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def hub_errors(name: str) -> Iterator[None]:
+def hub_errors(name: str, dataset: str = DATASET) -> Iterator[None]:
     """Turns what huggingface_hub and the disk raise into a DataError."""
     # HTTPError is the base of the HTTP client's errors (httpx or httpx2, by version); the hub's own ones are OSErrors.
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
@@ -159,7 +159,7 @@ def hub_errors(name: str) -> Iterator[None]:
         yield
     except HfHubHTTPError as error:
         status = error.response.status_code
-        fix = f"{DATASET} or HF_ENDPOINT is wrong, or the file has gone" if status in (401, 404) else again
+        fix = f"{dataset} or HF_ENDPOINT is wrong, or the file has gone" if status in (401, 404) else again
         raise DataError(f"{name} on the hub", "HTTP 200", f"HTTP {status} from {error.response.url}", fix) from error
     except (HTTPError, OSError) as error:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
@@ -171,12 +171,12 @@ def hub_errors(name: str) -> Iterator[None]:
         raise DataError(f"{name} on the hub", "an answer", f"{type(error).__name__} ({reason})", again) from error
 
 
-def find_on_hub(name: str) -> tuple[str, int, str]:
-    """(address, bytes, SHA-256) of a shard: one HEAD request. For a large file the hub's entity tag is its SHA-256."""
+def find_on_hub(name: str, dataset: str = DATASET) -> tuple[str, int, str]:
+    """(address, bytes, SHA-256) of a large file: one HEAD request. The hub's entity tag of such a file is its SHA-256."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    url = hf_hub_url(DATASET, name, repo_type="dataset")
-    with hub_errors(name):
+    url = hf_hub_url(dataset, name, repo_type="dataset")
+    with hub_errors(name, dataset):
         # token=False: the data set is public, and an expired token would be refused where none is needed
         metadata = get_hf_file_metadata(url, token=False)
     if not re.fullmatch(r"[0-9a-f]{64}", metadata.etag or "") or not metadata.size:

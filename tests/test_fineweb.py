@@ -60,6 +60,9 @@ def names(folder):
 # fetch
 
 
+HUB_FOLDERS = ("/datasets/kjj0/fineweb10B-gpt2/resolve/main", "/datasets/Rowan/hellaswag/resolve/main/data")
+
+
 class Hub:
     """The hub's two requests for a large file: HEAD with its size and SHA-256, GET redirected to a store with ranges."""
 
@@ -112,7 +115,7 @@ class Hub:
 
             def resolve(self):
                 folder, _, name = self.path.rpartition("/")
-                if folder != "/datasets/kjj0/fineweb10B-gpt2/resolve/main" or name not in hub.files:
+                if folder not in HUB_FOLDERS or name not in hub.files:
                     return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
                 if self.command == "HEAD":
                     hub.requests.append(("HEAD", name, None))

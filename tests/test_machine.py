@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import types
@@ -25,7 +26,7 @@ def check(corpus, tiny, tmp_path, capsys):
     def call(*options, data=corpus):
         code = tg.main(["--check", "--preset", "tiny", "--data", str(data), "--log-dir", str(tmp_path / "logs"), *map(str, options)])
         out, err = capsys.readouterr()
-        rows = [re.fullmatch(r"(ok|FAIL) +(\w+) +(.+)", line) for line in out.splitlines()[2:]]
+        rows = [re.fullmatch(r"(ok|FAIL) +(\w+) +(.+)", line) for line in out.splitlines()[1:]]
         assert all(rows), out
         return types.SimpleNamespace(code=code, items={row[2]: (row[1], row[3]) for row in rows}, err=err)
     return call
@@ -37,7 +38,7 @@ def test_check_says_a_line_an_item_and_does_nothing(check, tmp_path, monkeypatch
     assert found.code == 0 and found.err == ""
     assert list(found.items) == ["versions", "operators", "devices", "model", "log", "memory", "data"] and {mark for mark, _ in found.items.values()} == {"ok"}
     text = {name: text for name, (_, text) in found.items.items()}
-    assert f"torch {torch.__version__}" in text["versions"] and "attention: reference" in text["operators"] and text["devices"].startswith("1 x ")
+    assert f"torch {torch.__version__}" in text["versions"] and "attention: reference" in text["operators"] and text["devices"].endswith("no GPU")
     assert "MB free" in text["log"] and re.match(r"2 shards, [\d,]+ tokens to train on, of which the schedule takes [\d,]+; 1,280 to validate", text["data"])
     assert not (tmp_path / "logs").exists()
 
@@ -95,6 +96,17 @@ def test_errors_of_the_device_are_explained():
         assert failure.code == 4 and re.fullmatch(r".+: expected .+, found '.+'; fix: .+", str(failure))
     assert tg.explained(RuntimeError("gloo: Connection closed by peer"), ranks) is None, "there is no peer"
     assert tg.explained(ValueError("a bug"), ranks) is None
+
+
+def test_the_readme_has_every_message():
+    """What a message begins with, file names aside, stands in "When something goes wrong"."""
+    section = (helpers.ROOT / "README.md").read_text().partition("## When something goes wrong")[2].partition("\n## ")[0]
+    source = ast.parse((helpers.ROOT / "train_gpt.py").read_text())
+    messages = [call.args[0] for call in ast.walk(source) if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "fail"]
+    messages += [node.value.elts[0] for node in ast.walk(source) if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "(what, fix)"]
+    pieces = [[part.value if isinstance(part, ast.Constant) else "" for part in getattr(message, "values", [message])] for message in messages]
+    words = {max(parts, key=len).strip(" :") for parts in pieces} - {""}
+    assert len(words) > 20 and not [text for text in words if text not in section]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
