@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -66,7 +67,9 @@ except ImportError:  # the reference operators need no Triton
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024  # llm.c's token files, see data/README.md
 BOS = 50256  # <|endoftext|>: opens every document
 SLOTS = 8  # a step's batch is packed into 8 slots whatever the number of ranks, so every world size sees the same tokens
-EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 2, 3, 4
+EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
+# Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
+PEAK_TFLOPS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
 
 
 # ======================================================================================================================
@@ -283,8 +286,8 @@ class Ranks:
         if world > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
         ranks = Ranks(rank, world, device)
+        ranks.processes = ranks.gather_objects(os.getpid())
         if world > 1:
-            ranks.processes = ranks.gather_objects(os.getpid())
             signal.signal(signal.SIGINT, ranks.ask_to_stop)
         return ranks
 
@@ -335,33 +338,32 @@ class Ranks:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def lost(self) -> str:
-        """Which ranks have ended or stand still, in words for a message."""
-        lost = [str(rank) for rank, process in enumerate(self.processes) if process_state(process) in "XZTt"]
-        return f" (rank {', '.join(lost)} has ended or stands still)" if lost else ""
+        """Which ranks' processes have ended or stand still, in words for a message; only Linux tells."""
+        states = {}
+        for rank, process in enumerate(self.processes):
+            with contextlib.suppress(OSError):
+                states[rank] = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        lost = [str(rank) for rank in range(self.world) if states.get(rank, "X") in "XZTt"]
+        return f" (rank {', '.join(lost)} has ended or stands still)" if states and lost else ""
 
     def finish(self, code: int) -> None:
         if self.world > 1 and dist.is_initialized():
             if code:  # neither NCCL nor the end of the interpreter may wait for a rank that has failed
-                sys.stdout.flush()
-                sys.stderr.flush()
+                if code == EXIT_BUG:
+                    traceback.print_exc()
                 os._exit(code)
             dist.destroy_process_group()
 
 
 class Watchdog:
     """Ends this process with exit code 4 when nothing progresses for `limit_s`: a collective waits for a dead rank for ever.
-
-    Progress is a beat, or the device reaching the point that was queued at one: the host may be far ahead and then wait. The
-    thread counts its own short waits, so the time in which a process is suspended does not count.
-    """
+    Progress is a beat, or the device reaching the point that was queued at one: the host may be far ahead and then wait."""
 
     def __init__(self, ranks: Ranks, limit_s: float, last_words: Callable[[str], None]):
-        self.ranks, self.limit_s, self.last_words = ranks, limit_s, last_words
-        self.events: collections.deque = collections.deque()
+        self.ranks, self.limit_s, self.last_words, self.events = ranks, limit_s, last_words, collections.deque()
         self.done, ranks.beat = threading.Event(), self.beat
         self.beat("the start")
-        self.thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
-        self.thread.start()
+        threading.Thread(target=self._work, name="watchdog", daemon=True).start()
 
     def beat(self, doing: str, patience: float = 1.0) -> None:
         """This rank goes on, with something that may take `patience` times the limit."""
@@ -371,7 +373,7 @@ class Watchdog:
             self.events[-1].record()
 
     def _work(self) -> None:
-        wait_s = min(1.0, self.limit_s / 8)
+        wait_s = min(1.0, self.limit_s / 8)  # counted, so the time in which the process is suspended is none
         while not self.done.wait(wait_s):
             self.idle_s += wait_s
             while self.events and self.events[0].query():
@@ -383,10 +385,6 @@ class Watchdog:
                 print(f"train_gpt: {message}", file=sys.stderr, flush=True)
                 self.last_words(message)
                 os._exit(EXIT_HARDWARE)
-
-    def close(self) -> None:
-        self.done.set()
-        self.thread.join(timeout=5)
 
 
 class Clock:
@@ -443,34 +441,22 @@ def process_age_seconds() -> float:
         return 0.0
 
 
-def process_state(process: int) -> str:
-    """Linux's letter for what a process does, X where there is none, ? where /proc does not tell."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "X" if Path("/proc/self/stat").exists() else "?"
-
-
 def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
-    """The Failure that an error of the device or of another rank amounts to; None for what is a bug or an interruption."""
+    """The Failure that an error of a file, the device or another rank amounts to; None for a bug or an interruption."""
+    code, found = EXIT_HARDWARE, str(error).partition("\n")[0]
     if isinstance(error, Failure):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, OSError):
+        what, fix, code = "file: expected to be there and to work", "check the path, its permissions and the disk", EXIT_USAGE
+    elif isinstance(error, torch.OutOfMemoryError):
         what, fix = "GPU memory: expected enough", "end other programs on this GPU (nvidia-smi)"
-    elif type(error).__name__ == "OutOfResources":  # Triton's
-        what, fix = "kernel: expected to fit this GPU", "--reference"
-    elif isinstance(error, torch.AcceleratorError):
-        what, fix = "GPU: expected to work", "start again; if it stays, test the GPU"
-    elif ranks is not None and ranks.world > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+    elif isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
+        what, fix = "GPU: expected to run this", "start again; if it stays, --reference, and test the GPU"
+    elif ranks is not None and ranks.world > 1 and (isinstance(error, dist.DistError) or "gloo" in found):
         what, fix = f"other ranks: expected an answer{ranks.lost()}", "see what they said first"
     else:
         return None
-    reason = str(error).partition("\n")[0]
-    return Failure(f"{what}, found '{reason}'; fix: {fix}", EXIT_HARDWARE)
-
-
-# Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
-PEAK_TFLOPS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
+    return Failure(f"{what}, found '{found}'; fix: {fix}", code)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -1829,11 +1815,8 @@ class GPT(nn.Module):
 # ======================================================================================================================
 def open_shard(path: Path, vocabulary: int) -> np.ndarray:
     """Memory-map the tokens (uint16) of one shard after checking header, size and content against data/README.md."""
-    try:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=256)
-    except OSError as error:
-        fail(f"{path}", "a readable file", error.strerror, "permit or replace it")
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256:
         fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
     if header[0] != SHARD_MAGIC:
@@ -1880,12 +1863,10 @@ class TokenStream:
         """The first `length` tokens of a document and the one after them (the next document's BOS at a shard's end)."""
         number, start = self.shard_of[document], int(self.start[document])
         wanted = min(length + 1, len(self.shards[number]) - start)
-        try:  # not through the memory map: a file that was cut or fails since it was checked would kill the process by a signal
-            raw, found = os.pread(self.files[number].fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * start), "the end of the file"
-        except OSError as error:
-            raw, found = b"", error.strerror
+        # Not through the memory map: a file that was cut since it was checked would kill the process by a signal.
+        raw = os.pread(self.files[number].fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * start)
         if len(raw) != 2 * wanted:
-            fail(f"{self.paths[number]}: reading at token {start:,}", f"{wanted:,} tokens as when it was checked", found, "fetch this file again")
+            fail(f"{self.paths[number]}: reading at token {start:,}", f"{wanted:,} tokens as when it was checked", "its end", "fetch this file again")
         tokens = np.frombuffer(raw, dtype="<u2")
         return tokens if wanted > length else np.append(tokens, np.uint16(BOS))
 
@@ -2163,10 +2144,8 @@ class RunLog:
     def _write(self) -> None:
         while (item := self.queue.get()) is not None:
             if isinstance(item, str):
-                try:
-                    print("" if self.quiet else item, end="", flush=True)
-                except OSError:  # whoever watched has gone; the log goes on
-                    self.quiet = True
+                if not self.quiet:
+                    print(item, end="", flush=True)
             elif self.file is not None:
                 text = json.dumps(item)
                 self.chain = chain_hash(self.chain, text)
@@ -2196,16 +2175,15 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 
 
 def files_hash(paths: Sequence[Path]) -> str:
-    """SHA-256 over what `sha256sum` would print of files, in order: a record can check it from the files' own sums. Fails where
-    SHA256SUMS beside a file states another one."""
+    """SHA-256 over what `sha256sum` would print of files, in order: a record can check it from the files' own sums. Where a
+    SHA256SUMS lies beside a file and names it, they must agree."""
     lines = []
     for path in paths:
         with path.open("rb") as file:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
         sums = path.with_name("SHA256SUMS")
-        stated = [line for line in sums.read_text().splitlines(keepends=True) if line.endswith(f"  {path.name}\n")] if sums.exists() else []
-        if stated and stated[-1] != lines[-1]:
-            fail(f"{path}: SHA-256", f"{stated[-1][:64]} as in SHA256SUMS", lines[-1][:64], "fetch this file again")
+        if sums.exists() and f"  {path.name}\n" in (stated := sums.read_text()) and lines[-1] not in stated:
+            fail(f"{path}: SHA-256", "what SHA256SUMS states", lines[-1][:64], "fetch this file again")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -2225,18 +2203,6 @@ def state_hash(state: dict[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def flops_per_token(model: ModelConfig, stage: Stage, lengths: np.ndarray) -> float:
-    """Operations to train on a token of documents of these lengths: 6 a matrix weight, and for each channel of the heads 12 a pair
-    of query and key that the window lets meet. Recomputation, lookups and element-wise work do not count."""
-    lengths = np.minimum(lengths, stage.document_cap_tokens)
-    channels, flops = model.heads * model.head_width, 6 * model.width * model.vocabulary
-    for layer in model.layers:
-        near = np.minimum(lengths, 1 + (stage.long_window_tokens if layer.window == "long" else stage.short_window_tokens))
-        pairs = (near * (near + 1) / 2 + (lengths - near) * near).sum() / lengths.sum()
-        flops += layer.attention * channels * (24 * model.width + 12 * pairs) + layer.mlp * 12 * model.width * model.mlp_width
-    return flops
-
-
 def micro_batch_slots(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
     """How many of a rank's slots form one micro-batch: as many as have at most so many tokens, in equal parts."""
     slots = SLOTS // ranks.world
@@ -2246,11 +2212,8 @@ def micro_batch_slots(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
 
 
 def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None = None) -> tuple[bool, int, int]:
-    """Whether layers are computed again in the backward pass, the most tokens of a micro-batch, and the bytes that a rank then needs.
-
-    State is summed over the very tensors; bytes a token are peaks measured on one H200 for GPT_SMALL, rounded up. Fails if a
-    single slot does not fit in `room_bytes` (default: what is free on the fullest GPU; on a CPU there is nothing to fit).
-    """
+    """Whether layers are computed again in the backward pass, the most tokens of a micro-batch, and the bytes that a rank then needs
+    at most: its very state, and peaks a token that were measured for GPT_SMALL on one H200. Fails if a single slot does not fit."""
     if room_bytes is None:
         if ranks.device.type != "cuda":
             return False, sys.maxsize, 0
@@ -2339,8 +2302,8 @@ class Trainer:
     def validate(self, geometry: Geometry) -> float:
         """Mean cross-entropy in nats a token over the validation windows, every token counted."""
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for number, batch in enumerate(self.validation):
-            self.ranks.beat(f"validation window {number}")
+        for batch in self.validation:
+            self.ranks.beat("the validation began")
             total += self.model.evaluate(batch.to(self.ranks.device), geometry).double()
         return float(self.ranks.sum(total)) / self.preset.val_tokens
 
@@ -2518,15 +2481,13 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
     return digest
 
 
-def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
-    """Throughput of the first `steps` steps, in tokens and, where the GPU's peak is known, as model-FLOP utilisation."""
-    tokens, flops, preset, device = 0, 0.0, trainer.preset, machine_facts(trainer.ranks.device)["device"]
-    for stage in preset.stages:
-        part = min(stage.steps, steps) * stage.batch_tokens
-        tokens, flops, steps = tokens + part, flops + part * flops_per_token(preset.model, stage, trainer.stream.length), max(0, steps - stage.steps)
-    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), None)
-    share = "" if peak is None else f", MFU {flops / elapsed_ms / 1e7 / trainer.ranks.world / peak:.1f} % of {peak:.0f} TFLOP/s a GPU"
-    return f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s{share}"
+def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
+    """Tokens a second and, where the GPU's peak is known, model-FLOP utilisation: 6 operations a matrix weight (the head's too) and token."""
+    weights = sum(p.numel() for p in trainer.model.parameters() if p.matrix is not None) + trainer.model.head.numel()
+    device = machine_facts(trainer.ranks.device)["device"]
+    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), math.nan)
+    mfu = 6 * weights * tokens / elapsed_ms / 1e9 / peak / trainer.ranks.world
+    return f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s" + (f", MFU {mfu:.1%} of {peak:.0f} TFLOP/s a GPU" if math.isfinite(mfu) else "")
 
 
 def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict[str, Any]) -> float:
@@ -2568,7 +2529,8 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
              train_hash=tokens, val_hash=trainer.validation_hash, recompiled=recompiled)
     log.say(f"val loss {value:.4f} after {elapsed / 1e3:.2f} s of training, {preset.name}, seed {seed}, {ranks.world} rank(s)"
             + (f", peak memory {memory} MiB" if memory else "") + (f"; {state}" if state != "ok" else ""))
-    log.say(f"{speed(trainer, elapsed, options.stop_after or preset.steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
+    batches = [preset.stages[stage_index(preset, step)].batch_tokens for step in range(min(preset.steps, options.stop_after or preset.steps))]
+    log.say(f"{speed(trainer, elapsed, sum(batches))}; log: {log.path if log.file else 'none, UNLOGGED'}")
     return value
 
 
@@ -2597,38 +2559,33 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
         fail(f"saving {path}", "a writable folder with space", error, "choose another place for --save")
 
 
-def saved_geometry(content: dict[str, Any], model: GPT, positions: int) -> Geometry:
-    attention = content["attention"]
-    return geometry_tables(np.array(attention["frequency"]), attention["scale"], tuple(attention["windows"]), positions,
-                           model.head.dtype, model.head.device)
-
-
 def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
     """A saved model with reference operators (so it runs on any device) and the rest of the file. Only tensors and plain data are read."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict):
             raise TypeError(f"a {type(content).__name__}")
-        weights, config, _, validation = (content[key] for key in ("weights", "model", "attention", "validation"))
+        weights, config, *_ = (content[key] for key in ("weights", "model", "attention", "validation"))
         config = json.loads(config)
         # Before anything is allocated: a view of one element can claim any size.
         if sum(weight.nbytes for weight in weights.values()) > path.stat().st_size or config["value_embeddings"] > len(weights):
             raise ValueError("weights larger than the file")
-        if not all(0 < validation[key] < 2**40 for key in ("tokens", "window")):
-            raise ValueError("validation of no tokens")
         config = ModelConfig(**{**config, "layers": tuple(Layer(**layer) for layer in config["layers"]), "softcap": Softcap(*config["softcap"])})
         if device.type == "cpu":  # bfloat16 matrix products are slow there
             config = dataclasses.replace(config, dtype="float32")
-        ops = select_ops(device, fast=False)
-        GPT(config, ops, torch.device("meta")).load_state_dict(weights, strict=True, assign=True)  # compares shapes
-        model = GPT(config, ops, device).requires_grad_(False)
-        model.load_state_dict(weights)
-        probe = pack([np.array([BOS, 0, BOS], dtype=np.uint16)], 1, 2, config.padded_vocabulary, pin=False)
-        model.evaluate(probe.to(device), saved_geometry(content, model, 2))
-    except (OSError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        for place in (torch.device("meta"), device):  # first the shapes alone
+            model = GPT(config, select_ops(device, fast=False), place)
+            model.load_state_dict(weights, strict=True, assign=place != device)
+    except (OSError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         fail(f"model file {path}", "a file written by --save", found, "train one with --save FILE")
-    return model, content
+    return model.requires_grad_(False), content
+
+
+def saved_geometry(content: dict[str, Any], model: GPT, positions: int) -> Geometry:
+    attention = content["attention"]
+    return geometry_tables(np.array(attention["frequency"]), attention["scale"], tuple(attention["windows"]), positions,
+                           model.head.dtype, model.head.device)
 
 
 def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
@@ -2707,57 +2664,42 @@ def chosen_preset(arguments: argparse.Namespace) -> Preset:
     return dataclasses.replace(preset, optimizer=dataclasses.replace(preset.optimizer, **optimizer))
 
 
-def operators(ops: Ops) -> str:
-    chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
-    return chosen + ("" if ops.names["head"] == "fp8" else " (the fastest need a GPU of compute capability 8.9 or more, and Triton)")
+def check_versions() -> str:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        fail("torch", ">= 2.11, < 2.14", torch.__version__, "pip install -r requirements.txt")
+    return f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}, Triton {triton.__version__ if triton else 'none'}"
 
 
-def check_folder(folder: Path, needed_mb: int, option: str) -> str:
+def check_folder(folder: Path, needed_mb: int) -> str:
     """Fails unless that much can be written to a folder, or to where it would be made."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free_mb = shutil.disk_usage(there).free // 1_000_000
     if not (there.is_dir() and os.access(there, os.W_OK)) or free_mb < needed_mb:
-        fail(f"saving in {folder}", f"a writable folder with {needed_mb} MB free", f"{there} with {free_mb:,} MB", f"choose another place for {option}")
+        fail(f"saving in {folder}", f"a writable folder with {needed_mb} MB free", f"{there} with {free_mb:,} MB", "choose another place")
     return f"{free_mb:,} MB free for {folder}"
 
 
 def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: Ops) -> int:
-    """The checks of a start. With --check all of them, a line each, and the exit code of the first that fails. Otherwise raises what
-    fails; the Trainer then checks data and memory likewise, and without the log's folder a run goes on unlogged."""
-    facts = machine_facts(ranks.device)
-
-    def versions() -> str:
-        if tuple(map(int, facts["torch"].split(".")[:2])) < (2, 11):
-            fail("torch", ">= 2.11, < 2.14", facts["torch"], "pip install -r requirements.txt")
-        return ", ".join(f"{name} {facts[name]}" for name in ("python", "torch", "triton", "numpy"))
-
+    """What a start checks, a line an item; returns the exit code of the first that fails."""
     def memory() -> str:
         recompute, tokens, needed = memory_plan(preset, ranks, ops)
-        return (f"{needed / 2**30:.1f} GiB for micro-batches of up to {tokens:,} tokens{', layers recomputed' * recompute}; "
-                f"{torch.cuda.mem_get_info(ranks.device)[0] / 2**30:.1f} GiB free") if needed else "no GPU whose memory to fit"
+        return (f"{needed / 2**30:.1f} of {torch.cuda.mem_get_info(ranks.device)[0] / 2**30:.1f} GiB that are free, micro-batches of up to {tokens:,} tokens"
+                + ", layers recomputed" * recompute) if needed else "no GPU whose memory to fit"
 
     def data() -> str:
         stream, plan, *_, digest = open_corpus(preset, arguments.data or Path(preset.data))
-        return (f"{len(stream.paths)} shards, {int(stream.length.sum()):,} tokens to train on, of which the schedule takes "
-                f"{plan.tokens_consumed:,}; {preset.val_tokens:,} to validate; SHA-256 {digest[:16]}")
+        return f"{plan.tokens_consumed:,} of {int(stream.length.sum()):,} training tokens in {len(stream.paths)} shards, SHA-256 {digest[:16]}"
 
-    major, minor = capability(ranks.device)
-    checks = {"versions": versions, "operators": lambda: operators(ops),
-              "devices": lambda: (f"{ranks.world} of {len(facts['gpus'])} x {facts['device']}, compute capability {major}.{minor}" if facts["gpus"]
-                                  else f"{ranks.world} process(es) on {facts['device']}, torch sees no GPU")}
-    if arguments.save:
-        checks["model"] = lambda: check_folder(arguments.save.parent, 1000, "--save")
-    if arguments.check:
-        checks |= {"log": lambda: check_folder(arguments.log_dir, 10, "--log-dir"), "memory": memory, "data": data}
+    checks = {"versions": check_versions, "memory": memory, "data": data,
+              "log": lambda: check_folder(arguments.log_dir, 10),
+              "model": lambda: check_folder(arguments.save.parent, 1000) if arguments.save else "not kept"}
     code = 0
     for name, check in checks.items():
         try:
             line = f"ok    {name:<9}  {check()}"
         except Failure as failure:
-            if not arguments.check:
-                raise
             line, code = f"FAIL  {name:<9}  {failure}", code or failure.code
-        if arguments.check and ranks.rank == 0:
+        if ranks.rank == 0:
             print(line, flush=True)
     return code
 
@@ -2773,12 +2715,14 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
         fail("--profile A:B", f"0 <= A <= B <= {last}", "{}:{}".format(*arguments.profile), "name steps that the run has")
     main_rank = ranks.rank == 0
     if main_rank:
-        print(preset.status, flush=True)
-    code = preflight(arguments, preset, ranks, ops)
+        chosen, (major, minor) = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items()), capability(ranks.device)
+        device = machine_facts(ranks.device)["device"] + (f", capability {major}.{minor}" if major else ", no GPU")
+        print(f"{preset.status}\n{ranks.world} rank(s), {device}, {chosen}", flush=True)
     if arguments.check:
-        return code
-    if main_rank:
-        print(f"{ranks.world} rank(s), {machine_facts(ranks.device)['device']}, {operators(ops)}", flush=True)
+        return preflight(arguments, preset, ranks, ops)
+    check_versions()
+    if arguments.save:
+        check_folder(arguments.save.parent, 1000)
     trainer = Trainer(preset, ranks, ops, clock, arguments.data or Path(preset.data))
     defaults = parse_arguments([])
     settings = {key: str(value) for key, value in vars(arguments).items() if value != getattr(defaults, key)}
@@ -2786,12 +2730,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
         name = f"{preset.name}-w{ranks.world}-s{seed + run}-{secrets.token_hex(3)}"
         options = RunOptions(arguments.stop_after, arguments.val_every, arguments.profile, arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json")
         log = RunLog(arguments.log_dir / f"{name}.jsonl" if main_rank else None, quiet=not main_rank)
-
-        def end(state: str, code: int | None) -> None:
-            log.line("end", state=state, code=code)
-            log.close()
-
-        watchdog = Watchdog(ranks, arguments.stall_limit, lambda message: end(f"failed: {message}", EXIT_HARDWARE))
+        watchdog = Watchdog(ranks, arguments.stall_limit, lambda message: (log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE), log.close()))
         try:
             loss = train(trainer, seed + run, log, options, settings)
             ranks.beat("the end of the run", 10)
@@ -2799,39 +2738,37 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
                 save_model(arguments.save, trainer, loss, seed + run)
         except BaseException as error:
             failure = explained(error, ranks) or error
-            end("interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {failure}", getattr(failure, "code", None))
+            log.line("end", state="interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {failure}", code=getattr(failure, "code", None))
             raise
         finally:
-            watchdog.close()
+            watchdog.done.set()
             log.close()
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    ranks, code, message = None, 0, ""
+    ranks, code, message = None, EXIT_BUG, ""
     try:
         ranks = Ranks.start()
         if arguments.eval:
             print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
         elif arguments.sample:
             print(sample_text(Path(arguments.sample[0]), arguments.sample[1], ranks.device))
-        else:
-            code = train_all(arguments, ranks, Clock(ranks.device))
+        code = 0 if arguments.eval or arguments.sample else train_all(arguments, ranks, Clock(ranks.device))
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
     except Exception as error:
         failure = explained(error, ranks)
-        if failure is None and (ranks is None or ranks.world == 1):
-            raise
         if failure is None:
-            traceback.print_exc()
-        code, message = (failure.code, failure) if failure else (1, f"unexpected {type(error).__name__}, see above")
-    if message:
-        rank = f"rank {ranks.rank}: " if ranks and ranks.world > 1 else ""
-        print(f"train_gpt: {rank}{message}", file=sys.stderr, flush=True)
-    if ranks is not None:
-        ranks.finish(code)
+            raise
+        code, message = failure.code, str(failure)
+    finally:
+        if message:
+            rank = f"rank {ranks.rank}: " if ranks and ranks.world > 1 else ""
+            print(f"train_gpt: {rank}{message}", file=sys.stderr, flush=True)
+        if ranks is not None:
+            ranks.finish(code)
     return code
 
 

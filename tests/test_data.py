@@ -245,7 +245,7 @@ def test_closing_does_not_wait_for_a_full_queue(tiny):
     assert not fetcher.thread.is_alive() and time.monotonic() - started < 2
 
 
-def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch):
+def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch, capsys):
     slot_pieces = tg.slot_pieces
 
     def fails_later(stream, plan, stage, step, slot):
@@ -254,10 +254,11 @@ def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch
         return slot_pieces(stream, plan, stage, step, slot)
 
     monkeypatch.setattr(tg, "slot_pieces", fails_later)
-    with pytest.raises(OSError, match="input/output error"):
-        tg.main(["--preset", "tiny", "--seed", "1", "--data", str(corpus), "--log-dir", str(tmp_path)])
+    assert tg.main(["--preset", "tiny", "--seed", "1", "--data", str(corpus), "--log-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("train_gpt: file: expected ") and "found 'input/output error'; fix: " in said and said.count("\n") == 1
     events = helpers.read_log(next(tmp_path.glob("*.jsonl")))
-    assert events[-1]["kind"] == "end" and events[-1]["state"] == "failed: input/output error"
+    assert events[-1]["kind"] == "end" and events[-1]["state"].startswith("failed: file: ") and events[-1]["code"] == 2
     assert not [thread for thread in threading.enumerate() if thread.name in ("prefetch", "run log")]
 
 

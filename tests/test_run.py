@@ -377,8 +377,6 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "claiming another size": (edit(lambda content: content["weights"].update(head=torch.zeros(1).expand(512, 10**12))), "weights larger than the file"),
     "of a thousand million tables": (edit(lambda content: content.update(model=content["model"].replace('"value_embeddings": 2', '"value_embeddings": 1000000000'))),
                                      "weights larger than the file"),
-    "with another rotary": (edit(lambda content: content["attention"].update(frequency=["x"])), "found"),
-    "of no window": (edit(lambda content: content["validation"].update(window=0)), "validation of no tokens"),
     "without its validation": (edit(lambda content: content.pop("validation")), "KeyError: 'validation'"),
     "without its attention": (edit(lambda content: content.pop("attention")), "KeyError: 'attention'"),
 }
@@ -400,5 +398,5 @@ def test_saving_where_one_cannot(run, tmp_path):
     """Found before the training that it would waste."""
     (tmp_path / "file").write_text("")
     result = run("--seed", 3, "--save", tmp_path / "file" / "nowhere" / "model.pt")
-    assert result.code == 2 and re.fullmatch(r"train_gpt: saving in .*nowhere: expected a writable folder .*; fix: choose another place for --save\n", result.err)
+    assert result.code == 2 and re.fullmatch(r"train_gpt: saving in .*nowhere: expected a writable folder .*; fix: choose another place\n", result.err)
     assert not result.logs
