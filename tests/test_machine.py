@@ -161,8 +161,8 @@ def test_recomputing_keeps_less(corpus, tiny, monkeypatch):
     for recompute in (False, True):
         monkeypatch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9, 0))
         trainer, saved = helpers.make_trainer(corpus), {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
-            trainer.model(helpers.all_batches(trainer)[0][0].to(CPU), trainer.geometries[0])
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.setdefault(t.untyped_storage().data_ptr(), t), t)[1], lambda t: t):
+            trainer.training_step(0, helpers.all_batches(trainer)[0], False, trainer.geometries[0])
         kept.append(sum(t.nbytes for t in saved.values()))
     assert kept[1] < 0.6 * kept[0]
 
