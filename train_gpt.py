@@ -553,6 +553,16 @@ def relu_squared_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(x, up).relu().square() @ down
 
 
+class MlpScales(NamedTuple):
+    """Static FP8 scales of the MLP, value = fp8 · scale. The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28; weights
+    3.5; hidden values relu² 1792 and no less than 2^-8, pre-activations of 42 and 0.06; gradients, in e5m2, 56 and 2^-27."""
+
+    input: float = 2.0 ** -4
+    weight: float = 2.0 ** -7
+    hidden: float = 2.0 ** 2
+    grad: float = 2.0 ** -10
+
+
 class HeadScales(NamedTuple):
     """Static FP8 scales, value = fp8 · scale. The default ranges: RMS-normed x reaches 28 (100 leaves room), weights
     stay under 1.6, and entries of the gradient of a summed loss under softcap / (4 · temperature) = 1."""
@@ -1225,6 +1235,67 @@ def head_loss_eval(x, weight, targets, cap=Softcap(), chunk_rows=32768):
     return sum(row_losses(rows @ weight.T, picks, cap)[0].sum(dtype=torch.float64)
                for rows, picks in zip(x.split(chunk_rows), targets.split(chunk_rows)))
 
+# ---- MLP -------------------------------------------------------------------------------------------------------------
+@jit
+def _relu_squared_kernel(pre_ptr, hidden_ptr, size, inverse_scale, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """hidden = relu(pre)² · inverse_scale, saturated: 2 bytes read and 1 written an element. Reference: relu_squared_mlp."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    positive = tl.maximum(tl.load(pre_ptr + offsets, offsets < size, other=0.0).to(tl.float32), 0.0)
+    hidden = tl.minimum(positive * positive * inverse_scale, LIMIT)
+    tl.store(hidden_ptr + offsets, hidden.to(hidden_ptr.dtype.element_ty), offsets < size)
+
+
+@jit
+def _relu_squared_grad_kernel(dhidden_ptr, hidden_ptr, dpre_ptr, size, hidden_scale, inverse_scale, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """dpre = dhidden · 2 sqrt(hidden · hidden_scale) · inverse_scale, saturated: 3 bytes read and 1 written an element.
+    The root stands for relu(pre), which need not be kept: an error of 2^-5 at most, beside 2^-3 of dpre's own rounding."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    positive = tl.sqrt(tl.load(hidden_ptr + offsets, offsets < size, other=0.0).to(tl.float32) * hidden_scale)
+    dhidden = tl.load(dhidden_ptr + offsets, offsets < size, other=0.0).to(tl.float32)
+    dpre = tl.clamp(dhidden * (2.0 * inverse_scale) * positive, -LIMIT, LIMIT)
+    tl.store(dpre_ptr + offsets, dpre.to(dpre_ptr.dtype.element_ty), offsets < size)
+
+
+def flat_fp8(kernel, dtype, tensors, *scales):
+    """What an elementwise kernel makes of contiguous tensors of one shape and its scales, in `dtype`."""
+    out, size = tensors[0].new_empty(*tensors[0].shape, dtype=dtype), tensors[0].numel()
+    kernel[(triton.cdiv(size, 2048),)](*tensors, out, size, *scales, LIMIT=torch.finfo(dtype).max, BLOCK=2048)
+    return out
+
+
+class Fp8Mlp(torch.autograd.Function):
+    """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales)`.
+
+    h [T, D] RMS-normed, up and down [H, D], all bf16; T, D and H multiples of 16. Forward e4m3 · e4m3, backward e5m2 · e4m3
+    without fast accumulation, results bf16. What takes part in two products needs two layouts: they sum over contiguous rows.
+    """
+
+    @staticmethod
+    def forward(ctx, h, up, down, scales=MlpScales()):
+        (h8, h8_t), (up8, up8_t), (down8, down8_t) = map(quantize_both, (h, up, down), (scales.input, scales.weight, scales.weight))
+        ctx.scales, units = scales, [h.new_full((), scale, dtype=torch.float32) for scale in scales]  # fills, as in Fp8HeadLoss
+        pre = fp8_matmul_nt(h8, up8, units[0], units[1], fast_accum=True)
+        hidden8 = flat_fp8(_relu_squared_kernel, torch.float8_e4m3fn, [pre], 1.0 / scales.hidden)
+        ctx.save_for_backward(h8_t, hidden8, up8_t, down8, *units)
+        return fp8_matmul_nt(hidden8, down8_t, units[2], units[1], fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        h8_t, hidden8, up8_t, down8, input_unit, weight_unit, hidden_unit, grad_unit = ctx.saved_tensors
+        g8, g8_t = quantize_both(grad_output, ctx.scales.grad, torch.float8_e5m2)
+        dhidden = fp8_matmul_nt(g8, down8, grad_unit, weight_unit, fast_accum=False)
+        dpre8 = flat_fp8(_relu_squared_grad_kernel, torch.float8_e5m2, [dhidden, hidden8], ctx.scales.hidden, 1.0 / ctx.scales.grad)
+        dh = fp8_matmul_nt(dpre8, up8_t, grad_unit, weight_unit, fast_accum=False)
+        dup = fp8_matmul_nt(transposed(dpre8), h8_t, grad_unit, input_unit, fast_accum=False)
+        ddown = fp8_matmul_nt(transposed(hidden8), g8_t, hidden_unit, grad_unit, fast_accum=False)
+        return dh, dup, ddown, None
+
+
+def fp8_mlp(h, up, down):
+    """Fp8Mlp in training; validation computes what the reference computes, as head_loss_eval does."""
+    return Fp8Mlp.apply(h, up, down) if torch.is_grad_enabled() else relu_squared_mlp(h, up, down)
+
+
 # ---- embedding gradient ----------------------------------------------------------------------------------------------
 RUN = 32  # sorted positions summed by one program; a token's ragged ends are then at most 2 · (RUN - 1) rows
 
@@ -1331,6 +1402,7 @@ class Ops:
     head_loss: Callable[[Tensor, Tensor, Tensor, Softcap], Tensor]
     head_loss_eval: Callable[[Tensor, Tensor, Tensor, Softcap], Tensor]
     embed: Callable[[Tensor, Documents], Tensor]
+    mlp: Callable[[Tensor, Tensor, Tensor], Tensor]
     orthogonalize: Callable[[Tensor, OrthogonalizeRecipe], Tensor]
     compile: Callable[[Callable], Callable]
     names: dict[str, str]
@@ -1375,22 +1447,22 @@ def sorted_lookup(table: Tensor, documents: Documents) -> Tensor:
     return EmbeddingLookup.apply(table, documents.tokens, documents.order, documents.starts)
 
 
-def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: bool = True, attention: str = "triton") -> Ops:
+def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = ("head", "mlp"), attention: str = "triton") -> Ops:
     """The fastest operators that this device and installation support; `names` tells which, for the log."""
     if not fast or device.type != "cuda" or triton is None:
-        names = {"attention": "reference", "head": "reference", "embedding": "torch", "orthogonalize": "reference", "compile": "off"}
+        names = {"attention": "reference", "head": "reference", "mlp": "reference", "embedding": "torch", "orthogonalize": "reference", "compile": "off"}
         def evaluate(*operands):
             return head_loss_reference(*operands).double()
-        return Ops(plain_attention, head_loss_reference, evaluate, plain_lookup, orthogonalize_reference, lambda function: function, names)
-    fp8 = fp8 and capability(device) >= (8, 9)
-    names = {"attention": attention, "head": "fp8" if fp8 else "bf16", "embedding": "triton", "orthogonalize": "triton",
-             "compile": "inductor" if compile else "off"}
+        return Ops(plain_attention, head_loss_reference, evaluate, plain_lookup, relu_squared_mlp, orthogonalize_reference, lambda function: function, names)
+    head, mlp = ("fp8" if part in fp8 and capability(device) >= (8, 9) else "bf16" for part in ("head", "mlp"))
+    names = {"attention": attention, "head": head, "mlp": mlp, "embedding": "triton", "orthogonalize": "triton", "compile": "inductor" if compile else "off"}
+    compile_region = compile_dynamic if compile else lambda function: function
     if compile:
         torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
         attention=packed_triton_attention if attention == "triton" else packed_varlen_attention,
-        head_loss=Fp8HeadLoss.apply if fp8 else HeadLoss.apply, head_loss_eval=head_loss_eval, embed=sorted_lookup,
-        orthogonalize=orthogonalize, compile=compile_dynamic if compile else lambda function: function, names=names)
+        head_loss=Fp8HeadLoss.apply if head == "fp8" else HeadLoss.apply, head_loss_eval=head_loss_eval, embed=sorted_lookup,
+        mlp=fp8_mlp if mlp == "fp8" else compile_region(relu_squared_mlp), orthogonalize=orthogonalize, compile=compile_region, names=names)
 
 
 # ======================================================================================================================
@@ -1674,19 +1746,16 @@ def attention_in(x: Tensor, x0: Tensor, skip: Tensor | None, value: Tensor | Non
     return x, rotate(norm(q), cos, sin), rotate(norm(k), cos, sin), v, gates
 
 
-def attention_out(x: Tensor, y: Tensor, gates: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Sparse gates, output projection, residual. y [T, H, D]."""
-    return x + F.linear((y * gates[:, :, None]).flatten(1), scales[1] * out)
+def attention_out(x: Tensor, y: Tensor, gates: Tensor, scales: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Sparse gates, output projection, residual: the stream, and normalised for the MLP. y [T, H, D]."""
+    x = x + F.linear((y * gates[:, :, None]).flatten(1), scales[1] * out)
+    return x, norm(x)
 
 
-def attention_out_and_mlp(x: Tensor, y: Tensor, gates: Tensor, scales: Tensor, out: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    x = attention_out(x, y, gates, scales, out)
-    return x + relu_squared_mlp(norm(x), up, down)
-
-
-def mlp_only(x: Tensor, x0: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def mlp_in(x: Tensor, x0: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer without attention up to its MLP: the stream, and normalised."""
     x = enter_layer(x, x0, skip, skip_weight, residual)
-    return x + relu_squared_mlp(norm(x), up, down)
+    return x, norm(x)
 
 
 def leave_network(x: Tensor, backout: Tensor | None, amount: Tensor | None) -> Tensor:
@@ -1719,8 +1788,7 @@ class Block(nn.Module):
             self.up = declared("mlp_up", empty(config.mlp_width, width), (config.mlp_width, width))
             self.down = declared("mlp_down", empty(config.mlp_width, width), (config.mlp_width, width))
         self.attention_in = ops.compile(attention_in)
-        self.attention_out = ops.compile(attention_out_and_mlp if layer.mlp else attention_out)
-        self.mlp_only = ops.compile(mlp_only)
+        self.attention_out, self.mlp_in = ops.compile(attention_out), ops.compile(mlp_in)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
@@ -1739,13 +1807,14 @@ class Block(nn.Module):
             self.down.zero_()
 
     def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, value: Tensor | None, documents: Documents, geometry: Geometry) -> Tensor:
-        if not self.layer.attention:
-            return self.mlp_only(x, x0, skip, self.skip_weight, self.residual, self.up, self.down)
-        x, q, k, v, gates = self.attention_in(x, x0, skip, value, documents.positions, geometry.cos, geometry.sin,
-                                              self.skip_weight, self.residual, self.scales, self.qkv, self.gate)
-        y = self.ops.attention(q, k, v, documents, geometry.window(self.layer.window), geometry.scale)
-        mlp = (self.up, self.down) if self.layer.mlp else ()
-        return self.attention_out(x, y, gates, self.scales, self.out, *mlp)
+        if self.layer.attention:
+            x, q, k, v, gates = self.attention_in(x, x0, skip, value, documents.positions, geometry.cos, geometry.sin,
+                                                  self.skip_weight, self.residual, self.scales, self.qkv, self.gate)
+            y = self.ops.attention(q, k, v, documents, geometry.window(self.layer.window), geometry.scale)
+            x, h = self.attention_out(x, y, gates, self.scales, self.out)
+        else:
+            x, h = self.mlp_in(x, x0, skip, self.skip_weight, self.residual)
+        return x + self.ops.mlp(h, self.up, self.down) if self.layer.mlp else x
 
 
 class GPT(nn.Module):
@@ -2642,7 +2711,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stop-after", type=positive, metavar="N", help="end after N steps of the schedule; no record")
     parser.add_argument("--log-dir", type=Path, default=Path("logs"))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--no-fp8", action="store_true", help="bfloat16 head")
+    parser.add_argument("--no-fp8", nargs="?", choices=("head", "mlp", "all"), const="all", help="bfloat16 head, MLPs or (default) both")
     parser.add_argument("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
     parser.add_argument("--attention", choices=("triton", "torch"), default="triton", help="our kernels, or torch's varlen_attn")
     parser.add_argument("--orthogonalize", choices=RECIPES, help="how Muon orthogonalises (default: the preset's)")
@@ -2709,7 +2778,8 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     seed = ranks.gather_objects(seed)[0]
     fast = not arguments.reference and capability(ranks.device) >= (8, 0)
-    ops = select_ops(ranks.device, fast, compile=not arguments.eager, fp8=not arguments.no_fp8, attention=arguments.attention)
+    ops = select_ops(ranks.device, fast, compile=not arguments.eager, attention=arguments.attention,
+                     fp8=[part for part in ("head", "mlp") if arguments.no_fp8 not in (part, "all")])
     last = min(preset.steps, arguments.stop_after or preset.steps) - 1
     if arguments.profile and not 0 <= arguments.profile[0] <= arguments.profile[1] <= last:
         fail("--profile A:B", f"0 <= A <= B <= {last}", "{}:{}".format(*arguments.profile), "name steps that the run has")

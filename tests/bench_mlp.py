@@ -1,0 +1,375 @@
+"""Times and errors of the MLP on one GPU, FP8 against bf16, as markdown tables; and the ranges its FP8 scales must cover.
+
+    python tests/bench_mlp.py                       under 40 s on an H200
+    python tests/bench_mlp.py --tokens 16384        one size
+    python tests/bench_mlp.py --cpu-dry-run         tiny sizes, interpreted kernels (whose FP8 casts are coarse): it runs through
+    python tests/bench_mlp.py --diagnose 0,20,111,339 --preset sprint --data DIR --seed 1
+        trains with the options that follow and prints, for the first micro-batch of those steps and every layer, how large
+        what is rounded to FP8 is (add --no-fp8 mlp to see it in a bf16 training)
+
+Device times are those of CUDA graphs replayed (medians), which also proves that the operators can be captured; host times are
+what it takes to enqueue the same work without a graph. Errors are Frobenius norms relative to a float64 result of the same
+bf16 operands. Rates above 4,000 GB/s come from the L2 cache.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+DRY = "--cpu-dry-run" in sys.argv
+if DRY:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+sys.path.append(str(Path(__file__).parent.parent))
+import train_gpt as tg
+
+DEVICE = "cpu" if DRY else "cuda"
+D, H = (48, 64) if DRY else (768, 3072)
+LAYERS = sum(layer.mlp for layer in tg.LAYERS)
+REPEATS, SCALES = (1 if DRY else 10), tg.MlpScales()
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+STEP_TOKENS = 131_072
+
+
+# ---- alternatives ----------------------------------------------------------------------------------------------------
+@triton.jit
+def _opaque(bits, BARRIER: tl.constexpr):
+    """The same bits, from an instruction that the compiler cannot see through: meant to stop it from computing them twice."""
+    if BARRIER:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int8, is_pure=False, pack=4)
+    else:
+        return bits
+
+
+@triton.jit
+def _grad_both_kernel(dhidden_ptr, hidden_ptr, dpre_ptr, dpre_t_ptr, hidden_t_ptr, R, C, hidden_scale, inverse_scale,
+                      LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BARRIER: tl.constexpr):
+    """_relu_squared_grad_kernel and the transposed copies of dpre and hidden in one: 6 bytes an element instead of 8."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside, inside_t = (rows < R)[:, None] & (cols < C)[None, :], (cols < C)[:, None] & (rows < R)[None, :]
+    offsets, offsets_t = rows[:, None].to(tl.int64) * C + cols[None, :], cols[:, None].to(tl.int64) * R + rows[None, :]
+    hidden_bits = _opaque(tl.load(hidden_ptr + offsets, inside, other=0), BARRIER)
+    positive = tl.sqrt(hidden_bits.to(tl.float8e4nv, bitcast=True).to(tl.float32) * hidden_scale)
+    dhidden = tl.load(dhidden_ptr + offsets, inside, other=0.0).to(tl.float32)
+    dpre = tl.clamp(dhidden * (2.0 * inverse_scale) * positive, -LIMIT, LIMIT).to(tl.float8e5)
+    dpre_bits = _opaque(dpre.to(tl.int8, bitcast=True), BARRIER)
+    tl.store(dpre_ptr + offsets, dpre_bits, inside)
+    tl.store(dpre_t_ptr + offsets_t, tl.trans(dpre_bits), inside_t)
+    tl.store(hidden_t_ptr + offsets_t, tl.trans(hidden_bits), inside_t)
+
+
+def grad_both(dhidden, hidden8, rows, cols, warps, barrier):
+    """(dpre8, dpre8 transposed, hidden8 transposed)."""
+    R, C = dhidden.shape
+    outs = [dhidden.new_empty(*shape, dtype=torch.int8) for shape in ((R, C), (C, R), (C, R))]
+    _grad_both_kernel[triton.cdiv(C, cols), triton.cdiv(R, rows)](
+        dhidden, hidden8.view(torch.int8), *outs, R, C, SCALES.hidden, 1 / SCALES.grad, LIMIT=torch.finfo(E5M2).max,
+        ROWS=rows, COLS=cols, BARRIER=barrier, num_warps=warps)
+    return outs[0].view(E5M2), outs[1].view(E5M2), outs[2].view(E4M3)
+
+
+@triton.jit
+def _quantize_both_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Both layouts from one tile, 4 bytes an element instead of 5 and one launch instead of two; computes it twice."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside, inside_t = (rows < R)[:, None] & (cols < C)[None, :], (cols < C)[:, None] & (rows < R)[None, :]
+    offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
+    tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
+    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, tile, inside)
+    tl.store(out_t_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), inside_t)
+
+
+def quantize_both_at_once(tensor, scale, dtype=E4M3):
+    R, C = tensor.shape
+    out, out_t = tensor.new_empty(R, C, dtype=dtype), tensor.new_empty(C, R, dtype=dtype)
+    _quantize_both_kernel[triton.cdiv(C, 64), triton.cdiv(R, 128)](tensor, out, out_t, R, C, 1 / scale, LIMIT=torch.finfo(dtype).max,
+                                                                   ROWS=128, COLS=64, num_warps=8)
+    return out, out_t
+
+
+def bf16_backward(grad, h, pre, up, down):
+    positive = pre.relu()
+    dpre = (grad @ down.T) * 2 * positive
+    return dpre @ up, dpre.T @ h, positive.square().T @ grad
+
+
+def quantize_row(tensor, scale):
+    out, shape = tensor.new_empty(*tensor.shape, dtype=E4M3), dict(ROWS=8, COLS=512)
+    tg._quantize_kernel[tg._tiles(*tensor.shape, shape)](tensor, out, *tensor.shape, 1 / scale, LIMIT=torch.finfo(E4M3).max, **shape)
+    return out
+
+
+class Fp8ForwardMlp(torch.autograd.Function):
+    """FP8 forward, bf16 backward: no e5m2 and no transposed activations, but bf16 products and 2 bytes a hidden value kept."""
+    backward_region = staticmethod(bf16_backward)  # main() compiles it
+
+    @staticmethod
+    def forward(ctx, h, up, down):
+        units = [h.new_full((), scale, dtype=torch.float32) for scale in SCALES]
+        pre = tg.fp8_matmul_nt(quantize_row(h, SCALES.input), quantize_row(up, SCALES.weight), units[0], units[1], True)
+        hidden8 = tg.flat_fp8(tg._relu_squared_kernel, E4M3, [pre], 1 / SCALES.hidden)
+        ctx.save_for_backward(h, pre, up, down)
+        return tg.fp8_matmul_nt(hidden8, tg.quantize_both(down, SCALES.weight)[1], units[2], units[1], True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Fp8ForwardMlp.backward_region(grad, *ctx.saved_tensors)
+
+
+# ---- timing ----------------------------------------------------------------------------------------------------------
+def host_milliseconds(run):
+    """Time to enqueue one call, the device far behind: a few calls at a time, so that its queue never fills."""
+    times = []
+    for _ in range(1 if DRY else 5):
+        if not DRY:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def milliseconds(run):
+    """Device time of one call: median over replays of a CUDA graph that holds a few of them."""
+    if DRY:
+        return host_milliseconds(run)
+    stream, graph, calls = torch.cuda.Stream(), torch.cuda.CUDAGraph(), 3
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    times = []
+    for _ in range(REPEATS + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return statistics.median(times[1:])
+
+
+def make_operands(T):
+    """(h, up, down), gradient of the output: of the sizes that training has, roughly."""
+    generator = torch.Generator(DEVICE).manual_seed(T)
+    random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)  # noqa: E731
+    operands = F.rms_norm(random(T, D), (D,)), random(H, D) * D ** -0.5, random(H, D) * D ** -0.5
+    return [operand.bfloat16().requires_grad_() for operand in operands], (random(T, D) * 1e-3).bfloat16()
+
+
+def time_pieces(T, operands, grad):
+    """{name: (ms, work, unit)} of every kernel and matrix product of Fp8Mlp, in its order, and of alternatives."""
+    h, up, down = (operand.detach() for operand in operands)
+    table, one = {}, torch.ones((), device=DEVICE)
+
+    def piece(name, run, gigabytes=None):
+        work, unit = (gigabytes / 1e9, "GB/s") if gigabytes else (2 * T * D * H / 1e12, "TFLOP/s")
+        table[name] = milliseconds(run), work, unit
+        return run()
+
+    def product(name, a, b, fast=False):
+        return piece(name, lambda: tg.fp8_matmul_nt(a, b, one, one, fast))
+
+    h8, h8_t = piece("quantise h, both layouts", lambda: tg.quantize_both(h, SCALES.input), 5 * T * D)
+    up8, up8_t = piece("quantise up, both layouts (down the same)", lambda: tg.quantize_both(up, SCALES.weight), 5 * H * D)
+    down8, down8_t = tg.quantize_both(down, SCALES.weight)
+    pre = product("pre = h up^T", h8, up8, True) * SCALES.input * SCALES.weight
+    hidden8 = piece("relu^2", lambda: tg.flat_fp8(tg._relu_squared_kernel, E4M3, [pre], 1 / SCALES.hidden), 3 * T * H)
+    product("out = hidden down", hidden8, down8_t, True)
+    g8, g8_t = piece("quantise g, both layouts", lambda: tg.quantize_both(grad, SCALES.grad, E5M2), 5 * T * D)
+    dhidden = product("dhidden = g down^T", g8, down8) * SCALES.grad * SCALES.weight
+    gradient = lambda: tg.flat_fp8(tg._relu_squared_grad_kernel, E5M2, [dhidden, hidden8], SCALES.hidden, 1 / SCALES.grad)  # noqa: E731
+    dpre8 = piece("dpre", gradient, 4 * T * H)
+    dpre8_t = piece("transposed dpre (hidden the same)", lambda: tg.transposed(dpre8), 2 * T * H)
+    hidden8_t = tg.transposed(hidden8)
+    product("dh = dpre up", dpre8, up8_t)
+    product("dup = dpre^T h", dpre8_t, h8_t)
+    product("ddown = hidden^T g", hidden8_t, g8_t)
+    out = grad.clone()
+    piece("x + mlp", lambda: out + grad, 6 * T * D)
+    piece("(bf16) pre", lambda: h @ up.T)
+    piece("(bf16) out", lambda: pre @ down)
+    piece("(bf16) dup", lambda: dhidden.T @ h)
+
+    wanted = [t.view(torch.uint8) for t in (dpre8, dpre8_t, hidden8_t)]
+    for rows, cols, warps in ((128, 64, 4), (128, 64, 8), (64, 64, 4)):
+        for barrier in (False,) if DRY else (False, True):  # the interpreter knows no inline assembly
+            run = lambda: grad_both(dhidden, hidden8, rows, cols, warps, barrier)  # noqa: E731
+            same = all(torch.equal(a.view(torch.uint8), b) for a, b in zip(run(), wanted))
+            name = f"(alternative) dpre and both transposed at once, {rows}x{cols}, {warps} warps{', opaque' * barrier}"
+            piece(name if same else f"{name} **WRONG RESULT**", run, 6 * T * H)
+    at_once = lambda: quantize_both_at_once(h, SCALES.input)  # noqa: E731
+    same = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(at_once(), (h8, h8_t)))
+    piece("(alternative) quantise h, both at once" + " **WRONG RESULT**" * (not same), at_once, 4 * T * D)
+    return table
+
+
+def time_paths(paths, operands, grad):
+    """{path: (forward ms, forward and backward ms, host ms, peak GB, errors of out, dh, dup, ddown)}."""
+    def both(apply):
+        out = apply(*operands)
+        return out.detach(), *torch.autograd.grad(out, operands, grad)
+
+    wide = [operand.detach().double().requires_grad_() for operand in operands]
+    out = tg.relu_squared_mlp(*wide)
+    exactly = [out.detach(), *torch.autograd.grad(out, wide, grad.double())]
+    del out, wide
+    rows = {}
+    for name, apply in paths.items():
+        both(apply)
+        if not DRY:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        errors = [((got.double() - want).norm() / want.norm()).item() for got, want in zip(both(apply), exactly)]
+        both(apply)
+        peak = 0 if DRY else (torch.cuda.max_memory_allocated() - before) / 1e9
+        forward, whole = milliseconds(lambda: apply(*operands)), milliseconds(lambda: both(apply))
+        rows[name] = forward, whole, host_milliseconds(lambda: both(apply)), peak, errors
+    return rows
+
+
+# ---- ranges ----------------------------------------------------------------------------------------------------------
+def spread(values, scale, dtype):
+    """(rms, 99.9th percentile, amax, fraction saturated, fraction of the non-zero flushed to zero, their share of the norm)."""
+    values = values.detach().float().abs().flatten()
+    sample = values[::max(1, len(values) // 2 ** 20)]
+    percentile = sample.kthvalue(max(1, int(0.999 * len(sample)))).values
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # subnormal; half of it becomes 0
+    flushed = (values > 0) & (values <= smallest / 2 * scale)
+    norm = values.square().sum()
+    return [number.item() for number in (
+        (norm / len(values)).sqrt(), percentile, values.max(), (values > torch.finfo(dtype).max * scale).float().mean(),
+        flushed.sum() / (values > 0).sum().clamp_min(1), (values[flushed].square().sum() / norm.clamp_min(1e-45)).sqrt())]
+
+
+class Watch:
+    """Stands in for ops.mlp, computes the same and, in chosen steps of the timed loop, what its FP8 scales would meet."""
+
+    def __init__(self, steps):
+        self.steps, self.step, self.live, self.calls, self.rows = steps, None, False, 0, {}
+
+    def note(self, layer, name, values, scale, dtype):
+        self.rows[self.step, name, layer] = spread(values, scale, dtype), scale * torch.finfo(dtype).max
+
+    def wrap(self, mlp):
+        def watched(h, up, down):
+            out = mlp(h, up, down)
+            layer, self.calls = self.calls, self.calls + 1
+            if self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.layers:
+                h, up, down = h.detach(), up.detach(), down.detach()
+                pre = h @ up.T
+                for name, values, scale in (("h", h, SCALES.input), ("up", up, SCALES.weight), ("down", down, SCALES.weight),
+                                            ("hidden", pre.relu().square(), SCALES.hidden)):
+                    self.note(layer, name, values, scale, E4M3)
+
+                def backward(grad):
+                    self.note(layer, "g", grad, SCALES.grad, E5M2)
+                    self.note(layer, "dpre", (grad @ down.T) * 2 * pre.relu(), SCALES.grad, E5M2)
+                out.register_hook(backward)
+            return out
+        return watched
+
+    def train(self, arguments):
+        """The trainer's own main with this in the place of its MLP; nothing else of it changes."""
+        select_ops, timed_loop, training_step = tg.select_ops, tg.timed_loop, tg.Trainer.training_step
+
+        def watched_ops(*args, **options):
+            ops = select_ops(*args, **options)
+            return replace(ops, mlp=self.wrap(ops.mlp))
+
+        def watched_loop(trainer, *rest):
+            self.live, self.layers = True, sum(layer.mlp for layer in trainer.preset.model.layers)
+            return timed_loop(trainer, *rest)
+
+        def watched_step(trainer, step, *rest):
+            self.step, self.calls = step, 0
+            return training_step(trainer, step, *rest)
+
+        tg.select_ops, tg.timed_loop, tg.Trainer.training_step = watched_ops, watched_loop, watched_step
+        return tg.main(arguments)
+
+    def report(self):
+        print(f"\nlayers count the MLPs from 0; scales {SCALES._asdict()}; lost: norm of what became 0 / norm of all\n")
+        print("| step | tensor | layer | rms | 99.9 % | amax | limit / amax | saturated | flushed to 0 | lost |\n" + "|---" * 10 + "|")
+        for (step, name, layer), ((rms, percentile, amax, saturated, flushed, lost), limit) in sorted(self.rows.items()):
+            room = limit / amax if amax else float("inf")
+            print(f"| {step} | {name} | {layer} | {rms:.1e} | {percentile:.1e} | {amax:.2e} | {room:.3g} | {saturated:.1e} | {flushed:.1e} | {lost:.1e} |")
+        print("\n| tensor | largest amax (step, layer) | least limit / amax | most saturated | most lost (step, layer) |\n" + "|---" * 5 + "|")
+        for name in dict.fromkeys(name for _, name, _ in self.rows):
+            rows = {(step, layer): row for (step, other, layer), row in self.rows.items() if other == name}
+            top, gone = (max(rows, key=lambda key: rows[key][0][column]) for column in (2, 5))
+            amax, limit = rows[top][0][2], rows[top][1]
+            saturated = max(row[0][3] for row in rows.values())
+            print(f"| {name} | {amax:.2e} {top} | {limit / max(amax, 1e-45):.3g} | {saturated:.1e} | {rows[gone][0][5]:.1e} {gone} |")
+
+
+def print_tables(columns, paths):
+    name = "CPU, interpreted" if DRY else torch.cuda.get_device_name()
+    print(f"\n{name}, torch {torch.__version__}, triton {triton.__version__}, D = {D}, H = {H}; ms (rate)\n")
+    print("| piece |" + "".join(f" {T} |" for T in columns) + "\n|---|" + "---|" * len(columns))
+    for piece in dict.fromkeys(piece for table in columns.values() for piece in table):
+        cells = ["" if piece not in table else "{0:.4f} ({1:.0f} {2})".format(table[piece][0], table[piece][1] / table[piece][0] * 1e3, table[piece][2])
+                 for table in columns.values()]
+        print(f"| {piece} | " + " | ".join(cells) + " |")
+    print(f"\n| tokens | path | forward ms | forward + backward ms | {LAYERS} layers, {STEP_TOKENS} tokens | host ms | GB | out | dh | dup | ddown |\n" + "|---" * 11 + "|")
+    for T, rows in paths.items():
+        for path, (forward, whole, host, peak, errors) in rows.items():
+            print(f"| {T} | {path} | {forward:.3f} | {whole:.3f} | {whole * LAYERS * STEP_TOKENS / T:.1f} | {host:.2f} | {peak:.2f} | "
+                  + " | ".join(f"{error:.4f}" for error in errors) + " |")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 64] if DRY else [16_384, 32_768, 49_152, STEP_TOKENS])
+    parser.add_argument("--diagnose", metavar="STEPS", type=lambda text: [int(step) for step in text.split(",")])
+    parser.add_argument("--cpu-dry-run", action="store_true")
+    options, training = parser.parse_known_args()
+    if not DRY and not torch.cuda.is_available():
+        sys.exit("needs a CUDA device; --cpu-dry-run proves that the benchmark runs through")
+    begin = time.perf_counter()
+    if options.diagnose or DRY:
+        watch = Watch(options.diagnose or [0, 1])
+        with tempfile.TemporaryDirectory() as folder:
+            code = watch.train(training or ["--preset", "smoke", "--stop-after", "2", "--log-dir", folder])
+        watch.report()
+        if code or not DRY:
+            sys.exit(code)
+    elif training:
+        parser.error(f"unknown: {' '.join(training)}")
+
+    compiled = (lambda function: function) if DRY else tg.compile_dynamic
+    Fp8ForwardMlp.backward_region = staticmethod(compiled(bf16_backward))
+    applies = {"bf16, compiled": compiled(tg.relu_squared_mlp), "**fp8**": tg.Fp8Mlp.apply, "fp8 forward, bf16 backward": Fp8ForwardMlp.apply}
+    columns, paths = {}, {}
+    for T in options.tokens:
+        operands, grad = make_operands(T)
+        paths[T] = time_paths(applies, operands, grad)
+        with torch.no_grad():
+            columns[T] = time_pieces(T, operands, grad)
+        del operands, grad
+        print(f"{T} tokens done after {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    print_tables(columns, paths)
+    print(f"\n{time.perf_counter() - begin:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
