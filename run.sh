@@ -4,7 +4,7 @@
 # PYTHON=... is the interpreter to try first; RUN_SH_DRY=1 prints the training command instead of running it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-SPEEDRUN_TOKENS=700000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
+SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }

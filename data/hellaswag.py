@@ -85,15 +85,14 @@ def ending_losses(model: tg.GPT, content: dict[str, Any], documents: list[tuple[
     """For each (tokens, length of its ending) the losses of the ending's tokens, nats: one packed forward pass for all."""
     pieces = [np.array(tokens, dtype=np.uint16) for tokens, _ in documents]
     longest = max(map(len, pieces))
-    batch = tg.pack(pieces, len(pieces), longest, model.config.padded_vocabulary, pin=False)
-    batch = batch.to(device)
-    features = model.features(batch, tg.saved_geometry(content, model, longest))
+    batch = tg.pack({0: pieces}, len(pieces), longest, model.config, pin=False).to(device)
+    features = model.features(batch, tg.saved_geometry(content, model, 2 * longest))
     stops = np.cumsum([len(piece) - 1 for piece in pieces])  # a document's last token is only a target
     losses = []
     for stop, (_, length) in zip(stops.tolist(), documents):
         part = slice(stop - length, stop)
         logits = tg.softcapped(F.linear(features[part], model.head).float(), model.config.softcap)
-        losses.append(F.cross_entropy(logits, batch.targets[part].long(), reduction="none").cpu())
+        losses.append(F.cross_entropy(logits, batch.columns[part].long(), reduction="none").cpu())
     return losses
 
 

@@ -292,6 +292,22 @@ def test_gpu_long():
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("tokens, window", [(16_384, 384), (49_152, 640), (49_151, 1408)])
+def test_gpu_full_size(tokens, window, monkeypatch):
+    """Documents of 1 to 2,048 tokens, outputs full of NaN beforehand, against the reference in float64."""
+    lengths = [2048, 391, 1, 1, 17] * (tokens // 2458)
+    cu_seqlens, _ = boundaries([*lengths, tokens - sum(lengths)], 9, "cuda")
+    q, k, v, dout = operands(tokens, 6, 128, 128, torch.bfloat16, "cuda")
+    wide = lambda q, k, v: tg.attention_reference(q, k, v, cu_seqlens, window, 0.1)
+    expected = gradients(wide, q.double(), k.double(), v.double(), dout)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
+    results = gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, 0.1), q, k, v, dout)
+    compare(results, expected, 2e-2)
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_gpu_graph_follows_documents_and_window():
     """One captured graph replays with other documents and another window, bitwise as eager calls give them."""
     first, second = ([100, 200, 212], [512, 0, 0])

@@ -74,7 +74,7 @@ FAULTS = {  # number of processes, further options, what happens to a rank
     "nan": (2, (), on(1, at_step, 2, lambda trainer: trainer.model.embedding.data.fill_(math.nan))),
     "interrupted": (2, (), on(1, at_step, 2, send(signal.SIGINT))),
     "interrupted alone": (1, (), on(0, at_step, 2, send(signal.SIGINT))),
-    "shard cut": (2, (), on(1, at_read, 30, lambda stream: os.truncate(stream.paths[0], 1100))),
+    "shard cut": (2, (), on(1, at_read, 12, lambda stream: os.truncate(stream.paths[0], 1100))),
     "disk stands still": (1, ("--stall-limit", "1"), on(0, at_read, 30, lambda stream: threading.Event().wait())),
     "disk full for the log": (1, (), full_disk(2500)),
     "disk full for the model": (1, ("--save", "model.pt"), full_disk(30_000)),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers import BOS, ROOT, VOCABULARY, tg
+from helpers import BOS, CPU, MODEL, ROOT, VOCABULARY, tg
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "records"))
@@ -34,7 +34,7 @@ def path(tmp_path_factory):
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
 INT32 = st.one_of(st.integers(-3, 60), st.sampled_from([2**31 - 1, -2**31, 2**30, tg.SHARD_MAGIC, VOCABULARY]), st.integers(-2**31, 2**31 - 1))
-TOKENS = st.lists(st.sampled_from([BOS, BOS, 0, 1, VOCABULARY - 1, VOCABULARY, 65535]), max_size=40)
+TOKENS = st.lists(st.sampled_from([BOS, BOS, 0, 1, VOCABULARY - 1, VOCABULARY, 65535]), max_size=60)
 
 
 @st.composite
@@ -70,21 +70,22 @@ def test_the_trainer_reads_or_refuses_any_shard(path, raw):
 
 
 @cases(1000)
-@given(shards(), st.integers(1, 30), st.integers(1, 3))
-def test_batches_from_any_shard(path, raw, slot_tokens, steps):
-    """The stream, its plan and every batch of it, or the error."""
+@given(shards(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([None, 1, 4, 40]))
+def test_batches_from_any_shard(path, raw, slot_tokens, steps, candidates):
+    """The stream and every batch of it, which hold its tokens in their order, or the error."""
     path.write_bytes(raw)
-    stages = (tg.Stage(steps, tg.SLOTS * slot_tokens, 20, 4, 8),)
+    stage = tg.Stage(steps, tg.SLOTS * slot_tokens, 3, 4, 8, candidates=candidates)
 
     def read():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tg, "BOS", BOS)
             stream = tg.TokenStream(path.parent, 1, VOCABULARY)
-            plan = tg.plan_batches(stream, stages)
-            return [tg.slot_pieces(stream, plan, stages[0], step, slot) for step in range(steps) for slot in range(tg.SLOTS)]
+            bound = {stage: 8 * (slot_tokens + 2)}
+            return stream, [b.views(b.data) for b in tg.training_batches(stream, (stage,), {stage: 8}, bound, MODEL, tg.Ranks(0, 1, CPU))]
 
-    pieces = judged(read, tg.Failure)
-    assert pieces is None or all(sum(len(piece) - 1 for piece in slot) == slot_tokens for slot in pieces)
+    if found := judged(read, tg.Failure):
+        stream, batches = found
+        assert [token for batch in batches for token in batch.tokens.ids.tolist()] == stream.read(stream.borders[0], steps * stage.batch_tokens).tolist()
 
 
 @cases(1000)

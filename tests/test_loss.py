@@ -8,6 +8,9 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import itertools
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +25,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("compiled kernels need a CUDA device", allow_module_level=True)
 full_size = pytest.mark.skipif(INTERPRETED, reason="full size: too slow interpreted")
 
-CAPS = [tg.Softcap(), tg.Softcap(23.0, 5.0, 7.5)]
+CAPS = [tg.Softcap(), tg.Softcap(15.0, 0.0, 10.0)]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -85,134 +88,227 @@ def relative(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
+# ---- exact results ---------------------------------------------------------------------------------------------------
+# A head to test: x [T, D], weight [V, D], targets. `sampled` are its parts and their candidates, None for a full softmax.
+WEIGHTS = 1.0, 0.5, 0.25
+FULL = dict(K=1), dict(K=2), dict(K=3)
+SAMPLED = dict(K=1, sampled=(1, 60)), dict(K=2, sampled=(2, 40)), dict(K=3, sampled=(3, 33))
+
+
 def softcapped(logits, cap):
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
 
 
-def exact(logits, targets, cap):
-    """Float64 losses [T] and gradient [T, V] by torch's own cross-entropy."""
+def make_targets(T, V, K=1, sampled=None, seed=0, width=torch.int32):
+    """Documents of 1 to 9 tokens, one of them with a single one; first, last and missing columns; candidates as the loader orders them."""
+    generator = torch.Generator().manual_seed(seed + T)
+    parts, count = sampled or (1, V)
+    borders = (torch.randint(1, 10, (T,), generator=generator).cumsum(0), torch.tensor([1, 2]), torch.arange(parts) * (T // parts))
+    starts = torch.isin(torch.arange(T), torch.cat(borders)).index_fill(0, torch.tensor([0]), True)
+    positions = torch.arange(T) - torch.where(starts, torch.arange(T), 0).cummax(0).values
+    certain = torch.randint(count // 4, count // 2, (parts,), generator=generator) if sampled else torch.full((1,), V)
+    columns = torch.cat([torch.randint(int(most), (T // parts,), generator=generator) for most in certain])
+    columns[torch.rand(T, generator=generator) < 0.1] = -1
+    columns[0], columns[-1] = certain[0] - 1, 0
+    ids = torch.stack([torch.randperm(V, generator=generator)[:count] for _ in range(parts)])
+    extra = (ids.int(), certain.int()) if sampled else ()
+    return tg.Targets(*map(guarded, (columns.to(width), positions.int(), torch.tensor(WEIGHTS[:K]), *extra)))
+
+
+def columns_ahead(targets, k):
+    """Column of the token k further in the same document, or -1, from document numbers."""
+    positions, T = targets.positions.cpu(), len(targets.positions)
+    document, later = (positions == 0).cumsum(0), torch.arange(T) + k
+    inside = (later < T) & (document[later.clamp(max=T - 1)] == document)
+    return torch.where(inside, targets.columns.cpu().long()[later.clamp(max=T - 1)], -1).to(DEVICE)
+
+
+def stands_for(P, certain, V):
+    """How many columns of the vocabulary each of P columns stands for, float64."""
+    drawn = torch.arange(P, device=DEVICE) >= certain
+    return torch.where(drawn, (V - certain) / max(P - int(certain), 1), 1.0).double()
+
+
+def exact(logits, columns, weights, cap, shares=None):
+    """Float64 losses [T], log-sum-exp [T] and gradient [T, P] of K targets a row: columns is a list of [T]."""
     logits = logits.detach().double().requires_grad_()
-    losses = F.cross_entropy(softcapped(logits, cap), targets.long(), reduction="none")
+    z = softcapped(logits, cap)
+    lse = (z if shares is None else z + shares.log()).logsumexp(1)
+    losses = sum(w * (c >= 0) * (lse - z.gather(1, c.clamp_min(0)[:, None])[:, 0]) for w, c in zip(weights.double(), columns))
     losses.sum().backward()
-    return losses.detach(), logits.grad
+    return losses.detach(), lse.detach(), logits.grad
 
 
-def exact_head(x, weight, targets, cap):
-    """Float64 (loss, dx, dW), 2048 rows at a time."""
-    weight = weight.double()
+def exact_rows(logits, targets, cap, V):
+    """`exact` of a single part."""
+    shares = None if targets.candidates is None else stands_for(logits.shape[1], targets.certain, V)
+    return exact(logits, [columns_ahead(targets, k) for k in range(len(targets.weights))], targets.weights, cap, shares)
+
+
+def exact_head(x, weight, targets, cap, logits_of=lambda x, head: x @ head.T, rounded=lambda grad: grad):
+    """Float64 (loss, dx, dW), at most 2048 rows at a time; `logits_of` and `rounded` may emulate roundings."""
+    x, weight = x.detach().double(), weight.detach().double()
+    columns = torch.stack([columns_ahead(targets, k) for k in range(len(targets.weights))], 1)
     loss, dx, dw = 0.0, [], torch.zeros_like(weight)
-    for rows, picks in zip(x.double().split(2048), targets.split(2048)):
-        losses, grad = exact(rows @ weight.T, picks, cap)
-        loss = loss + losses.sum()
-        dx.append(grad @ weight)
-        dw.addmm_(grad.T, rows)
+    size = len(x) if targets.candidates is None else len(x) // len(targets.candidates)
+    for start in range(0, len(x), size):
+        ids, shares = torch.arange(len(weight), device=DEVICE), None
+        if targets.candidates is not None:
+            ids = targets.candidates[start // size].long()
+            shares = stands_for(len(ids), targets.certain[start // size], len(weight))
+        head = weight[ids]
+        for rows, picks in zip(x[start:start + size].split(2048), columns[start:start + size].split(2048)):
+            losses, _, grad = exact(logits_of(rows, head), picks.unbind(1), targets.weights, cap, shares)
+            grad = rounded(grad)
+            loss = loss + losses.sum()
+            dx.append(grad @ head)
+            dw.index_add_(0, ids, grad.T @ rows)
     return loss, torch.cat(dx), dw
 
 
 def make_logits(T, V, spread=8.0, dtype=torch.float32):
-    """Logits with extreme entries, and targets that touch the first and the last column."""
-    generator = torch.Generator().manual_seed(T * V)
-    logits = torch.randn(T, V, generator=generator) * spread
+    """Logits with extreme entries."""
+    logits = torch.randn(T, V, generator=torch.Generator().manual_seed(T * V)) * spread
     logits.view(-1)[::17] = torch.tensor([1e4, -1e4, 300.0, -300.0, 0.0]).repeat(T * V)[:len(logits.view(-1)[::17])]
-    targets = torch.randint(V, (T,), generator=generator)
-    targets[0], targets[-1] = V - 1, 0
-    return guarded(logits.to(dtype)), guarded(targets)
+    return guarded(logits.to(dtype))
 
 
-def make_head(T, V, D, dtype=torch.float32, seed=0):
+def make_rows(T, V, K=1, sampled=None, vocabulary=1000, **options):
+    """Logits [T, V] of one part, its targets, and how many columns these stand for."""
+    targets = make_targets(T, vocabulary if sampled else V, K, (1, V) if sampled else None)
+    return make_logits(T, V, **options), targets, vocabulary if sampled else V
+
+
+def make_head(T, V, D, dtype=torch.float32, seed=0, K=1, sampled=None):
     """RMS-normed x, weights as in training, and targets."""
     generator = torch.Generator().manual_seed(seed)
     x = F.rms_norm(torch.randn(T, D, generator=generator), (D,))
     weight = torch.randn(V, D, generator=generator) * 0.1
-    targets = torch.randint(V, (T,), generator=generator)
-    targets[0], targets[-1] = V - 1, 0
-    return guarded(x.to(dtype)).requires_grad_(), guarded(weight.to(dtype)).requires_grad_(), guarded(targets)
+    return guarded(x.to(dtype)).requires_grad_(), guarded(weight.to(dtype)).requires_grad_(), make_targets(T, V, K, sampled)
+
+
+each_head = pytest.mark.parametrize("kind", [*FULL, *SAMPLED], ids=lambda kind: f"K={kind['K']}" + "-sampled" * ("sampled" in kind))
+each_cap = pytest.mark.parametrize("cap", CAPS, ids=("default", "other"))
 
 
 # ---- reference -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("cap", CAPS)
-def test_reference_is_cross_entropy(cap):
-    x, weight, targets = (tensor.cpu() for tensor in make_head(7, 131, 24))
-    want, _ = exact((x.double() @ weight.double().T), targets, cap)
-    for chunk_rows in (3, 100):
-        got = tg.head_loss_reference(x, weight, targets, cap, chunk_rows)
-        assert got.dtype == torch.float32 and got.shape == ()
-        assert relative(got.detach(), want.sum()) < 1e-6
-    wide = [tensor.detach().double().requires_grad_() for tensor in (x[:, :3], weight[:9, :3])]
-    assert torch.autograd.gradcheck(lambda x, w: tg.head_loss_reference(x, w, targets % 9, cap, 3), wide)
+@each_head
+def test_targets_ahead(kind):
+    for T in (3, 66):
+        sampled = kind.get("sampled") if T == 66 else None
+        targets = make_targets(T, 131, kind["K"], sampled)
+        found = [targets.ahead(k) for k in range(kind["K"])]
+        assert all(torch.equal(got.long(), columns_ahead(targets, k)) for k, got in enumerate(found))
+        for k, got in enumerate(found):  # parts start with a document, so taking them apart changes nothing
+            assert torch.equal(torch.cat([part.ahead(k) for _, part in targets.parts()]), got)
+
+
+@each_cap
+@each_head
+def test_reference_is_cross_entropy(kind, cap):
+    head = make_head(66, 131, 24, **kind)
+    want = exact_head(*head, cap)
+    for chunk_rows in (5, 100):
+        got = run_head(lambda *head: tg.head_loss_reference(*head, cap, chunk_rows), *head)
+        assert got[0].dtype == torch.float32 and got[0].shape == ()
+        assert max(map(relative, got, want)) < 2e-6
+        wide = [tensor.detach().double().requires_grad_() for tensor in head[:2]]
+        got = run_head(lambda *head: tg.head_loss_reference(*head, cap, chunk_rows), *wide, head[2])
+        # The share of a drawn column is a float32 in any case.
+        assert got[0].dtype == torch.float64 and max(map(relative, got, want)) < (2.0 ** -23 if "sampled" in kind else 1e-12)
+
+
+def test_exact_is_cross_entropy():
+    """The yardstick itself, where torch has the same function, and its gradient by finite differences."""
+    logits, targets, _ = make_rows(7, 131)
+    columns = targets.columns.long()
+    losses, _, _ = exact_rows(logits, targets, CAPS[0], 131)
+    want = F.cross_entropy(softcapped(logits.double(), CAPS[0]), columns, reduction="none", ignore_index=-1)
+    torch.testing.assert_close(losses, want)
+    x, weight, targets = make_head(6, 9, 3, K=3)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    assert torch.autograd.gradcheck(lambda x, w: tg.head_loss_reference(x, w, targets, CAPS[0], 4), wide)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("T, V", [(7, 131), (1, 1), (2, 2048), (3, 4099)])
-def test_row_losses(T, V, cap):
-    logits, targets = make_logits(T, V)
-    want, _ = exact(logits, targets, cap)
-    losses, lse = tg.row_losses(logits, targets, cap)
-    torch.testing.assert_close(losses.double(), want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.double(), softcapped(logits.double(), cap).logsumexp(1), rtol=0, atol=1e-5)
-    again, _ = tg.row_losses(logits, targets.int(), cap)
+@each_cap
+@pytest.mark.parametrize("K", [1, 2, 3])
+@pytest.mark.parametrize("T, V, sampled", [(7, 131, False), (1, 1, False), (2, 2048, False), (9, 131, True), (3, 4099, True)])
+def test_row_losses(T, V, sampled, K, cap):
+    logits, targets, vocabulary = make_rows(T, V, K, sampled, vocabulary=V + 1000)
+    want, want_lse, _ = exact_rows(logits, targets, cap, vocabulary)
+    losses, lse = tg.row_losses(logits, targets, vocabulary, cap)
+    # Values up to 23 with a rounding of 2^-20, twice; the sum of 4099 terms rounds far less.
+    torch.testing.assert_close(losses.double(), want, rtol=0, atol=1e-5 * sum(WEIGHTS[:K]))
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    again, _ = tg.row_losses(logits, targets._replace(columns=guarded(targets.columns.long())), vocabulary, cap)
     assert torch.equal(losses, again)
 
 
 def test_row_losses_keep_nan():
-    logits, targets = make_logits(3, 131)
+    logits, targets, V = make_rows(3, 131)
     logits[1, 57] = float("nan")
-    losses, _ = tg.row_losses(logits, targets, CAPS[0])
+    losses, _ = tg.row_losses(logits, targets._replace(columns=targets.columns.clamp_min(0)), V, CAPS[0])
     assert losses.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("T, V", [(7, 131), (1, 1), (128, 64), (130, 70), (129, 193)])
-def test_head_grad(T, V, cap):
+@pytest.mark.parametrize("K", [1, 2, 3])
+@pytest.mark.parametrize("T, V, sampled", [(7, 131, False), (1, 1, False), (128, 64, False), (9, 513, True), (130, 70, True)])
+def test_head_grad(T, V, sampled, K):
     """In float32, scaled by the factor, with targets of either width."""
-    logits, targets = make_logits(T, V)
-    _, want = exact(logits, targets, cap)
-    _, lse = tg.row_losses(logits, targets, cap)
+    cap = CAPS[K % 2]
+    logits, targets, vocabulary = make_rows(T, V, K, sampled)
+    _, _, want = exact_rows(logits, targets, cap, vocabulary)
+    _, lse = tg.row_losses(logits, targets, vocabulary, cap)
     factor = torch.tensor(0.125, device=DEVICE)
-    grad = tg.head_grad(logits, targets, lse, factor, cap, torch.float32)
+    grad = tg.head_grad(logits, targets, vocabulary, lse, factor, cap, torch.float32)
     torch.testing.assert_close(grad.double(), want * 0.125, rtol=2e-5, atol=1e-7)
-    assert torch.equal(tg.head_grad(logits, targets.int(), lse, factor, cap, torch.float32), grad)
+    wide = targets._replace(columns=guarded(targets.columns.long()))
+    assert torch.equal(tg.head_grad(logits, wide, vocabulary, lse, factor, cap, torch.float32), grad)
     assert torch.equal(tg.transposed(grad), grad.T)
 
 
-@pytest.mark.parametrize("T, V", [(7, 131), (130, 70)])
-def test_head_grad_fp8(T, V):
-    logits, targets = make_logits(T, V, dtype=torch.bfloat16)
-    _, want = exact(logits, targets, CAPS[0])
-    _, lse = tg.row_losses(logits, targets, CAPS[0])
+@each_head
+def test_head_grad_fp8(kind):
+    logits, targets, vocabulary = make_rows(66, 131, kind["K"], "sampled" in kind, dtype=torch.bfloat16)
+    _, _, want = exact_rows(logits, targets, CAPS[0], vocabulary)
+    _, lse = tg.row_losses(logits, targets, vocabulary, CAPS[0])
     scale = tg.HeadScales().grad
-    g8 = tg.head_grad(logits, targets, lse, torch.tensor(1 / scale, device=DEVICE), CAPS[0], E5M2)
-    got = g8.double() * scale
+    g8 = tg.head_grad(logits, targets, vocabulary, lse, torch.tensor(1 / scale, device=DEVICE), CAPS[0], E5M2)
     assert torch.equal(g8.double().T, tg.transposed(g8).double())
     # Half a step, which is 2^-2 of the value at most and the subnormal 2^-16 at least, and the float32 error.
-    assert ((got - want).abs() <= 0.5 * (want.abs() * 2.0 ** -2).clamp_min(2.0 ** -16 * scale) * 1.001).all()
+    assert ((g8.double() * scale - want).abs() <= 0.5 * (want.abs() * 2.0 ** -2).clamp_min(2.0 ** -16 * scale) * 1.001).all()
 
 
 def test_head_grad_saturates():
-    logits, targets = make_logits(7, 131)
-    _, want = exact(logits, targets, CAPS[0])
-    _, lse = tg.row_losses(logits, targets, CAPS[0])
-    g8 = tg.head_grad(logits, targets, lse, torch.tensor(1e9, device=DEVICE), CAPS[0], E5M2)
+    logits, targets, V = make_rows(7, 131)
+    _, _, want = exact_rows(logits, targets, CAPS[0], V)
+    _, lse = tg.row_losses(logits, targets, V, CAPS[0])
+    g8 = tg.head_grad(logits, targets, V, lse, torch.tensor(1e9, device=DEVICE), CAPS[0], E5M2)
     high = want.abs() * 1e9 > 57344
     assert high.any() and torch.equal(g8.double()[high], 57344 * want[high].sign())
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float32])
-@pytest.mark.parametrize("R, C", [(7, 131), (128, 64), (130, 70)])
+@pytest.mark.parametrize("R, C", [(7, 131), (1, 1), (128, 64), (130, 70), (9, 513)])
 def test_quantize_both(R, C, dtype):
     values = torch.randn(R, C, generator=torch.Generator().manual_seed(R)) * 100
     values[0, 0], values[-1, -1] = 1e8, -1e8
     values, limit, scale = guarded(values), torch.finfo(dtype).max, 0.25
     q, q_t = tg.quantize_both(values, scale, dtype)
-    assert torch.equal(q.double().T, q_t.double())
+    assert torch.equal(q.double().T, q_t.double()) and torch.equal(tg.quantize(values, scale, dtype).double(), q.double())
     want = (values.double() / scale).clamp(-limit, limit)
     assert torch.equal(q.double(), want.float().to(dtype).double())
+    assert torch.equal(tg.quantize(guarded(values.T.contiguous()).T, scale, dtype).double(), q.double())  # any strides
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
+
+def head_loss(cap=CAPS[0], scales=None):
+    return lambda x, weight, targets: tg.HeadLoss.apply(x, weight, *targets, cap, scales)
+
 
 def run_head(apply, x, weight, targets, scale=1.0):
     """(loss, dx, dW) of apply(...) · scale."""
@@ -222,52 +318,65 @@ def run_head(apply, x, weight, targets, scale=1.0):
     return loss.detach(), x.grad, weight.grad
 
 
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("T, V, D", [(7, 131, 24), (130, 70, 5)])
-def test_head_loss(T, V, D, cap):
-    head = make_head(T, V, D)
-    want = exact_head(*(tensor.detach() for tensor in head), cap)
-    got = run_head(lambda *head: tg.HeadLoss.apply(*head, cap), *head)
-    plain = run_head(lambda *head: tg.head_loss_reference(*head, cap, 50), *head)
-    assert got[0].dtype == torch.float32
-    for a, b, exactly in zip(got, plain, want):
-        assert relative(a, exactly) < 2e-6 and relative(b, exactly) < 2e-6
+@each_head
+@pytest.mark.parametrize("T, V, D", [(66, 131, 24), (132, 70, 5), (6, 64, 16)])
+def test_head_loss(T, V, D, kind):
+    head, cap = make_head(T, V, D, **kind), CAPS[T % 4 > 0]
+    got, want = run_head(head_loss(cap), *head), exact_head(*head, cap)
+    assert got[0].dtype == torch.float32 and max(map(relative, got, want)) < 2e-6
+
+
+def test_one_token():
+    for kind in (dict(K=3), dict(K=3, sampled=(1, 8))):
+        head = make_head(1, 9, 4, **kind)  # a sum of few terms keeps the rounding of each: 23 · 2^-24 of the exponent
+        assert max(map(relative, run_head(head_loss(), *head), exact_head(*head, CAPS[0]))) < 1e-5
+
+
+@each_head
+def test_half_precision(kind):
+    """Logits below 4 round by 2^-10, which the softcap passes on by less than 1; gradients and results by 2^-11."""
+    head = make_head(66, 131, 24, torch.float16, **kind)
+    got, want = run_head(head_loss(), *head), exact_head(*head, CAPS[0])
+    assert [tensor.dtype for tensor in got] == [torch.float32, torch.float16, torch.float16]
+    assert max(map(relative, got, want)) < 2.0 ** -9
 
 
 def test_incoming_gradient_scales_both():
     """A power of two commutes with every rounding, so the scaled gradients must agree to the bit."""
-    for apply, dtype in ((tg.HeadLoss.apply, torch.float32), (tg.Fp8HeadLoss.apply, torch.bfloat16)):
-        head = make_head(32, 160, 48, dtype)
-        whole, eighth = run_head(apply, *head), run_head(apply, *head, scale=0.125)
+    for scales, dtype in ((None, torch.float32), (tg.HeadScales(), torch.bfloat16)):
+        head = make_head(32, 160, 48, dtype, K=2, sampled=(2, 64))
+        whole, eighth = run_head(head_loss(scales=scales), *head), run_head(head_loss(scales=scales), *head, scale=0.125)
         assert torch.equal(whole[0], eighth[0])
         assert torch.equal(whole[1] / 8, eighth[1]) and torch.equal(whole[2] / 8, eighth[2])
+
+
+def test_nothing_to_predict():
+    """Rows without a target, here all, have no loss and no gradient."""
+    for scales, dtype in ((None, torch.float32), (tg.HeadScales(), torch.bfloat16)):
+        x, weight, targets = make_head(32, 160, 48, dtype, K=3)
+        loss, dx, dw = run_head(head_loss(scales=scales), x, weight, targets._replace(columns=torch.full_like(targets.columns, -1)))
+        assert loss == 0 and not dx.any() and not dw.any()
 
 
 def fp8_model(x, weight, targets, cap, scales):
     """(loss, dx, dW) of the FP8 head with every rounding it prescribes and float64 arithmetic otherwise."""
     def rounded(values, scale, dtype):
-        return (values.double() / scale).float().to(dtype).double() * scale
+        return (values.detach().double() / scale).float().to(dtype).double() * scale
 
-    x8, w8 = rounded(x, scales.x, E4M3), rounded(weight, scales.weight, E4M3)
-    loss, dx, dw = 0.0, [], torch.zeros_like(w8)
-    for rows, picks in zip(x8.split(2048), targets.split(2048)):
-        losses, grad = exact((rows @ w8.T).bfloat16(), picks, cap)
-        g8 = rounded(grad, scales.grad, E5M2)
-        loss = loss + losses.sum()
-        dx.append(g8 @ w8)
-        dw.addmm_(g8.T, rows)
-    return loss, torch.cat(dx), dw
+    return exact_head(rounded(x, scales.x, E4M3), rounded(weight, scales.weight, E4M3), targets, cap,
+                      lambda x, head: (x @ head.T).bfloat16(), lambda grad: rounded(grad, scales.grad, E5M2))
 
 
-@pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("T, V, D", [(32, 160, 48), (144, 208, 64), pytest.param(
-    4096, 50304, 768, marks=[pytest.mark.gpu, full_size])])
-def test_fp8_head_loss(T, V, D, cap):
+@each_cap
+@pytest.mark.parametrize("T, V, D, kind", [
+    (32, 160, 48, dict(K=1)), (144, 208, 64, dict(K=3)), (96, 208, 64, dict(K=2, sampled=(3, 112))),
+    *(pytest.param(T, 50304, 768, kind, marks=[pytest.mark.gpu, full_size]) for T, kind in (
+        (16_384, dict(K=3)), (49_152, dict(K=1)), (16_384, dict(K=3, sampled=(2, 8192))), (49_152, dict(K=2, sampled=(2, 24_576)))))])
+def test_fp8_head_loss(T, V, D, kind, cap):
     """As near to float64 as FP8 rounding allows: the error of an exact emulation is the yardstick, not a constant."""
-    head = make_head(T, V, D, torch.bfloat16)
-    values = [tensor.detach() for tensor in head]
-    want, model = exact_head(*values, cap), fp8_model(*values, cap, tg.HeadScales())
-    got = run_head(lambda *head: tg.Fp8HeadLoss.apply(*head, cap), *head)
+    head = make_head(T, V, D, torch.bfloat16, **kind)
+    want, model = exact_head(*head, cap), fp8_model(*head, cap, tg.HeadScales())
+    got = run_head(head_loss(cap, tg.HeadScales()), *head)
     assert [tensor.dtype for tensor in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert relative(got[0], want[0]) <= 1.05 * relative(model[0], want[0]) + 5e-4
     for a, b, exactly in zip(got[1:], model[1:], want[1:]):
@@ -279,10 +388,10 @@ def test_fp8_head_loss(T, V, D, cap):
 
 @pytest.mark.gpu
 @full_size
-def test_bf16_head_loss_full_size():
-    head = make_head(4096, 50304, 768, torch.bfloat16)
-    want = exact_head(*(tensor.detach() for tensor in head), CAPS[0])
-    got = run_head(tg.HeadLoss.apply, *head)
+@pytest.mark.parametrize("T, kind", [(16_384, dict(K=3)), (49_152, dict(K=1)), (49_152, dict(K=2, sampled=(2, 24_576)))])
+def test_bf16_head_loss_full_size(T, kind):
+    head = make_head(T, 50304, 768, torch.bfloat16, **kind)
+    want, got = exact_head(*head, CAPS[0]), run_head(head_loss(), *head)
     assert relative(got[0], want[0]) < 1e-4
     # bf16 rounds logits of size 8 by up to 2^-6, the exponent by 4 times that, and then the gradient by 2^-9.
     assert relative(got[1], want[1]) < 0.02 and relative(got[2], want[2]) < 0.02
@@ -293,13 +402,13 @@ def test_bf16_head_loss_full_size():
 def test_offsets_past_int32():
     """49152 · 50304 elements pass 2^31: the last rows of the gradient, in both layouts, against float64."""
     T, V, last = 49152, 50304, 128
-    logits = torch.randn(T, V, device=DEVICE, dtype=torch.bfloat16)
-    targets = torch.randint(V, (T,), device=DEVICE)
-    losses, lse = tg.row_losses(logits, targets, CAPS[0], fast=True)
-    want_losses, want = exact(logits[-last:], targets[-last:], CAPS[0])
-    torch.testing.assert_close(losses[-last:].double(), want_losses, rtol=0, atol=5e-3)
+    logits, targets = torch.randn(T, V, device=DEVICE, dtype=torch.bfloat16), make_targets(T, V, 3)
+    losses, lse = tg.row_losses(logits, targets, V, CAPS[0], fast=True)
+    columns = [columns_ahead(targets, k)[-last:] for k in range(3)]
+    want_losses, _, want = exact(logits[-last:], columns, targets.weights, CAPS[0])
+    torch.testing.assert_close(losses[-last:].double(), want_losses, rtol=0, atol=5e-3 * sum(WEIGHTS))
     scale = tg.HeadScales().grad
-    g8 = tg.head_grad(logits, targets, lse, torch.tensor(1 / scale, device=DEVICE), CAPS[0], E5M2, True)
+    g8 = tg.head_grad(logits, targets, V, lse, torch.tensor(1 / scale, device=DEVICE), CAPS[0], E5M2, True)
     assert relative(g8[-last:].double() * scale, want) < 0.1
     assert torch.equal(g8.view(torch.uint8)[-last:].T, tg.transposed(g8).view(torch.uint8)[:, -last:])
 
@@ -307,10 +416,79 @@ def test_offsets_past_int32():
 @pytest.mark.parametrize("chunk_rows", [3, 7, 100])
 def test_eval(chunk_rows):
     x, weight, targets = make_head(7, 131, 24)
-    want, _, _ = exact_head(x.detach(), weight.detach(), targets, CAPS[1])
-    got = tg.head_loss_eval(x, weight, targets, CAPS[1], chunk_rows)
+    want, _, _ = exact_head(x, weight, targets, CAPS[1])
+    got = tg.head_loss_eval(x, weight, targets.columns, CAPS[1], chunk_rows)
     assert got.dtype == torch.float64 and not got.requires_grad
     assert relative(got, want) < 1e-6
+
+
+# ---- sampled softmax -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("certain", [1, 40, 130])
+@pytest.mark.parametrize("K", [1, 3])
+def test_all_candidates_are_the_full_softmax(K, certain):
+    """The whole vocabulary as candidates, in any order and however many of them are certain."""
+    x, weight, full = make_head(66, 131, 24, K=K)
+    full = full._replace(columns=torch.where(full.columns < certain, full.columns, 0))
+    order = torch.randperm(131, generator=torch.Generator().manual_seed(1))
+    ids = torch.cat([torch.arange(certain), order[order >= certain]]).to(DEVICE, torch.int32)[None].repeat(2, 1)
+    sampled = full._replace(candidates=ids, certain=torch.full((2,), certain, dtype=torch.int32, device=DEVICE))
+    full = full._replace(positions=torch.arange(66, dtype=torch.int32, device=DEVICE) % 33)
+    sampled = sampled._replace(positions=full.positions)
+    want = exact_head(x, weight, full, CAPS[0])
+    for apply in (head_loss(), tg.head_loss_reference):
+        assert max(map(relative, run_head(apply, x, weight, sampled), want)) < 2e-6
+
+
+def test_partition_function_is_unbiased():
+    """Over all ways to draw 3 of 8 columns beside 2 targets, the mean of exp(lse) is the sum over the whole vocabulary."""
+    logits, V, certain = make_logits(1, 10, spread=4.0), 10, 2
+    draws = [[*range(certain), *drawn] for drawn in itertools.combinations(range(certain, V), 3)]
+    rows = guarded(logits[0, torch.tensor(draws, device=DEVICE)])
+    targets = tg.Targets(*(torch.zeros(len(draws), dtype=torch.int32, device=DEVICE) for _ in range(2)), torch.ones(1, device=DEVICE),
+                         torch.zeros(1, 5, dtype=torch.int32, device=DEVICE), torch.full((1,), certain, dtype=torch.int32, device=DEVICE))
+    _, lse = tg.row_losses(rows, targets, V, CAPS[0])
+    exactly = softcapped(logits.double(), CAPS[0]).exp().sum()
+    assert len(draws) == 56 and relative(lse.double().exp().mean(), exactly) < 1e-5
+
+
+def estimates(vocabulary, targets, count, sweeps):
+    """{id: mean over the sweeps of how many columns it stands for}, exactly."""
+    totals = [Fraction(0)] * vocabulary
+    for sweep in range(sweeps):
+        ids, certain, columns = tg.sample_candidates(targets, count, vocabulary, sweep)
+        assert len(set(ids)) == count and (ids[columns] == targets).all()
+        for column, token in enumerate(ids.tolist()):
+            totals[token] += 1 if column < certain else Fraction(vocabulary - certain, count - certain)
+    return [total / sweeps for total in totals]
+
+
+def test_sweeps_are_unbiased():
+    """The walk's own draws: each id stands for exactly one column on average where the targets lie evenly on the walk. Where they do
+    not, an id is met as often as the stretch before it is long, targets included; over all ids the mean is one all the same."""
+    walk = np.arange(55) * 20011 % 55
+    assert estimates(55, np.repeat(walk[::5], 3), 19, sweeps=55) == [1] * 55
+    uneven = np.array([3, 3, 17, 20, 21, 22, 40, 9])
+    means = estimates(55, uneven, 19, sweeps=55)
+    assert sum(means) == 55 and all(means[token] == 1 for token in uneven)
+    others, drawn, certain = 55 - len(set(uneven)), 19 - len(set(uneven)), len(set(uneven))
+    assert all(Fraction(others, 55) <= mean <= Fraction(others, 55) * (1 + Fraction(certain, drawn)) for mean in means if mean != 1)
+
+
+@pytest.mark.parametrize("count, tokens", [(8192, 8192), (12_288, 16_384)])
+def test_sweeps_at_full_size(count, tokens):
+    """In training a column's share is off by a few percent at worst and the partition function of any one row by far less."""
+    random, V = np.random.default_rng(0), 50304
+    targets = ((50257 * random.power(0.28, tokens)).astype(np.int64) * 31) % V
+    sweeps = V // np.gcd(count, V)
+    share, exponentials = np.zeros(V), np.exp(random.standard_normal(V) * 2)
+    for sweep in range(sweeps):
+        ids, certain, _ = tg.sample_candidates(targets, count, V, sweep)
+        share[ids[:certain]] += 1 / sweeps
+        share[ids[certain:]] += (V - certain) / (count - certain) / sweeps
+    assert abs(share.mean() - 1) < 1e-3 and abs(share - 1).max() < 0.15
+    # Shares of standard deviation s, independent of the exponentials, move their sum by s times its relative standard error.
+    assert abs((share * exponentials).sum() / exponentials.sum() - 1) < 3 * share.std() * np.linalg.norm(exponentials) / exponentials.sum()
 
 
 # ---- embedding gradient ----------------------------------------------------------------------------------------------
@@ -331,55 +509,90 @@ def token_cases():
 def embedding_inputs(name):
     tokens, vocab_rows = token_cases()[name]
     tokens = np.random.default_rng(1).permutation(tokens)
-    order, starts = tg.sort_tokens(tokens.astype(np.uint16), vocab_rows)
-    return [guarded(torch.from_numpy(array.astype(np.int32))) for array in (tokens, order, starts)]
+    arrays = tokens, *tg.sort_ids(tokens.astype(np.uint16), vocab_rows)
+    return tg.Lookup(*(guarded(torch.from_numpy(array.astype(np.int32))) for array in arrays))
 
 
 @pytest.mark.parametrize("name", token_cases())
-def test_sort_tokens(name):
+def test_sort_ids(name):
     tokens, order, starts = (tensor.cpu().numpy() for tensor in embedding_inputs(name))
     for token in range(len(starts) - 1):
         assert (order[starts[token]:starts[token + 1]] == np.flatnonzero(tokens == token)).all()
     assert starts[0] == 0 and starts[-1] == len(tokens) == len(order)
 
 
+@pytest.mark.parametrize("rows", [65_536, 65_537, 251_520])
+def test_sort_ids_of_a_large_table(rows):
+    """Ids of more than 16 bits, the last row and ids that agree in their low bits among them."""
+    random = np.random.default_rng(rows)
+    ids = np.concatenate([random.integers(0, rows, 3000), np.arange(5, rows, 65_536).repeat(3), [0, rows - 1, rows - 1]])
+    ids = random.permutation(ids)
+    order, starts = tg.sort_ids(ids, rows)
+    assert order.dtype == starts.dtype == np.int32 and len(starts) == rows + 1
+    assert (order == np.argsort(ids, kind="stable")).all()
+    assert (np.diff(starts) == np.bincount(ids, minlength=rows)).all() and starts[0] == 0
+
+
 @pytest.mark.parametrize("D", [5, 24])
 @pytest.mark.parametrize("name", token_cases())
 def test_embedding_grad(name, D):
-    tokens, order, starts = embedding_inputs(name)
-    grad = guarded(torch.randn(len(tokens), D, generator=torch.Generator().manual_seed(D)))
-    got = tg.embedding_grad(grad, tokens, order, starts, torch.float32)
-    want = tg.embedding_grad_reference(grad.double(), tokens, len(starts) - 1)
+    ids, order, starts = lookup = embedding_inputs(name)
+    grad = guarded(torch.randn(len(ids), D, generator=torch.Generator().manual_seed(D)))
+    run = lambda: tg.embedding_grad(grad, *lookup, grad.new_empty(len(starts) - 1, D))  # noqa: E731
+    got, want = run(), tg.embedding_grad_reference(grad.double(), ids, len(starts) - 1)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    assert torch.equal(got, tg.embedding_grad(grad, tokens, order, starts, torch.float32))
-    assert (got[(starts.diff() == 0)] == 0).all()
+    assert torch.equal(got, run())
+    empty = starts.diff() == 0
+    assert (got[empty] == 0).all()
+    before = guarded(torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).index_fill(0, empty.nonzero()[:1, 0].cpu(), torch.nan))
+    added = tg.embedding_grad(grad, *lookup, before.clone(), add=True)
+    torch.testing.assert_close(added[~empty].double(), (before.double() + want)[~empty], rtol=1e-5, atol=1e-5)
+    assert torch.equal(added[empty].nan_to_num(7), before[empty].nan_to_num(7))  # not touched
 
 
 def test_embedding_lookup():
     """Two tables share a sort, their hooks fire, and a table without a gradient gets none."""
-    tokens, order, starts = embedding_inputs("repetitive")
+    lookup = embedding_inputs("repetitive")
     tables = [torch.randn(41, 24, device=DEVICE, requires_grad=True) for _ in range(3)]
     seen = []
     for table in tables:
         table.register_post_accumulate_grad_hook(lambda table: seen.append(id(table)))
-    first, second, _ = (tg.EmbeddingLookup.apply(table, tokens, order, starts) for table in tables)
+    first, second, _ = (tg.EmbeddingLookup.apply(table, *lookup) for table in tables)
     ((first * second).sum() + first.sum()).backward()
     assert {id(table) for table in tables[:2]} <= set(seen) and tables[2].grad is None
     copies = [table.detach().clone().requires_grad_() for table in tables[:2]]
-    a, b = (F.embedding(tokens, copy) for copy in copies)
+    a, b = (F.embedding(lookup.ids, copy) for copy in copies)
     assert torch.equal(a, first) and torch.equal(b, second)
     ((a * b).sum() + a.sum()).backward()
     for table, copy in zip(tables, copies):
         torch.testing.assert_close(table.grad, copy.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_direct_gradient():
+    """Over two micro-batches, each with a table read twice: .grad is overwritten by the first, the rest is added, and each is announced once."""
+    lookup, called = embedding_inputs("repetitive"), []
+    plain, table = (torch.randn(41, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_() for _ in range(2))
+    table.grad = guarded(torch.full((41, 24), torch.nan))
+    table.direct = tg.DirectGradient(lambda: called.append(table.grad.clone()))
+    for micro in range(2):
+        for leaf in (plain, table):
+            first, second = (tg.EmbeddingLookup.apply(leaf, *lookup) for _ in range(2))
+            (first.square().sum() + second.sin().sum()).backward()
+        assert len(called) == micro + 1 and not table.direct.uses
+        torch.testing.assert_close(called[micro], plain.grad, rtol=1e-5, atol=1e-5)
+    table.direct.begun = False
+    tg.EmbeddingLookup.apply(table, *lookup).sum().backward()
+    torch.testing.assert_close(table.grad, lookup.starts.diff()[:, None].expand(41, 24).float())
+
+
 @pytest.mark.gpu
 @full_size
-def test_embedding_grad_full_size():
-    T, V, D = 65536, 50304, 768
+@pytest.mark.parametrize("T", [16_384, 49_152])
+@pytest.mark.parametrize("V", [50_304, 251_520])
+def test_embedding_grad_full_size(T, V):
+    D = 768
     tokens = np.random.default_rng(0).zipf(1.2, T).clip(max=V) - 1
-    sort = [torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (tokens, *tg.sort_tokens(tokens, V))]
+    lookup = [torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (tokens, *tg.sort_ids(tokens, V))]
     grad = torch.randn(T, D, device=DEVICE, dtype=torch.bfloat16)
-    want = tg.embedding_grad_reference(grad.double(), sort[0], V)
-    got = tg.embedding_grad(grad, *sort, torch.bfloat16)
-    torch.testing.assert_close(got.double(), want, rtol=2.0 ** -8, atol=1e-3)
+    got = tg.embedding_grad(grad, *lookup, grad.new_empty(V, D))
+    torch.testing.assert_close(got.double(), tg.embedding_grad_reference(grad.double(), lookup[0], V), rtol=2.0 ** -8, atol=1e-3)

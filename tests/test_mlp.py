@@ -128,7 +128,8 @@ def test_input_scale_never_saturates(width):
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("T, D, H", [(32, 48, 64), (144, 64, 208), pytest.param(4096, 768, 3072, marks=[pytest.mark.gpu, full_size])])
+@pytest.mark.parametrize("T, D, H", [(32, 48, 64), (144, 64, 208), *(
+    pytest.param(T, 768, 3072, marks=[pytest.mark.gpu, full_size]) for T in (16_384, 49_152))])
 def test_fp8_mlp(T, D, H):
     """As near to float64 as FP8 rounding allows: the error of an exact emulation is the yardstick, not a constant."""
     operands, grad = make_mlp(T, D, H)
@@ -189,14 +190,14 @@ def test_model_with_fp8_mlps():
     """Loss and gradients of the tiny network, whose layers have every shape, beside those with the reference MLP."""
     random, device = np.random.default_rng(0), torch.device(DEVICE)
     pieces = [random.integers(0, helpers.VOCABULARY, length).astype(np.uint16) for length in (33, 1 + 40, 1 + 56)]
-    documents = tg.pack(pieces, 3, 56, helpers.MODEL.padded_vocabulary, pin=False).to(device)
-    assert len(documents.tokens) == 128  # a multiple of 16
-    geometry = tg.rotary_geometry(helpers.PRESET, 0, 64, device)
+    documents = tg.pack({0: pieces}, 3, 56, helpers.MODEL, pin=False).to(device)
+    assert len(documents.positions) == 128  # a multiple of 16
+    geometry = tg.rotary_geometry(helpers.PRESET, 0, 2 * 56, device)
     results = []
     for mlp in (tg.relu_squared_mlp, tg.fp8_mlp):
         model = tg.GPT(helpers.MODEL, replace(tg.select_ops(device, fast=False), mlp=mlp), device)
         helpers.randomise(model, size=0.15)
-        loss = model(documents, geometry)
+        loss = model(documents, geometry, torch.ones(1, device=device))
         loss.backward()
         results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.matrix}))
     (want_loss, want), (loss, got) = results

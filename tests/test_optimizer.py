@@ -162,30 +162,64 @@ def test_a_bfloat16_bank_keeps_the_lower_bits():
 
 
 # ---- Adam ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["table", "scalars"])
-def test_adam_is_torchs(kind):
+def adam_owner(roles, rules, config):
+    """Parameters [16, 4] of these roles, and what updates them."""
+    parameters, ranks = [tg.declared(role, torch.randn(16, 4)) for role in roles], tg.Ranks(0, 1, CPU)
+    if not rules[roles[0]].sharded:
+        return parameters, tg.AdamScalars(parameters, rules, config, ranks, OPS)
+    table = tg.AdamTable(parameters[0], rules[roles[0]], config, ranks, OPS)
+    table.direct = tg.DirectGradient(lambda: None)
+    return parameters, table
+
+
+def update(owner, parameters, preset, step):
+    """One update with the gradients that are there."""
+    owner.reduce_()
+    owner.compute_({name: torch.tensor(value) for name, value in tg.step_rates(preset, step).items()})
+    owner.gather_()
+    assert not any(p.grad.any() for p in parameters)
+
+
+ADAM = replace(PRESET, stages=(tg.Stage(40, 512, 48, 8, 16),), optimizer=tg.OptimizerConfig(cooldown_fraction=0.5))
+
+
+@pytest.mark.parametrize("roles", [["embedding"], ["gate", "scalar", "gate"]], ids=["table", "scalars"])
+def test_adam_is_torchs(roles):
     """Seven updates at the rates of the schedule, bias corrections included, gradients of very different sizes."""
     torch.manual_seed(4)
-    preset = replace(PRESET, stages=(tg.Stage(40, 512, 48, 8, 16),), optimizer=tg.OptimizerConfig(cooldown_fraction=0.5))
-    roles, ranks = {"table": ["embedding"], "scalars": ["gate", "scalar", "gate"]}[kind], tg.Ranks(0, 1, CPU)
-    parameters = [tg.declared(role, torch.randn(16, 4)) for role in roles]
+    parameters, owner = adam_owner(roles, RULES, ADAM.optimizer)
     reference = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    make = tg.AdamTable(parameters[0], RULES["embedding"], preset.optimizer, ranks, OPS) if kind == "table" else \
-        tg.AdamScalars(parameters, RULES, preset.optimizer, ranks, OPS)
     torchs = [torch.optim.Adam([p], lr=0.008 * RULES[role].learning_rate_multiplier, betas=RULES[role].betas, eps=1e-10)
               for p, role in zip(reference, roles)]
-    for update in range(7):
-        step = 2 * update + 1
-        assert tg.is_adam_step(preset, step)
+    for step in range(7):
         for mine, theirs, adam in zip(parameters, reference, torchs):
             mine.grad.copy_(torch.randn(16, 4) * 10.0 ** torch.randint(-4, 3, (16, 4)))
             theirs.grad = mine.grad.clone()
             adam.step()
-        make.reduce_()
-        make.compute_({name: torch.tensor(value) for name, value in tg.step_rates(preset, step).items()})
-        make.gather_()
-        assert not any(p.grad.any() for p in parameters)
+        update(owner, parameters, ADAM, step)
     assert all(relative(mine, theirs) < 1e-5 for mine, theirs in zip(parameters, reference))
+
+
+@pytest.mark.parametrize("role, every", [("head", 1), ("value_embedding", 1), ("value_embedding", 2), ("gate", 1)])
+def test_cautious_decay(role, every):
+    """One number at a time in plain Python: the decay acts only where the update shrinks the weight, and with the rate squared."""
+    torch.manual_seed(5)
+    rules = {**RULES, role: replace(RULES[role], decay=40.0, every=every)}
+    preset = replace(ADAM, optimizer=replace(ADAM.optimizer, rules=tuple(rules.items())))
+    (parameter,), owner = adam_owner([role], rules, preset.optimizer)
+    weights, means, squares, decayed = parameter.flatten().tolist(), [0.0] * 64, [0.0] * 64, 0
+    rate, (beta1, beta2) = 0.008 * rules[role].learning_rate_multiplier, rules[role].betas
+    for count in range(1, 6):
+        parameter.grad.copy_(torch.randn(16, 4))
+        for i, g in enumerate(parameter.grad.flatten().tolist()):
+            means[i] = beta1 * means[i] + (1 - beta1) * g
+            squares[i] = beta2 * squares[i] + (1 - beta2) * g * g
+            move = rate * means[i] / (1 - beta1**count) / (math.sqrt(squares[i] / (1 - beta2**count)) + 1e-10)
+            shrink = 40.0 * rate**2 * weights[i] if move * weights[i] > 0 else 0.0
+            weights[i] -= move + shrink
+            decayed += shrink != 0
+        update(owner, [parameter], preset, count * every - 1)
+    assert relative(parameter.flatten(), torch.tensor(weights)) < 1e-5 and 50 < decayed < 270
 
 
 # ---- who owns what ---------------------------------------------------------------------------------------------------
@@ -211,7 +245,8 @@ def test_every_parameter_is_in_exactly_one_group():
         rule = RULES[parameter.role]
         kind = tg.MatrixBank if isinstance(rule, tg.MuonRule) else tg.AdamTable if rule.sharded else tg.AdamScalars
         assert type(owner) is kind, name
-        span = set(range(parameter.storage_offset(), parameter.storage_offset() + parameter.numel()))
+        assert parameter.data_ptr() % 16 == parameter.grad.data_ptr() % 16 == 0, f"{name}: compiled code takes it for aligned"
+        span = set(range(parameter.storage_offset(), parameter.storage_offset() + tg.aligned(parameter.numel())))
         assert not span & claimed.setdefault(id(owner), set()), f"{name} overlaps another"
         claimed[id(owner)] |= span
     muon = {name for name, p in model.named_parameters() if isinstance(RULES[p.role], tg.MuonRule)}
@@ -232,7 +267,7 @@ def test_multipliers_follow_their_matrices():
             mine = slice(parameter.storage_offset() // size, (parameter.storage_offset() + parameter.numel()) // size)
             assert (bank.multiplier[mine] == rule.learning_rate_multiplier).all() and mine.stop - mine.start == parameter.numel() // size
     for role, part in optimizer.scalars.parts.items():
-        expected = sum(p.numel() for p in model.parameters() if p.role == role)
+        expected = sum(tg.aligned(p.numel()) for p in model.parameters() if p.role == role)
         assert part.stop - part.start == expected > 0
 
 
@@ -252,10 +287,10 @@ def test_the_state_is_complete(corpus, tiny):
     before, state = {name: t.clone() for name, t in held.items()}, trainer.optimizer.state()
     start = {name: t.clone() for name, t in state.items()}
     for step, batches in enumerate(helpers.all_batches(trainer)):
-        trainer.training_step(step, batches, tg.is_adam_step(PRESET, step), trainer.geometries[tg.stage_index(PRESET, step)])
+        trainer.training_step(step, batches)
     known = {t.untyped_storage().data_ptr() for t in state.values()}
     assert not [name for name, t in held.items() if not t.equal(before[name]) and t.untyped_storage().data_ptr() not in known]
-    assert not [name for name, t in state.items() if t.equal(start[name]) and not (name.startswith("bank") and "grads" in name)]
+    assert not [name for name, t in state.items() if t.equal(start[name]) and "grads" not in name]
     assert tg.state_hash(state) != first
     assert trainer.initialise(2) != first and trainer.initialise(1) == first
 
