@@ -1583,9 +1583,9 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 # 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, both sharded over the ranks
 # ======================================================================================================================
 
-# Three kinds of state with the same phases: reduce_ (average gradients over ranks, asynchronous), compute_ (wait, update this
-# rank's shard, clear the gradient) and gather_ (spread the new weights, asynchronous). Parameters and their gradients live in
-# a few static buffers, of which the model's parameters are views, so a phase is one large call.
+# Three kinds of state with the same phases: gather_ (collect what the other ranks last updated, asynchronous; `arrive` waits for it), reduce_
+# (average gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard, clear the gradient). Parameters and their gradients
+# live in a few static buffers, of which the model's parameters are views, so a phase is one large call.
 def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> None:
     """Move the parameters into the flat order of `weights`, each at a multiple of `align`; their .grad become views of `grads`."""
     weights, grads, start = weights.view(-1), grads.view(-1), 0
@@ -1664,6 +1664,16 @@ class Stateful:
             if name != "weights":
                 tensor.zero_()
 
+    def gathered(self) -> None:
+        """Overlaid by the wait of a gather that is under way."""
+
+    def gather_(self) -> None:
+        self.gathered = self.ranks.all_gather(self.weights)
+
+    def arrive(self) -> None:
+        self.gathered()
+        vars(self).pop("gathered", None)
+
 class MatrixBank(Stateful):
     """All hidden matrices of one shape: [N, rows, columns], N padded with zero matrices to a multiple of the slots."""
     kept = ("weights", "grads", "low", "momentum", "second_moment")
@@ -1698,9 +1708,6 @@ class MatrixBank(Stateful):
         self.update(update, self.shard, self.low, self.second_moment, self.multiplier, rates["muon"],
                     self.config.muon_weight_decay, self.config.second_moment_decay)
 
-    def gather_(self) -> None:
-        self.gathered = self.ranks.all_gather(self.weights)
-
 class AdamTable(Stateful):
     """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook."""
 
@@ -1726,9 +1733,6 @@ class AdamTable(Stateful):
                     *self.rule.betas, self.config.adam_epsilon)
         if not self.direct.used:  # else the next gradient overwrites this one
             self.grads.zero_()
-
-    def gather_(self) -> None:
-        self.gathered = self.ranks.all_gather(self.weights)
 
 class AdamScalars(Stateful):
     """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
@@ -1758,14 +1762,11 @@ class AdamScalars(Stateful):
                         *self.rules[role].betas, self.config.adam_epsilon)
         self.grads.zero_()
 
-    def gather_(self) -> None:
-        self.gathered = lambda: None
-
 class Optimizer:
     """Owns the storage of every parameter and decides when each gradient leaves.
 
-    Order of a step: tables that are due reduce from hooks while the backward pass still runs (of the last micro-batch); after it the rest starts
-    reducing, Adam's updates hide that, and each gather hides behind the next bank's orthogonalisation."""
+    Order of a step: the ranks gather what the last step updated, and the model waits for a table only where it reads it; tables that are due reduce
+    from hooks while the backward pass (of the last micro-batch) still runs; after it the rest reduces, and Adam's updates hide that."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         rules = dict(config.rules)
@@ -1780,6 +1781,10 @@ class Optimizer:
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in by_shape.values()]
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
         self.tables = [AdamTable(parameter, rules[parameter.role], config, ranks, ops) for parameter in tables]
+        owners = dict(zip(tables, self.tables)) | {p: bank for bank, group in zip(self.banks, by_shape.values()) for p in group}
+        self.gathering = list(dict.fromkeys(owners[p] for p in model.in_order() if p in owners))
+        for parameter, owner in owners.items():
+            parameter.arrive = owner.arrive
         for parameter, table in zip(tables, self.tables):
             parameter.register_post_accumulate_grad_hook(lambda _, table=table: self._table_ready(table))
             parameter.direct = table.direct = DirectGradient(functools.partial(self._table_ready, table))
@@ -1790,6 +1795,15 @@ class Optimizer:
         self.expecting, self.left = [], []
         for table in self.tables:
             table.direct.begun, table.direct.uses = step % table.rule.every > 0, 0
+        for item in self.gathering:
+            if item in self.banks or not item.direct.begun:
+                item.gather_()
+
+    def gather(self) -> None:
+        """Every rank has all weights: before anything but a training step reads them."""
+        for item in self.gathering:
+            item.gather_()
+            item.arrive()
 
     def expect(self, step: int) -> None:
         """Before the last micro-batch: its gradients complete those of the tables that are due."""
@@ -1807,12 +1821,8 @@ class Optimizer:
         rest = [self.scalars, *self.banks]
         for item in rest:
             item.reduce_()
-        work = [*self.left, *rest]  # in the order in which the reductions left
-        for item in work:
+        for item in (*self.left, *rest):  # in the order in which the reductions left
             item.compute_(rates)
-            item.gather_()
-        for item in work:
-            item.gathered()
 
     def reset(self) -> None:
         for item in (*self.banks, self.scalars, *self.tables):
@@ -1874,6 +1884,12 @@ def mlp_in(x: Tensor, x0: Tensor, bigram: Tensor | None, skip: Tensor | None, sk
 def leave_network(x: Tensor, backout: Tensor | None, amount: Tensor | None) -> Tensor:
     """Subtract what an earlier layer wrote for its successors but not for the head (record 40), then normalise."""
     return norm(x if backout is None else x - amount * backout)
+
+def arrived(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter, once the other ranks' parts of its last update are here."""
+    if wait := getattr(parameter, "arrive", None):
+        wait()
+    return parameter
 
 def declared(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -> nn.Parameter:
     """A parameter with its role (a key of OptimizerConfig.rules) and, for Muon, the shape of the matrices it stacks."""
@@ -1945,7 +1961,6 @@ class GPT(nn.Module):
         weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary, config.width)
         self.embedding = declared("embedding", table())
-        self.value_embeddings = nn.ParameterList([declared("value_embedding", table()) for _ in range(config.value_embeddings)])
         self.bigram = declared("bigram", weight(config.bigram_rows, config.width)) if config.bigram_rows else None
         self.smear_gate = declared("smear_gate", empty(config.gate_inputs))
         self.smear = declared("scalar", empty(()))
@@ -1955,6 +1970,7 @@ class GPT(nn.Module):
         self.skip_sources = {layer.skip_from for layer in config.layers}
         self.blocks = nn.ModuleDict({str(slot): Block(layer, config, matrix, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
+        self.value_embeddings = nn.ParameterList([declared("value_embedding", table()) for _ in range(config.value_embeddings)])
         self.backout = declared("scalar", empty(())) if any(layer.backout for layer in config.layers) else None
         self.head = declared("head", table())
         self.smear_and_norm, self.leave_network = ops.compile(smear_and_norm), ops.compile(leave_network)
@@ -1975,16 +1991,23 @@ class GPT(nn.Module):
         if self.backout is not None:
             self.backout.fill_(0.5)
 
+    def in_order(self) -> list[nn.Parameter | None]:
+        """The large parameters, as the forward pass comes to them."""
+        return [self.embedding, self.bigram, *self.blocks.parameters(), *self.value_embeddings, self.head]
+
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Final hidden states [T, width], normalised, ready for the head."""
-        bigram = None if self.bigram is None else self.ops.embed(self.bigram, documents.bigrams)
-        x = x0 = self.smear_and_norm(self.ops.embed(self.embedding, documents.tokens), documents.positions, self.smear_gate, self.smear)
+        bigram = None if self.bigram is None else self.ops.embed(arrived(self.bigram), documents.bigrams)
+        x = x0 = self.smear_and_norm(self.ops.embed(arrived(self.embedding), documents.tokens), documents.positions, self.smear_gate, self.smear)
+        for parameter in self.blocks.parameters():
+            arrived(parameter)
         skips: dict[int | None, Tensor | None] = {None: None}
         backout = None
         for slot, block in self.blocks.items():
             layer = block.layer
             # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
-            value = None if layer.value_embedding is None else self.ops.embed(self.value_embeddings[layer.value_embedding], documents.tokens)
+            table = None if layer.value_embedding is None else arrived(self.value_embeddings[layer.value_embedding])
+            value = None if table is None else self.ops.embed(table, documents.tokens)
             x = block(x, x0, bigram, skips[layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
                 skips[int(slot)] = x
@@ -1994,7 +2017,7 @@ class GPT(nn.Module):
 
     def forward(self, documents: Documents, geometry: Geometry, target_weights: Tensor) -> Tensor:
         targets = Targets(documents.columns, documents.positions, target_weights, documents.candidates, documents.certain)
-        return self.ops.head_loss(self.features(documents, geometry), self.head, targets, self.config.softcap)
+        return self.ops.head_loss(self.features(documents, geometry), arrived(self.head), targets, self.config.softcap)
 
     @torch.no_grad()
     def evaluate(self, documents: Documents, geometry: Geometry) -> Tensor:
@@ -2678,12 +2701,14 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
                 stop_profiler(profiler, options.profile_path, log)
                 profiler = None
             if options.val_every and (step + 1) % options.val_every == 0 and step + 1 < steps:
+                trainer.optimizer.gather()
                 clock.pause("validation")
                 value = trainer.validate(trainer.geometries[index])
                 log.line("val", step=step + 1, loss=round(value, 6), final=False)
                 log.say(f"step {step + 1:5d}/{preset.steps}   val loss {value:.4f} (windows of the moment)")
                 clock.resume()
                 meter.restart()
+        trainer.optimizer.gather()
         clock.stop()
         meter.flush()
     finally:
