@@ -64,9 +64,9 @@ def write_corpus(folder):
     return folder
 
 
-def make_trainer(corpus, preset=PRESET, ops=None):
-    ranks = tg.Ranks(0, 1, CPU)
-    return tg.Trainer(preset, ranks, ops or tg.select_ops(CPU), tg.Clock(CPU), corpus)
+def make_trainer(corpus, preset=PRESET, ops=None, ranks=None):
+    ranks = ranks or tg.Ranks(0, 1, CPU)
+    return tg.Trainer(preset, ranks, ops or tg.select_ops(CPU), tg.Clock(ranks.device), corpus)
 
 
 def all_batches(trainer):
