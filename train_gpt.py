@@ -103,6 +103,7 @@ class ModelConfig:
     layers: tuple[Layer, ...]
     value_embeddings: int
     bigram_rows: int  # of the hashed table of token pairs, added in every layer (record 62); 0: none
+    bigram_width: int  # how many leading channels of the stream it is added to
     gate_inputs: int = 12  # leading channels that the smear gate and the attention gates read
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
@@ -211,8 +212,10 @@ LAYERS = (
     Layer(value_embedding=3, paired=True),
     Layer(value_embedding=4, window="long", key_offset=True),
 )
-GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, bigram_rows=5 * 50304)
-GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, bigram_rows=8192, dtype="float32", layers=(
+GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, bigram_rows=5 * 50304,
+                        bigram_width=768)
+GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, bigram_rows=8192, bigram_width=96,
+                       dtype="float32", layers=(
     Layer(value_embedding=0, paired=True),
     Layer(value_embedding=1, window="long", key_offset=True),
     Layer(attention=False, skip_from=1),
@@ -275,8 +278,7 @@ class Ranks:
     @staticmethod
     def start() -> Ranks:
         """Read torchrun's variables, pick the device and join the process group."""
-        rank, world, local = (int(os.environ.get(name, default)) for name, default in
-                              (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+        rank, world, local = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
         if torch.cuda.is_available():
@@ -978,8 +980,7 @@ class Tile(NamedTuple):
         return TensorDescriptor.from_tensor(x.view(x.size(0), -1), [self.step, x.size(2)])
 
     def launch(self, q: Tensor, v: Tensor) -> dict[str, int]:
-        return dict(DK=q.size(2), DV=v.size(2), BLOCK_M=self.own, BLOCK_N=self.step, TMA=self.tma,
-                    num_warps=self.warps, num_stages=self.stages)
+        return dict(DK=q.size(2), DV=v.size(2), BLOCK_M=self.own, BLOCK_N=self.step, TMA=self.tma, num_warps=self.warps, num_stages=self.stages)
 
 def attention_tiles(*operands: Tensor) -> tuple[Tile, Tile]:
     """The tiles of forward and backward for [T, H, D] operands. tests/bench_attention.py --sweep ranks others on the GPU at hand.
@@ -1299,8 +1300,7 @@ def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum):
     """a [M, K] times b [N, K] transposed, bf16 [M, N]: both row-major, the layout FP8 tensor cores want.
 
     Scales are 0-d float32 tensors, each with storage of its own: cuBLAS refuses one that is not 16-byte aligned."""
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16,
-                            use_fast_accum=fast_accum)
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
 
 class HeadLoss(torch.autograd.Function):
     """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D] and weight [V, D] bf16.
@@ -1449,8 +1449,7 @@ def _sum_rows(in_ptr, order_ptr, begin, end, D, ROWS: tl.constexpr, BLOCK_D: tl.
     return total
 
 @jit
-def _run_sum_kernel(grad_ptr, tokens_ptr, order_ptr, partial_ptr, D,
-                    RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _run_sum_kernel(grad_ptr, tokens_ptr, order_ptr, partial_ptr, D, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """partial[r] = Σ of the gradient rows of run r, the sorted positions r·RUN ... r·RUN + RUN - 1, if all hold one
     id; other runs are never read. The comma's thousands of rows are spread over the GPU this way."""
     begin = tl.program_id(0) * RUN
@@ -1554,8 +1553,7 @@ def compile_dynamic(function: Callable) -> Callable:
         return compiled(*args)
     return call
 
-def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = ("head", "mlp"),
-               graphs: bool = True) -> Ops:
+def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = ("head", "mlp"), graphs: bool = True) -> Ops:
     """The fastest operators that this device and installation support; `names` tells which, for the log."""
     def eager(function):
         return function
@@ -1850,7 +1848,7 @@ def enter_layer(x: Tensor, x0: Tensor, bigram: Tensor | None, skip: Tensor | Non
     if skip is not None:
         x = x + torch.sigmoid(skip_weight) * skip
     x = residual[0] * x + residual[1] * x0
-    return x if bigram is None else x + residual[2] * bigram
+    return x if bigram is None else x + residual[2] * F.pad(bigram, (0, x.size(1) - bigram.size(1)))
 
 def attention_in(x: Tensor, x0: Tensor, bigram: Tensor | None, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None,
                  residual: Tensor, scales: Tensor, qkv: Tensor, gate: Tensor, value_gate: Tensor | None):
@@ -1961,7 +1959,7 @@ class GPT(nn.Module):
         weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary, config.width)
         self.embedding = declared("embedding", table())
-        self.bigram = declared("bigram", weight(config.bigram_rows, config.width)) if config.bigram_rows else None
+        self.bigram = declared("bigram", weight(config.bigram_rows, config.bigram_width)) if config.bigram_rows else None
         self.smear_gate = declared("smear_gate", empty(config.gate_inputs))
         self.smear = declared("scalar", empty(()))
         def matrix(*shape, dtype=None):

@@ -145,7 +145,9 @@ def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_
     assert len(batches) == 8 // slots
     loss, found = gradients(trainer, monkeypatch, step, batches)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert max(relative(found[name], expected[name]) for name in expected) < 5e-6, {n: relative(found[n], expected[n]) for n in expected}
+    errors = {name: relative(found[name], gradient) for name, gradient in expected.items()}
+    limit = {torch.float64: 1e-12, torch.float32: 3e-5}  # scalars and gates add up in float32, some nearly to nothing
+    assert all(errors[name] < limit[gradient.dtype] for name, gradient in expected.items()), errors
     assert min(float(g.norm()) for g in expected.values()) > 0
 
 
