@@ -481,8 +481,8 @@ class Targets(NamedTuple):
 
     columns [T]: where in the head the next token is (-1: nowhere). positions [T], to find the tokens after the next in the same document. weights
     [K] float32: of the next token, the one after it, ... candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch
-    use (the columns above index these); None: all. certain [S]: so many, the first, are there because they are targets; each of the others, drawn
-    at random, stands for (V - certain) / (P - certain) columns in the softmax."""
+    use (the columns above index these); None: all. certain [S]: so many, the first, are there because they are targets; each of the others, met
+    on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns in the softmax."""
     columns: Tensor
     positions: Tensor
     weights: Tensor
@@ -1817,6 +1817,8 @@ class Optimizer:
     def step(self, rates: dict[str, Tensor]) -> None:
         """Update the tables that are due and all the rest; `rates` holds 0-dimensional tensors, see step_rates."""
         rest = [self.scalars, *self.banks]
+        for item in self.gathering:
+            item.arrive()  # a table that no layer reads: nothing may stay under way
         for item in rest:
             item.reduce_()
         for item in (*self.left, *rest):  # in the order in which the reductions left
