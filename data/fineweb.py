@@ -29,6 +29,7 @@ import signal
 import sys
 from collections import deque
 from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Iterable, Iterator
 
@@ -625,9 +626,30 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def exit_status(work: Callable[[], None], interrupted: str = "interrupted", errors: tuple[type[Exception], ...] = (DataError,)) -> int:
+    """Runs a tool: 0; 2 after one line that says what, found and the fix, as `errors` already do; 130 when interrupted."""
+    try:
+        work()
+    except (*errors, ImportError, OSError) as error:
+        if isinstance(error, ImportError):
+            message = f"{error.name}: expected it installed; fix: pip install -r requirements.txt"
+        elif isinstance(error, OSError):
+            where = f"{error.filename}: " if error.filename else ""
+            message = f"{where}{error.strerror or error}; fix: check the path, its permissions and the free space"
+        else:
+            message = str(error)
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    try:
+
+    def work() -> None:
         if arguments.command == "fetch":
             fetch(arguments.dir, arguments.shards)
         elif arguments.command == "verify":
@@ -637,21 +659,8 @@ def main(argv: list[str] | None = None) -> int:
                 arguments.inputs, arguments.out, arguments.name, arguments.val_tokens, arguments.shard_tokens,
                 arguments.encoding, arguments.procs, arguments.separator, arguments.key,
             )  # fmt: skip
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(f"error: {error.name}: expected it installed; fix: pip install -r requirements.txt", file=sys.stderr)
-        return 2
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        fix = "check the path, its permissions and the free space"
-        print(f"error: {where}{error.strerror or error}; fix: {fix}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: no unfinished shard has a final name; run the same command again", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_status(work, "interrupted: no unfinished shard has a final name; run the same command again")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 import train_gpt as tg  # noqa: E402
-from fineweb import DataError, download, find_on_hub, load_encoding  # noqa: E402
+from fineweb import DataError, download, exit_status, find_on_hub, load_encoding  # noqa: E402
 
 DATASET, FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
 BATCH_TOKENS = 16_384  # of a forward pass
@@ -129,7 +129,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--encoding", default="gpt2", help="or a tiktoken file, see data/README.md")
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+
+    def work() -> None:
         model, content = tg.load_model(arguments.model, device)
         path = arguments.questions or FOLDER / "hellaswag_val.parquet"
         if not arguments.questions and not path.exists():
@@ -137,19 +138,8 @@ def main(argv: list[str] | None = None) -> int:
         questions = read_questions(path)[:arguments.limit]
         accuracy, acc_norm = evaluate(model, content, questions, load_encoding(arguments.encoding).encode_ordinary, device)
         print(f"hellaswag, {len(questions)} questions: accuracy {accuracy:.4f}, acc_norm {acc_norm:.4f}")
-    except (DataError, tg.Failure) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(f"error: {error.name}: expected it installed; fix: pip install -r requirements.txt", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or path}: {error.strerror or error}; fix: check the path and its permissions", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_status(work, errors=(DataError, tg.Failure))
 
 
 if __name__ == "__main__":
