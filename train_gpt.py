@@ -122,8 +122,7 @@ class AdamRule:
     learning_rate_multiplier: float
     betas: tuple[float, float]
     decay: float = 0.0  # cautious, times the rate squared
-    sharded: bool = False  # large tables: each rank updates a slice of the rows,
-    every: int = 1  # and only every so many steps, with the gradients summed
+    sharded: bool = False  # large tables: each rank updates a slice of the rows
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -150,11 +149,6 @@ class OptimizerConfig:
         ("gate", AdamRule(1.0, (0.9, 0.99))),
         ("smear_gate", AdamRule(0.01, (0.9, 0.99))),
     )
-
-    @property
-    def period(self) -> int:
-        """After so many steps the same tables are due again."""
-        return math.lcm(*(rule.every for _, rule in self.rules if isinstance(rule, AdamRule)))
 
 @dataclass(frozen=True)
 class Stage:
@@ -234,12 +228,12 @@ def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens
             Stage(extension_steps, batch_tokens[-1], cap_tokens, 768, 1664, rates[-1], extension=True))
 
 PRESETS = {preset.name: preset for preset in (
-    Preset("speedrun", GPT_SMALL, three_stages((500, 500, 500), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072, (10_240, 14_336, None)),
+    Preset("speedrun", GPT_SMALL, three_stages((500, 500, 500), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072, (10_240, 14_336, 28_672)),
            OptimizerConfig(), "data/fineweb10B",
            train_tokens=500_000_000, val_tokens=10_485_760, val_window_tokens=262_144, val_windows_tokens=(768, 2560),
            target_loss=3.28, status="speedrun: not yet run on FineWeb"),
     # One pass over 94 M tokens. Half the batch of the speedrun: twice the steps lower the loss by 0.05 at the same time on one GPU (records/LOG.md).
-    Preset("sprint", GPT_SMALL, three_stages((239, 239, 228), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (8192, 12_288, None)),
+    Preset("sprint", GPT_SMALL, three_stages((239, 239, 228), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (8192, 12_288, 24_576)),
            OptimizerConfig(), "data/fineweb10B",
            train_tokens=94_000_000, val_tokens=2_097_152, val_window_tokens=262_144, val_windows_tokens=(768, 2560),
            target_loss=None, status="sprint: at most one pass over one shard"),
@@ -259,7 +253,6 @@ PRESETS = {preset.name: preset for preset in (
 # ======================================================================================================================
 class Failure(Exception):
     """An error the user can act on: one line that says what, expected, found and the fix; `code` is the exit status."""
-
     def __init__(self, message: str, code: int):
         super().__init__(message)
         self.code = code
@@ -269,7 +262,6 @@ def fail(what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE)
 
 class Ranks:
     """The processes of one run, one device each. With one rank every collective is a no-op."""
-
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
         self.processes, self.stop_asked = [os.getpid()], False
@@ -363,7 +355,6 @@ class Ranks:
 class Watchdog:
     """Ends this process with exit code 4 when nothing progresses for `limit_s`: a collective waits for a dead rank for ever.
     Progress is a beat, or the device reaching the point that was queued at one: the host may be far ahead and then wait."""
-
     def __init__(self, ranks: Ranks, limit_s: float, last_words: Callable[[str], None]):
         self.ranks, self.limit_s, self.last_words, self.events = ranks, limit_s, last_words, collections.deque()
         self.done, ranks.beat = threading.Event(), self.beat
@@ -393,7 +384,6 @@ class Watchdog:
 
 class Clock:
     """The only reader of time. Runs from the synchronise before the first step to the one after the last, minus named pauses."""
-
     def __init__(self, device: torch.device):
         self.device = device
         self.origin = time.perf_counter() - process_age_seconds()
@@ -688,10 +678,11 @@ RECIPES = {recipe.name: recipe for recipe in (
 )}
 
 def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
-    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero."""
-    wide = torch.promote_types(X.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide)
-    return (X / (safety * norm).clamp_min(torch.finfo(wide).tiny)).to(dtype)
+    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
+
+    The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 costs nothing, a float32 copy of X two passes over it."""
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(X.dtype, torch.float32))
+    return (X / (safety * norm).clamp_min(torch.finfo(X.dtype).tiny).to(X.dtype)).to(dtype)
 
 def aol_scale(X: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
     """diag(s) X and its Gram matrix diag(s) G diag(s), where G = X X^T [..., n, n] and s_i = (sum_j |G_ij|)^-1/2.
@@ -1133,7 +1124,6 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
 
 class SplitHeads(torch.autograd.Function):
     """split_heads_reference in one kernel each way; inductor's code for it took eight times the time that the bytes need."""
-
     @staticmethod
     def launch(kernel, qkv, *arguments, paired, key_offset):
         T, _, H, D = qkv.shape
@@ -1171,22 +1161,29 @@ def _softcap_sigmoid(logits, shift, temperature, FAST: tl.constexpr):
         return 1.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * half))
 
 @jit
-def _quantize_kernel(in_ptr, out_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out = in * inverse_scale, saturated at +-LIMIT, [R, C] in out's dtype."""
+def _store_transposed(out_ptr, tile, rows, cols, R, C):
+    """The tile of a [R, C] matrix into out [C, R]; with one-byte elements 128 rows make whole 128-byte lines of the store."""
+    tl.store(out_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
+
+@jit
+def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out = in * inverse_scale, saturated at +-LIMIT, [R, C] in out's dtype; out_t [C, R] the same, if there is one."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
     tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
-    tl.store(out_ptr + offsets, tl.clamp(tile, -LIMIT, LIMIT).to(out_ptr.dtype.element_ty), inside)
+    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, tile, inside)
+    if out_t_ptr is not None:
+        _store_transposed(out_t_ptr, tile, rows, cols, R, C)
 
 @jit
 def _transpose_kernel(in_ptr, out_ptr, R, C, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out [C, R] = in [R, C] transposed; with one-byte elements 128 rows make whole 128-byte lines of the store."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     tile = tl.load(in_ptr + rows[:, None].to(tl.int64) * C + cols[None, :], (rows < R)[:, None] & (cols < C)[None, :], other=0)
-    tl.store(out_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
+    _store_transposed(out_ptr, tile, rows, cols, R, C)
 
 @jit
 def _target_column(columns_ptr, positions_ptr, rows, T, AHEAD: tl.constexpr):
@@ -1260,8 +1257,8 @@ def _tiles(rows, cols, shape):
 def transposed(matrix):
     """A contiguous transposed copy [C, R] of a contiguous matrix [R, C].
 
-    A kernel of its own: storing both layouts from the tile that computes them saves a tenth on paper, but Triton 3.6 then computes every element
-    once for each layout, which costs a quarter (16,384 tokens: 1.31 ms against 1.03 for both)."""
+    For the head's gradient a kernel of its own: Triton 3.6 computes every element once for each layout that is stored, and those with their two
+    exponentials are dear (16,384 tokens: 1.31 ms at once against 1.03); where elements are cheap, one kernel stores both."""
     R, C = matrix.shape
     out, shape = matrix.new_empty(C, R), dict(ROWS=128, COLS=128)
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[matrix.element_size()]
@@ -1272,13 +1269,21 @@ def quantize(tensor, scale, dtype=torch.float8_e4m3fn):
     """FP8 copy of a matrix / scale, contiguous and saturated."""
     R, C = tensor.shape
     out, shape = tensor.new_empty(R, C, dtype=dtype), dict(ROWS=8, COLS=512)
-    _quantize_kernel[_tiles(R, C, shape)](tensor.contiguous(), out, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max, **shape, num_warps=4)
+    _quantize_kernel[_tiles(R, C, shape)](tensor.contiguous(), out, None, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max, **shape, num_warps=4)
     return out
 
 def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
     """FP8 copies of tensor / scale in both layouts, contiguous: [R, C] and [C, R]."""
-    out = quantize(tensor, scale, dtype)
-    return out, transposed(out)
+    R, C = tensor.shape
+    out, out_t, shape = tensor.new_empty(R, C, dtype=dtype), tensor.new_empty(C, R, dtype=dtype), dict(ROWS=128, COLS=64)
+    _quantize_kernel[_tiles(R, C, shape)](tensor.contiguous(), out, out_t, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max, **shape, num_warps=8)
+    return out, out_t
+
+@functools.cache
+def unit(scale, device):
+    """A scale on the device, 0-d float32, with storage of its own: cuBLAS refuses one that is not 16-byte aligned. Made once, by the
+    warm-up: a fill for each product was a twentieth of all launches."""
+    return torch.full((), scale, device=device)
 
 def row_losses(logits, targets, vocabulary, cap, fast=False):
     """(losses, log-sum-exp), both [T] float32, of contiguous logits [T, V]. `fast`: hardware tanh, bf16 on CUDA."""
@@ -1299,7 +1304,8 @@ def head_grad(logits, targets, vocabulary, lse, factor, cap, dtype, fast=False):
 def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum):
     """a [M, K] times b [N, K] transposed, bf16 [M, N]: both row-major, the layout FP8 tensor cores want.
 
-    Scales are 0-d float32 tensors, each with storage of its own: cuBLAS refuses one that is not 16-byte aligned."""
+    Scales are numbers or 0-d float32 tensors."""
+    scale_a, scale_b = (scale if isinstance(scale, Tensor) else unit(scale, a.device) for scale in (scale_a, scale_b))
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
 
 class HeadLoss(torch.autograd.Function):
@@ -1313,8 +1319,6 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, x, weight, columns, positions, weights, candidates, certain, cap=Softcap(), scales=None):
         ctx.targets, ctx.cap, ctx.scales, ctx.shape = Targets(columns, positions, weights, candidates, certain), cap, scales, weight.shape
         if scales:
-            # Fill kernels, not torch.tensor: a copy from the host would stall the stream and end a graph capture.
-            ctx.unit = x_scale, w_scale = tuple(x.new_full((), scale, dtype=torch.float32) for scale in (scales.x, scales.weight))
             weight = quantize(weight, scales.weight)
         saved, total = [], 0.0
         for rows, part in ctx.targets.parts():
@@ -1322,7 +1326,7 @@ class HeadLoss(torch.autograd.Function):
             if scales:
                 head = weight if ids is None else weight.view(torch.int8)[ids].view(weight.dtype)
                 x8, x8_t = quantize_both(x[rows], scales.x)
-                logits = fp8_matmul_nt(x8, head, x_scale, w_scale, fast_accum=True)
+                logits = fp8_matmul_nt(x8, head, scales.x, scales.weight, fast_accum=True)
                 operands = x8_t, transposed(head)
             else:
                 head = weight if ids is None else weight[ids]
@@ -1340,11 +1344,10 @@ class HeadLoss(torch.autograd.Function):
         for rows, part in ctx.targets.parts():
             x, head, logits, lse = (next(saved) for _ in range(4))
             if scales:
-                factor = lse.new_full((), 1.0 / scales.grad)
-                grad = head_grad(logits, part, ctx.shape[0], lse, factor, cap, torch.float8_e5m2, fast=logits.is_cuda)
+                grad = head_grad(logits, part, ctx.shape[0], lse, unit(1.0 / scales.grad, lse.device), cap, torch.float8_e5m2, fast=logits.is_cuda)
                 g_scale = grad_output.float() * scales.grad  # the incoming gradient rides on the scale: no sync, no pass
-                dxs.append(fp8_matmul_nt(grad, head, g_scale, ctx.unit[1], fast_accum=False))
-                dw_part = fp8_matmul_nt(transposed(grad), x, g_scale, ctx.unit[0], fast_accum=False)
+                dxs.append(fp8_matmul_nt(grad, head, g_scale, scales.weight, fast_accum=False))
+                dw_part = fp8_matmul_nt(transposed(grad), x, g_scale, scales.x, fast_accum=False)
             else:
                 grad = head_grad(logits, part, ctx.shape[0], lse, grad_output.float(), cap, logits.dtype)
                 dxs.append(grad @ head)
@@ -1397,21 +1400,21 @@ class Fp8Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
         (h8, h8_t), (up8, up8_t), (down8, down8_t) = map(quantize_both, (h, up, down), (scales.input, scales.weight, scales.weight))
-        ctx.scales, units = scales, [h.new_full((), scale, dtype=torch.float32) for scale in scales]  # fills, as in HeadLoss
-        pre = fp8_matmul_nt(h8, up8, units[0], units[1], fast_accum=True)
-        hidden8 = flat_fp8(_relu_squared_kernel, torch.float8_e4m3fn, [pre], 1.0 / scales.hidden)
-        ctx.save_for_backward(h8_t, hidden8, up8_t, down8, *units)
-        return fp8_matmul_nt(hidden8, down8_t, units[2], units[1], fast_accum=True)
+        pre = fp8_matmul_nt(h8, up8, scales.input, scales.weight, fast_accum=True)
+        hidden8, ctx.scales = flat_fp8(_relu_squared_kernel, torch.float8_e4m3fn, [pre], 1.0 / scales.hidden), scales
+        ctx.save_for_backward(h8_t, hidden8, up8_t, down8)
+        return fp8_matmul_nt(hidden8, down8_t, scales.hidden, scales.weight, fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad_output):
-        h8_t, hidden8, up8_t, down8, input_unit, weight_unit, hidden_unit, grad_unit = ctx.saved_tensors
-        g8, g8_t = quantize_both(grad_output, ctx.scales.grad, torch.float8_e5m2)
-        dhidden = fp8_matmul_nt(g8, down8, grad_unit, weight_unit, fast_accum=False)
-        dpre8 = flat_fp8(_relu_squared_grad_kernel, torch.float8_e5m2, [dhidden, hidden8], ctx.scales.hidden, 1.0 / ctx.scales.grad)
-        dh = fp8_matmul_nt(dpre8, up8_t, grad_unit, weight_unit, fast_accum=False)
-        dup = fp8_matmul_nt(transposed(dpre8), h8_t, grad_unit, input_unit, fast_accum=False)
-        ddown = fp8_matmul_nt(transposed(hidden8), g8_t, hidden_unit, grad_unit, fast_accum=False)
+        (h8_t, hidden8, up8_t, down8), scales = ctx.saved_tensors, ctx.scales
+        g8, g8_t = quantize_both(grad_output, scales.grad, torch.float8_e5m2)
+        dhidden = fp8_matmul_nt(g8, down8, scales.grad, scales.weight, fast_accum=False)
+        # Not with both transposed copies from one kernel, which saves a tenth: Triton 3.6 stores wrong ones (records/LOG.md).
+        dpre8 = flat_fp8(_relu_squared_grad_kernel, torch.float8_e5m2, [dhidden, hidden8], scales.hidden, 1.0 / scales.grad)
+        dh = fp8_matmul_nt(dpre8, up8_t, scales.grad, scales.weight, fast_accum=False)
+        dup = fp8_matmul_nt(transposed(dpre8), h8_t, scales.grad, scales.input, fast_accum=False)
+        ddown = fp8_matmul_nt(transposed(hidden8), g8_t, scales.hidden, scales.grad, fast_accum=False)
         return dh, dup, ddown, None
 
 def fp8_mlp(h, up, down):
@@ -1492,23 +1495,20 @@ def embedding_grad(grad, tokens, order, starts, dense, add=False):
     _embedding_grad_kernel[(len(dense),)](grad, order, starts, partial, dense, D, ADD=add, **shape)
     return dense
 
+@dataclass
 class DirectGradient:
-    """Set as a table's `direct`: EmbeddingLookup then writes the gradient where the optimizer keeps it, parameter.grad, and calls `ready` when the
-    last lookup of a backward pass has. Through autograd it would be written, added to zeros and read again: five passes over a mostly empty table."""
-
-    def __init__(self, ready: Callable[[], None]):
-        self.ready, self.uses, self.used = ready, 0, False
-        self.begun = False  # .grad holds a part of the sum already; else it is overwritten
+    """Set as a table's `direct`: EmbeddingLookup then writes the gradient where the optimizer keeps it, parameter.grad, and tells autograd of none;
+    the parameter's hooks are called all the same, after the last lookup of a backward pass. Through autograd it would be written, added to zeros and
+    read again: five passes over a mostly empty table."""
+    begun: bool = False  # .grad holds a part of the sum already; else it is overwritten
+    used: bool = False
 
 class EmbeddingLookup(torch.autograd.Function):
     """`EmbeddingLookup.apply(table, *lookup)`: table[ids], [T, D] of a [V, D] table; one Lookup serves all tables of the same ids."""
-
     @staticmethod
     def forward(ctx, table, tokens, order, starts):
         ctx.save_for_backward(tokens, order, starts)
         ctx.table, ctx.direct = table, getattr(table, "direct", None)
-        if ctx.direct and ctx.needs_input_grad[0]:
-            ctx.direct.uses += 1
         return F.embedding(tokens, table)
 
     @staticmethod
@@ -1517,9 +1517,7 @@ class EmbeddingLookup(torch.autograd.Function):
         if direct is None:
             return embedding_grad(grad, *ctx.saved_tensors, torch.empty_like(ctx.table)), None, None, None
         embedding_grad(grad, *ctx.saved_tensors, ctx.table.grad, add=direct.begun)
-        direct.begun, direct.used, direct.uses = True, True, direct.uses - 1
-        if not direct.uses:
-            direct.ready()
+        direct.begun = direct.used = True
         return (None,) * 4
 
 # ======================================================================================================================
@@ -1641,13 +1639,14 @@ def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_mo
 
 def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
                 beta1: float, beta2: float, epsilon: float) -> None:
-    """One Adam step in place on flat tensors; `step_size` carries rate and bias corrections; moments are float32.
+    """One Adam step in place on flat tensors, computed in float32; `step_size` carries rate and bias corrections.
 
     The decay, a share `shrink` of the weight, is cautious: only where the update shrinks the weight too (record 50)."""
     g = grad.float()
-    mean.lerp_(g, 1 - beta1)
-    square.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    update, value = step_size * mean / (square.sqrt() + epsilon), weight.float()
+    m, v = torch.lerp(mean.float(), g, 1 - beta1), torch.lerp(square.float(), g * g, 1 - beta2)
+    mean.copy_(m)
+    square.copy_(v)
+    update, value = step_size * m / (v.sqrt() + epsilon), weight.float()
     weight.copy_(value - update - shrink * value * (update * value > 0))
 
 class Stateful:
@@ -1707,19 +1706,15 @@ class MatrixBank(Stateful):
                     self.config.muon_weight_decay, self.config.second_moment_decay)
 
 class AdamTable(Stateful):
-    """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook."""
-
+    """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
+    weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.config, self.rule, self.role = ranks, config, rule, parameter.role
-        self.weights, self.grads = parameter.data, torch.zeros_like(parameter)
+        self.weights, self.grads, self.direct = parameter.data, torch.zeros_like(parameter), DirectGradient()
         parameter.grad = self.grads
         self.shard, self.grad_shard = ranks.shard(self.weights).view(-1), ranks.shard(self.grads).view(-1)
-        self.mean = torch.zeros_like(self.shard, dtype=torch.float32)
-        self.square = torch.zeros_like(self.mean)
+        self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
         self.update = ops.compile(adam_update)
-
-    def due(self, step: int) -> bool:
-        return (step + 1) % self.rule.every == 0
 
     def reduce_(self) -> None:
         with torch.profiler.record_function(f"reduce {self.role}"):
@@ -1734,7 +1729,6 @@ class AdamTable(Stateful):
 
 class AdamScalars(Stateful):
     """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
-
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.config, self.rules = ranks, config, rules
         parameters = sorted(parameters, key=lambda p: p.role)  # each role becomes one contiguous part; the sort is stable
@@ -1763,8 +1757,9 @@ class AdamScalars(Stateful):
 class Optimizer:
     """Owns the storage of every parameter and decides when each gradient leaves.
 
-    Order of a step: the ranks gather what the last step updated, and the model waits for a table only where it reads it; tables that are due reduce
-    from hooks while the backward pass (of the last micro-batch) still runs; after it the rest reduces, and Adam's updates hide that."""
+    Order of a step: the ranks gather what the last step updated, and the model waits for a table only where it reads it; tables reduce
+    from hooks while the backward pass (of the last micro-batch) still runs; after it the rest reduces, and Adam's updates hide that. The tables
+    that the next step reads before any matrix are gathered at once, behind the updates of the matrices."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         rules = dict(config.rules)
@@ -1780,49 +1775,51 @@ class Optimizer:
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
         self.tables = [AdamTable(parameter, rules[parameter.role], config, ranks, ops) for parameter in tables]
         owners = dict(zip(tables, self.tables)) | {p: bank for bank, group in zip(self.banks, by_shape.values()) for p in group}
-        self.gathering = list(dict.fromkeys(owners[p] for p in model.in_order() if p in owners))
+        gathering = list(dict.fromkeys(owners[p] for p in model.in_order() if p in owners))
+        first = next((at for at, item in enumerate(gathering) if item in self.banks), 0)
+        self.early, self.late = gathering[:first], gathering[first:]
         for parameter, owner in owners.items():
             parameter.arrive = owner.arrive
         for parameter, table in zip(tables, self.tables):
             parameter.register_post_accumulate_grad_hook(lambda _, table=table: self._table_ready(table))
-            parameter.direct = table.direct = DirectGradient(functools.partial(self._table_ready, table))
-        self.expecting, self.left = [], []
+            parameter.direct = table.direct
+        self.complete, self.left = False, []  # whether the next backward pass completes the gradients; the tables whose have left
 
-    def begin(self, step: int) -> None:
+    def begin(self) -> None:
         """Before the first micro-batch of a step."""
-        self.expecting, self.left = [], []
+        self.complete, self.left = False, []
         for table in self.tables:
-            table.direct.begun, table.direct.uses = step % table.rule.every > 0, 0
-        for item in self.gathering:
-            if item in self.banks or not item.direct.begun:
-                item.gather_()
+            table.direct.begun = False
+        for item in self.late:
+            item.gather_()
 
     def gather(self) -> None:
         """Every rank has all weights: before anything but a training step reads them."""
-        for item in self.gathering:
+        for item in self.late:
             item.gather_()
             item.arrive()
 
-    def expect(self, step: int) -> None:
-        """Before the last micro-batch: its gradients complete those of the tables that are due."""
-        self.expecting = [table for table in self.tables if table.due(step)]
-
     def _table_ready(self, table: AdamTable) -> None:
-        if table in self.expecting:  # once: autograd's hook fires even where the gradient went past it
-            self.expecting.remove(table)
+        if self.complete:
             table.reduce_()
             self.left.append(table)
 
     @torch.no_grad()
     def step(self, rates: dict[str, Tensor]) -> None:
-        """Update the tables that are due and all the rest; `rates` holds 0-dimensional tensors, see step_rates."""
+        """Update everything; `rates` holds 0-dimensional tensors, see step_rates."""
         rest = [self.scalars, *self.banks]
-        for item in self.gathering:
+        for item in self.late:
             item.arrive()  # a table that no layer reads: nothing may stay under way
         for item in rest:
             item.reduce_()
-        for item in (*self.left, *rest):  # in the order in which the reductions left
+        for item in self.left:  # in the order in which the reductions left
             item.compute_(rates)
+        for item in self.early:
+            item.gather_()
+        for item in rest:
+            item.compute_(rates)
+        for item in self.early:
+            item.arrive()
 
     def reset(self) -> None:
         for item in (*self.banks, self.scalars, *self.tables):
@@ -1899,7 +1896,6 @@ def declared(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -
 
 class Block(nn.Module):
     """The parameters of one layer and the order of its regions."""
-
     def __init__(self, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
         super().__init__()
         self.layer, self.ops = layer, ops
@@ -1953,7 +1949,6 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch."""
-
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device):
         super().__init__()
         self.config, self.ops = config, ops
@@ -2053,7 +2048,6 @@ def find_shards(folder: Path, kind: str) -> list[Path]:
 
 class TokenStream:
     """The training shards as one stream of tokens, from its first BOS on. `borders`: where its documents start."""
-
     def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
         self.paths, self.shards, borders, length = [], [], [], 0
         for path in find_shards(folder, "train"):
@@ -2208,7 +2202,6 @@ def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) ->
 
 class Prefetcher:
     """Runs an iterator in a thread, a few items ahead, and raises the thread's error where the items are used."""
-
     def __init__(self, items: Iterator, depth: int = 8):
         self.queue: queue.Queue = queue.Queue(depth)
         self.stopping = threading.Event()
@@ -2275,8 +2268,8 @@ def step_rates(preset: Preset, step: int) -> dict[str, float]:
     rates = {"muon": config.muon_learning_rate * scale, "momentum": muon_momentum(preset, step)}
     for role, rule in config.rules:
         if isinstance(rule, AdamRule):
-            (beta1, beta2), updates = rule.betas, max(1, (step + 1) // rule.every)
-            correction = math.sqrt(1 - beta2 ** updates) / (1 - beta1 ** updates)
+            beta1, beta2 = rule.betas
+            correction = math.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
             rate = config.adam_learning_rate * rule.learning_rate_multiplier * scale
             rates |= {role: rate * correction, f"{role} decay": rate**2 * rule.decay}
     return rates
@@ -2326,7 +2319,6 @@ def chain_hash(previous: str, line: str) -> str:
 
 class RunLog:
     """One JSON line an event, each carrying a hash of itself and the line before. A thread writes, so the clock never waits."""
-
     def __init__(self, path: Path | None, quiet: bool = False):
         self.path, self.quiet, self.file, self.chain = path, quiet, None, ""
         self.terminal = sys.stdout.isatty()
@@ -2451,7 +2443,6 @@ class CapturedStep(NamedTuple):
 
 class Trainer:
     """One compiled model, its optimizer and its data: what several runs of a process share."""
-
     def __init__(self, preset: Preset, ranks: Ranks, ops: Ops, clock: Clock, data: Path):
         self.preset, self.ranks, self.ops, self.clock = preset, ranks, ops, clock
         vocabulary, stages = preset.model.vocabulary, preset.stages
@@ -2469,7 +2460,7 @@ class Trainer:
                                    for slot in range(self.micro_slots[stage])} for stage in stages}
         self.borders = self._borders()
         self.warm = False
-        self.graphs: dict[tuple[int, int], CapturedStep] = {}
+        self.graphs: dict[int, CapturedStep] = {}  # by stage
         self.graph_pool = None
 
         self.model = GPT(preset.model, ops, ranks.device)
@@ -2503,7 +2494,7 @@ class Trainer:
         """Forward, backward and update over this rank's micro-batches; returns their summed loss (on the device, no synchronise; the next
         step may overwrite it)."""
         sources = [*(batch.data for batch in batches), self.rates[step], self.target_weights[step]]
-        captured = self.graphs.get(self._variant(step))
+        captured = self.graphs.get(stage_index(self.preset, step))
         inputs = captured.inputs if captured else [torch.empty_like(source, device=self.ranks.device) for source in sources]
         for target, source in zip(inputs, sources):
             target.copy_(source, non_blocking=True)
@@ -2512,18 +2503,13 @@ class Trainer:
         captured.graph.replay()
         return captured.loss
 
-    def _variant(self, step: int) -> tuple[int, int]:
-        """Steps that agree in this do the same work: stage, and which tables are due."""
-        return stage_index(self.preset, step), step % self.preset.optimizer.period
-
     def _step(self, step: int, batches: list[HostBatch], inputs: list[Tensor]) -> Tensor:
         """What a step does once its inputs are on the device: the data of each micro-batch, the rates, the weights of the targets."""
         *data, rates, weights = inputs
         total, geometry = torch.zeros((), device=self.ranks.device), self.geometries[stage_index(self.preset, step)]
-        self.optimizer.begin(step)
+        self.optimizer.begin()
         for number, (batch, buffer) in enumerate(zip(batches, data), 1):
-            if number == len(batches):
-                self.optimizer.expect(step)
+            self.optimizer.complete = number == len(batches)
             loss = self.model(batch.views(buffer), geometry, weights)
             (loss * (self.ranks.world / SLOTS)).backward()  # ranks are averaged afterwards: the mean over slots for any world size
             total += loss.detach()
@@ -2531,14 +2517,14 @@ class Trainer:
         return total
 
     def capture(self, step: int, batches: list[HostBatch]) -> None:
-        """Record a variant of the step, which has run before, as a CUDA graph: replaying it costs the host next to nothing."""
+        """Record the step of a stage, which has run before, as a CUDA graph: replaying it costs the host next to nothing."""
         inputs = [source.to(self.ranks.device, copy=True) for source in (*(b.data for b in batches), self.rates[step], self.target_weights[step])]
         graph = torch.cuda.CUDAGraph()
         # Thread-local: other threads (NCCL's, the allocator of pinned memory) may go on talking to the device.
         with torch.cuda.graph(graph, pool=self.graph_pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             loss = self._step(step, batches, inputs)
-        self.graph_pool = graph.pool()  # variants never run at the same time: they share their memory
-        self.graphs[self._variant(step)] = CapturedStep(graph, inputs, loss)
+        self.graph_pool = graph.pool()  # they never run at the same time: they share their memory
+        self.graphs[stage_index(self.preset, step)] = CapturedStep(graph, inputs, loss)
 
     @torch.no_grad()
     def validate(self, geometry: Geometry) -> float:
@@ -2555,15 +2541,14 @@ class Trainer:
         return state_hash(self.optimizer.state())
 
     def warm_up(self) -> int:
-        """Run every variant of a step, and the validation, on generated documents. Returns the number of variants."""
+        """Run a step of every stage, and the validation, on generated documents. Returns the number of variants."""
         pin, first, variants = self.ranks.device.type == "cuda", 0, {}
         for stage in self.preset.stages:
             batch = pack(self.warm_slots[stage], self.borders[stage], stage.document_cap_tokens, self.preset.model, pin, stage.candidates)
             count = SLOTS // self.ranks.world // self.micro_slots[stage]
-            for step in range(first, first + min(stage.steps, self.preset.optimizer.period)):
-                self.ranks.beat("warm-up", 10)  # it compiles
-                self.training_step(step, [batch] * count)
-                variants[step] = [batch] * count
+            self.ranks.beat("warm-up", 10)  # it compiles
+            variants[first] = [batch] * count
+            self.training_step(first, variants[first])
             first += stage.steps
         for step, batches in variants.items() if self.ops.graphs else ():
             self.ranks.beat("warm-up", 10)
@@ -2582,7 +2567,6 @@ class RunOptions:
 
 class Meter:
     """Losses and times of the logged steps, read back one log interval later, when the device has surely finished them."""
-
     def __init__(self, log: RunLog, trainer: Trainer):
         self.log, self.trainer, self.cuda = log, trainer, trainer.ranks.device.type == "cuda"
         self.pending: tuple | None = None

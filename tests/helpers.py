@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +27,13 @@ MODEL = tg.ModelConfig(
     padded_vocabulary=512, dtype="float32",
     layers=(L(attention=False, mlp=False), L(value_embedding=1, paired=True), L(value_embedding=0, window="long", key_offset=True),
             L(attention=False, skip_from=1), L(mlp=False, backout=True, exclusive=True), L(value_embedding=1, skip_from=2, window="long")))
-RULES = tuple((role, replace(rule, every=2) if role == "value_embedding" else rule) for role, rule in tg.OptimizerConfig().rules)
 PRESET = tg.Preset(
     "tiny", MODEL,
     (tg.Stage(2, 512, 48, 8, 16, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=128),
      tg.Stage(2, 1024, 48, 12, 32, 1.5, targets=((1.0, 0.5), (1.0, 0.0)), candidates=192),
      tg.Stage(1, 1024, 48, 16, 40, 1.5, extension=True)),
     # Adam moves an entry by its rate whatever the gradient's size: one that is only rounding noise must not count (epsilon).
-    tg.OptimizerConfig(momentum_warmup_steps=3, momentum_cooldown_steps=2, adam_epsilon=1e-4, rules=RULES), "nowhere", train_tokens=8000, val_tokens=1280,
+    tg.OptimizerConfig(momentum_warmup_steps=3, momentum_cooldown_steps=2, adam_epsilon=1e-4), "nowhere", train_tokens=8000, val_tokens=1280,
     val_window_tokens=256, val_windows_tokens=(16, 48), target_loss=None, status="tiny: for tests", log_every_steps=2)
 SEED = 5
 

@@ -168,7 +168,6 @@ def adam_owner(roles, rules, config):
     if not rules[roles[0]].sharded:
         return parameters, tg.AdamScalars(parameters, rules, config, ranks, OPS)
     table = tg.AdamTable(parameters[0], rules[roles[0]], config, ranks, OPS)
-    table.direct = tg.DirectGradient(lambda: None)
     return parameters, table
 
 
@@ -200,11 +199,11 @@ def test_adam_is_torchs(roles):
     assert all(relative(mine, theirs) < 1e-5 for mine, theirs in zip(parameters, reference))
 
 
-@pytest.mark.parametrize("role, every", [("head", 1), ("value_embedding", 1), ("value_embedding", 2), ("gate", 1)])
-def test_cautious_decay(role, every):
+@pytest.mark.parametrize("role", ["head", "value_embedding", "gate"])
+def test_cautious_decay(role):
     """One number at a time in plain Python: the decay acts only where the update shrinks the weight, and with the rate squared."""
     torch.manual_seed(5)
-    rules = {**RULES, role: replace(RULES[role], decay=40.0, every=every)}
+    rules = {**RULES, role: replace(RULES[role], decay=40.0)}
     preset = replace(ADAM, optimizer=replace(ADAM.optimizer, rules=tuple(rules.items())))
     (parameter,), owner = adam_owner([role], rules, preset.optimizer)
     weights, means, squares, decayed = parameter.flatten().tolist(), [0.0] * 64, [0.0] * 64, 0
@@ -218,7 +217,7 @@ def test_cautious_decay(role, every):
             shrink = 40.0 * rate**2 * weights[i] if move * weights[i] > 0 else 0.0
             weights[i] -= move + shrink
             decayed += shrink != 0
-        update(owner, [parameter], preset, count * every - 1)
+        update(owner, [parameter], preset, count - 1)
     assert relative(parameter.flatten(), torch.tensor(weights)) < 1e-5 and 50 < decayed < 270
 
 

@@ -194,33 +194,7 @@ def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
     assert not [name for name, p in parameters.items() if p.detach().equal(start[name])]
 
 
-def with_every(steps):
-    """PRESET with Adam's tables updated every so many steps."""
-    rules = tuple((role, replace(rule, every=steps) if getattr(rule, "sharded", False) else rule) for role, rule in PRESET.optimizer.rules)
-    return replace(PRESET, optimizer=replace(PRESET.optimizer, rules=rules))
-
-
-def test_tables_use_the_sum_of_the_gradients_since_their_last_step(corpus, tiny, monkeypatch):
-    """Nothing moves here (rates of zero), so what each table uses is the sum of single steps' gradients, no more and no less."""
-    trainer, used = helpers.make_trainer(corpus, with_every(2)), []
-    helpers.randomise(trainer.model)
-    batches, compute = helpers.all_batches(trainer), tg.AdamTable.compute_
-    with monkeypatch.context() as patch:
-        single = [gradients(trainer, patch, step, batches[step])[1] for step in range(4)]
-    trainer.optimizer.reset()
-    trainer.rates.zero_()
-    names = {p.grad.data_ptr(): name for name, p in trainer.model.named_parameters()}
-    monkeypatch.setattr(tg.AdamTable, "compute_", lambda table, rates: (used.append((names[table.grads.data_ptr()], table.grads.clone())), compute(table, rates)))
-    for step in range(4):
-        trainer.training_step(step, batches[step])
-        assert len(used) == len(trainer.optimizer.tables) * ((step + 1) // 2)
-    for number, (name, found) in enumerate(used):
-        first = number // len(trainer.optimizer.tables) * 2
-        assert relative(found, single[first][name] + single[first + 1][name]) < 1e-5, (name, first)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch, every):
+def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
     """The lookups that write into the optimizer's buffers, as on the GPU but for their kernel: the same training, bit for bit."""
     def dense_gradient(grad, tokens, order, starts, dense, add=False):
         assert order.equal(torch.argsort(tokens, stable=True)) and starts[-1] == len(tokens)
@@ -231,7 +205,7 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch, every):
     monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: 4)
     ops, ends = tg.select_ops(CPU), []
     for embed in (ops.embed, lambda table, lookup: tg.EmbeddingLookup.apply(table, *lookup)):
-        trainer = helpers.make_trainer(corpus, with_every(every), replace(ops, embed=embed))
+        trainer = helpers.make_trainer(corpus, PRESET, replace(ops, embed=embed))
         helpers.randomise(trainer.model)
         for step, batches in enumerate(helpers.all_batches(trainer)):
             trainer.training_step(step, batches)
@@ -242,7 +216,7 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch, every):
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monkeypatch, slots):
-    """Only on the last micro-batch of a step where they are due, each table once, complete, and while others are still being computed."""
+    """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed."""
     monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)
     trainer = helpers.make_trainer(corpus)
     helpers.randomise(trainer.model)
@@ -269,9 +243,8 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
     for step, batches in enumerate(helpers.all_batches(trainer)[:2]):
         events.clear(), passes.clear()
         trainer.training_step(step, batches)
-        due = [table for table in tables if step == 1 or table.role != "value_embedding"]
-        assert [(count, state) for _, count, state, _, _ in events] == [(8 // slots, "running")] * len(due)
-        assert {id(table) for table, *_ in events} == {id(table) for table in due}
+        assert [(count, state) for _, count, state, _, _ in events] == [(8 // slots, "running")] * len(tables)
+        assert {id(table) for table, *_ in events} == {id(table) for table in tables}
         assert all(grads.equal(final[table]) for table, _, _, _, grads in events), "what left was complete"
         (embedding,) = [table for table in final if table.role == "embedding"]
         assert events[0][0].role == "head" and not events[0][3].equal(final[embedding]), "the head's left before the embedding's was there"
@@ -328,7 +301,7 @@ def test_eager_is_compiled_by_inductor(corpus, tiny, monkeypatch):
     """The same through inductor, validation too, for a model and an optimizer of few regions: each takes seconds of C++."""
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no pool of workers, each of which would import torch
     layers = (L(value_embedding=0, backout=True), L(attention=False, skip_from=0))
-    betas = tuple((role, replace(rule, betas=(0.7, 0.9), every=1) if isinstance(rule, tg.AdamRule) else rule) for role, rule in PRESET.optimizer.rules)
+    betas = tuple((role, replace(rule, betas=(0.7, 0.9)) if isinstance(rule, tg.AdamRule) else rule) for role, rule in PRESET.optimizer.rules)
     narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32), optimizer=replace(SHORT.optimizer, rules=betas))
     differences, counts = compare(corpus, narrow, validate=True)
     assert max(differences.values()) < 1e-5, differences
