@@ -81,8 +81,8 @@ def time_pieces(T, x, weight, targets):
 
     x8, x8_t = tg.quantize_both(x, SCALES.x)
     w8, w8_t = tg.quantize_both(weight, SCALES.weight)
-    piece("quantise x, both layouts", lambda: tg.quantize_both(x, SCALES.x), 5 * T * D / 1e9)
-    piece("quantise W, both layouts", lambda: tg.quantize_both(weight, SCALES.weight), 5 * V * D / 1e9)
+    piece("quantise x, both layouts", lambda: tg.quantize_both(x, SCALES.x), 4 * T * D / 1e9)
+    piece("quantise W, both layouts", lambda: tg.quantize_both(weight, SCALES.weight), 4 * V * D / 1e9)
     piece("logits, fp8", lambda: tg.fp8_matmul_nt(x8, w8, one, one, True))
     piece("logits, bf16", lambda: x @ weight.T)
     if not DRY:  # the interpreter knows no inline assembly
