@@ -337,11 +337,14 @@ class Ranks:
 
     def lost(self) -> str:
         """Which ranks' processes have ended or stand still, in words for a message; only Linux tells."""
-        states = {}
-        for rank, process in enumerate(self.processes):
-            with contextlib.suppress(OSError):
-                states[rank] = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        lost = [str(rank) for rank in range(self.world) if states.get(rank, "X") in "XZTt"]
+        for _ in range(10):  # a dying process closes its connections before it counts as ended
+            states = {}
+            for rank, process in enumerate(self.processes):
+                with contextlib.suppress(OSError):
+                    states[rank] = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            if lost := [str(rank) for rank in range(self.world) if states.get(rank, "X") in "XZTt"]:
+                break
+            threading.Event().wait(0.1)
         return f" (rank {', '.join(lost)} has ended or stands still)" if states and lost else ""
 
     def finish(self, code: int) -> None:
