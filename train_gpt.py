@@ -2553,7 +2553,7 @@ class Trainer:
             variants[first] = [batch] * count
             self.training_step(first, variants[first])
             first += stage.steps
-        for step, batches in variants.items() if self.ops.graphs else ():
+        for step, batches in reversed(variants.items()) if self.ops.graphs else ():  # the largest first: the others fit into its memory
             self.ranks.beat("warm-up", 10)
             self.capture(step, batches)
         pieces = generated_pieces(self.preset.val_window_tokens, self.longest, seed=7)
@@ -2819,7 +2819,10 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
 def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
     """Continue `prompt` token by token; each step runs the whole prefix, which is fine for a paragraph."""
     import tiktoken
-    encoding = tiktoken.get_encoding("gpt2")
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except OSError as error:
+        fail("tiktoken's gpt2 vocabulary", "a download, or a copy in TIKTOKEN_CACHE_DIR", error, "connect to the network once")
     model, content = load_model(path, device)
     ids = [BOS, *encoding.encode_ordinary(prompt)]
     geometry = saved_geometry(content, model, 2 * (len(ids) + tokens))
