@@ -1363,8 +1363,8 @@ class HeadLoss(torch.autograd.Function):
         return (dxs[0] if len(dxs) == 1 else torch.cat(dxs)), dw, *(None,) * 7
 
 @torch.no_grad()
-def head_loss_eval(x, weight, columns, cap=Softcap(), chunk_rows=32768):
-    """Summed loss without FP8 or approximate functions, 0-d float64; 3.3 GB of bf16 logits alive at the default."""
+def head_loss_eval(x, weight, columns, cap=Softcap(), chunk_rows=8192):
+    """Summed loss without FP8 or approximate functions, 0-d float64; 0.8 GB of bf16 logits alive at the default."""
     one = x.new_ones(1, dtype=torch.float32)
     return sum(row_losses(rows @ weight.T, Targets(picks, picks, one), len(weight), cap)[0].sum(dtype=torch.float64)
                for rows, picks in zip(x.split(chunk_rows), columns.split(chunk_rows)))
@@ -2397,11 +2397,10 @@ def state_hash(state: dict[str, Tensor]) -> str:
     """A checksum of tensors that sees values and places, computed where they live; for equality only."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
-        bits = tensor.detach().reshape(len(tensor) if tensor.ndim else 1, -1)
-        bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
-        rows = bits.sum(1, dtype=torch.int64)
-        columns = bits.sum(0, dtype=torch.int64)
-        sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (rows, columns)]
+        words = tensor.detach().reshape(-1).view(torch.uint8)
+        words = words.view(torch.int64) if len(words) % 8 == 0 else words  # a conversion would need four times the memory of the tensor
+        table = words.view(-1, math.gcd(len(words), 4096))
+        sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64))]
         digest.update(f"{name}:{[int(x) for x in sums]};".encode())
     return digest.hexdigest()[:16]
 
@@ -2425,7 +2424,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     for recompute, per_token in ((False, {"fp8": 470_000, "bf16": 560_000}.get(ops.names["mlp"], 1_050_000)), (True, 245_000)):
         most = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time
         tokens = max(micro_batch_slots(stage, ranks, most) * stage.slot_tokens for stage in preset.stages)
-        needed = state + max(tokens * per_token, 37_000 * preset.val_window_tokens)
+        needed = state + max(tokens * per_token, 28_000 * preset.val_window_tokens)
         if needed <= room_bytes:
             return recompute, tokens, needed
     fail("GPU memory", f"{needed / 2**30:.1f} GiB for one slot of {slot:,} tokens at a time", f"{room_bytes / 2**30:.1f} GiB",
@@ -2464,7 +2463,7 @@ class Trainer:
         self.borders = self._borders()
         self.warm = False
         self.graphs: dict[int, CapturedStep] = {}  # by stage
-        self.graph_pool = None
+        self.graph_pool = torch.cuda.MemPool() if ops.graphs else None  # after the graphs: it must outlive them
 
         self.model = GPT(preset.model, ops, ranks.device)
         if recompute:
@@ -2524,10 +2523,14 @@ class Trainer:
         inputs = [source.to(self.ranks.device, copy=True) for source in (*(b.data for b in batches), self.rates[step], self.target_weights[step])]
         graph = torch.cuda.CUDAGraph()
         # Thread-local: other threads (NCCL's, the allocator of pinned memory) may go on talking to the device.
-        with torch.cuda.graph(graph, pool=self.graph_pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.graph_pool.id, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             loss = self._step(step, batches, inputs)
-        self.graph_pool = graph.pool()  # they never run at the same time: they share their memory
         self.graphs[stage_index(self.preset, step)] = CapturedStep(graph, inputs, loss)
+
+    def evaluate(self, batch: HostBatch, geometry: Geometry) -> Tensor:
+        """Summed cross-entropy of a window, in the memory that captured steps need only while they run."""
+        with torch.cuda.use_mem_pool(self.graph_pool) if self.graph_pool else contextlib.nullcontext():
+            return self.model.evaluate(batch.to(self.ranks.device), geometry)
 
     @torch.no_grad()
     def validate(self, geometry: Geometry) -> float:
@@ -2535,7 +2538,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         for batch in self.validation:
             self.ranks.beat("the validation began")
-            total += self.model.evaluate(batch.to(self.ranks.device), geometry).double()
+            total += self.evaluate(batch, geometry).double()
         return float(self.ranks.sum(total)) / self.preset.val_tokens
 
     def initialise(self, seed: int) -> str:
@@ -2558,7 +2561,7 @@ class Trainer:
             self.capture(step, batches)
         pieces = generated_pieces(self.preset.val_window_tokens, self.longest, seed=7)
         batch = pack({0: pieces}, padded_borders(len(pieces)), self.longest, self.preset.model, pin)
-        self.model.evaluate(batch.to(self.ranks.device), self.final_geometry)
+        self.evaluate(batch, self.final_geometry)
         return len(variants)
 
 @dataclass(frozen=True)
@@ -2822,7 +2825,7 @@ def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64,
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except OSError as error:
-        fail("tiktoken's gpt2 vocabulary", "a download, or a copy in TIKTOKEN_CACHE_DIR", error, "connect to the network once")
+        fail("tiktoken's gpt2 vocabulary", "a download or a copy in TIKTOKEN_CACHE_DIR", type(error).__name__, "connect to the network once")
     model, content = load_model(path, device)
     ids = [BOS, *encoding.encode_ordinary(prompt)]
     geometry = saved_geometry(content, model, 2 * (len(ids) + tokens))

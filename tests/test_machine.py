@@ -117,7 +117,7 @@ LARGE = replace(tg.PRESETS["sprint"], stages=tg.three_stages((2, 2, 2), 1, (131_
 def state_bytes(world):
     """What memory_plan adds up for PRESET: less what its smallest micro-batch takes."""
     _, tokens, needed = tg.memory_plan(PRESET, tg.Ranks(0, world, CPU), FAST, 10 * GB)
-    return needed - max(tokens * 560_000, 37_000 * PRESET.val_window_tokens)
+    return needed - max(tokens * 560_000, 28_000 * PRESET.val_window_tokens)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
