@@ -67,6 +67,7 @@ except ImportError:  # the reference operators need no Triton
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024  # llm.c's token files, see data/README.md
 BOS = 50256  # <|endoftext|>: opens every document
 SLOTS = 8  # a step's batch is packed into 8 slots whatever the number of ranks, so every world size sees the same tokens
+FP8_PARTS = "attention", "head", "mlp"  # whose matrix products can be FP8
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 # Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
 PEAK_TFLOPS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
@@ -547,12 +548,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor,
                           paired: bool = False, key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """What attention reads, q, k, v [T, H, D], from their projection qkv [T, 3, H, D]: q and k normalised and rotated, v plus the gated value.
+    """What attention reads, q, k, v [T, H, D], from their projection qkv [T, 3 H D]: q and k normalised and rotated, v plus the gated value.
 
     value [T, H * D], value_gates [T, H]; positions [T]; cos, sin [positions, D / 2]. Paired: heads h and h + H / 2 take turns, [2 T, H / 2, D], at
     positions 2 t and 2 t + 1 (record 58). Key offset: the channels of k that do not turn come from the token before, if the document has one:
     induction in a single layer (record 49)."""
-    q, k, v = qkv.unbind(1)
+    q, k, v = qkv.view(len(qkv), 3, -1, 2 * cos.size(1)).unbind(1)
     tokens, heads, width = q.shape
     if value is not None:
         v = v + value.view_as(v) * value_gates[:, :, None]
@@ -600,8 +601,8 @@ def relu_squared_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return F.linear(x, up).relu().square() @ down
 
 class MlpScales(NamedTuple):
-    """Static FP8 scales of the MLP, value = fp8 · scale. The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28; weights
-    3.5; hidden values relu² 1792 and no less than 2^-8, pre-activations of 42 and 0.06; gradients, in e5m2, 56 and 2^-27."""
+    """Static FP8 scales of the MLP and the QKV projection, value = fp8 · scale. The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28;
+    weights 3.5; hidden values relu² 1792 and no less than 2^-8, pre-activations of 42 and 0.06; gradients, in e5m2, 56 and 2^-27."""
 
     input: float = 2.0 ** -4
     weight: float = 2.0 ** -7
@@ -1088,25 +1089,36 @@ def _split_heads_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, s
         _store_halves(v_ptr + head * D, first + gate * more, second + gate * more2, rows, valid, H * D, D)
 
 @jit
-def _store_norm_grad(out_ptr, in_ptr, first_grad, second_grad, rows, valid, stride, D: tl.constexpr):
-    """Gradient of RMSNorm's input from that of its output."""
+def _norm_grad(in_ptr, first_grad, second_grad, rows, valid, stride, D: tl.constexpr):
+    """Gradient of RMSNorm's input, both halves, from that of its output."""
     first, second, scale = _load_normed(in_ptr, rows, valid, stride, D)
     mean = ((tl.sum(first_grad * first, 1) + tl.sum(second_grad * second, 1)) / D)[:, None]
-    _store_halves(out_ptr, (first_grad - first * mean) * scale, (second_grad - second * mean) * scale, rows, valid, stride, D)
+    return (first_grad - first * mean) * scale, (second_grad - second * mean) * scale
+
+@jit
+def _store_qkv_grad(out_ptr, out_t_ptr, first, second, rows, column, T, inverse_scale, W: tl.constexpr, D: tl.constexpr):
+    """D columns of dqkv [T, W], in both layouts if there is an out_t [W, T]: the bits of e5m2, since Triton 3.6 may transpose FP8 tiles wrongly."""
+    if out_t_ptr is not None:
+        first = tl.clamp(first * inverse_scale, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
+        second = tl.clamp(second * inverse_scale, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
+        _store_transposed(out_t_ptr, first, rows, column + tl.arange(0, D // 2), T, W)
+        _store_transposed(out_t_ptr, second, rows, column + D // 2 + tl.arange(0, D // 2), T, W)
+    _store_halves(out_ptr + column, first, second, rows, rows < T, W, D)
 
 @jit
 def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-                             dqkv_ptr, dvalue_ptr, dgates_ptr, T,
+                             dqkv_ptr, dqkv_t_ptr, dvalue_ptr, dgates_ptr, inverse_scale, T,
                              H: tl.constexpr, D: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
-    """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head; q and k are normalised again rather than kept."""
+    """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head; q and k are normalised again rather than kept. FP8 in both layouts takes
+    the bytes of bf16 in one."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < T
     position = tl.load(positions_ptr + rows, valid, other=0)
     cos, sin = _load_turn(cos_ptr, sin_ptr, position, valid, head, H, D, PAIRED)
     qkv_ptr += head * D
-    dqkv_ptr += head * D
     first, second = _load_halves(dq_ptr + head * D, rows, valid, H * D, D)
-    _store_norm_grad(dqkv_ptr, qkv_ptr, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
+    first, second = _norm_grad(qkv_ptr, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
+    _store_qkv_grad(dqkv_ptr, dqkv_t_ptr, first, second, rows, head * D, T, inverse_scale, 3 * H * D, D)
     first, second = _load_halves(dk_ptr + head * D, rows, valid, H * D, D)
     if OFFSET:  # the still channels of a key are those of the next token
         still = tl.arange(0, D // 2)[None, :] >= D // 4
@@ -1115,9 +1127,10 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
         own = (position == 0)[:, None]
         first = tl.where(still, tl.where(own, first, 0.0) + after, first)
         second = tl.where(still, tl.where(own, second, 0.0) + after2, second)
-    _store_norm_grad(dqkv_ptr + H * D, qkv_ptr + H * D, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
+    first, second = _norm_grad(qkv_ptr + H * D, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
+    _store_qkv_grad(dqkv_ptr, dqkv_t_ptr, first, second, rows, (H + head) * D, T, inverse_scale, 3 * H * D, D)
     first, second = _load_halves(dv_ptr + head * D, rows, valid, H * D, D)
-    _store_halves(dqkv_ptr + 2 * H * D, first, second, rows, valid, 3 * H * D, D)
+    _store_qkv_grad(dqkv_ptr, dqkv_t_ptr, first, second, rows, (2 * H + head) * D, T, inverse_scale, 3 * H * D, D)
     if value_ptr is not None:
         more, more2 = _load_halves(value_ptr + head * D, rows, valid, H * D, D)
         gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
@@ -1125,30 +1138,49 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
         dgate = tl.sum(first * more, 1) + tl.sum(second * more2, 1)
         tl.store(dgates_ptr + rows * H + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
 
-class SplitHeads(torch.autograd.Function):
-    """split_heads_reference in one kernel each way; inductor's code for it took eight times the time that the bytes need."""
-    @staticmethod
-    def launch(kernel, qkv, *arguments, paired, key_offset):
-        T, _, H, D = qkv.shape
-        kernel[(H, triton.cdiv(T, 32))](qkv, *arguments, T, H=H, D=D, PAIRED=paired, OFFSET=key_offset, ROWS=32, num_warps=4)
+class ProjectHeads(torch.autograd.Function):
+    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, paired, key_offset, scales)`.
+
+    h [T, width], weight [3 H D, width]. Beside the products one kernel each way: inductor's code took eight times what its bytes need. With `scales`
+    the products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype: the path of GPUs without FP8, and of validation."""
 
     @staticmethod
-    def forward(ctx, qkv, value, value_gates, positions, cos, sin, paired=False, key_offset=False):
-        qkv, (T, _, H, D) = qkv.contiguous(), qkv.shape
-        q, k = (qkv.new_empty(T, H, D) for _ in range(2))
+    def launch(kernel, qkv, *arguments, paired, key_offset, rows=32):
+        T, _, H, D = qkv.shape
+        kernel[(H, triton.cdiv(T, rows))](qkv, *arguments, T, H=H, D=D, PAIRED=paired, OFFSET=key_offset, ROWS=rows, num_warps=rows // 8)
+
+    @staticmethod
+    def forward(ctx, h, weight, value, value_gates, positions, cos, sin, paired=False, key_offset=False, scales=None):
+        if scales:  # the backward wants the transposed copies alone
+            (h8, h), (weight8, weight) = map(quantize_both, (h, weight), (scales.input, scales.weight))
+            qkv = fp8_matmul_nt(h8, weight8, scales.input, scales.weight, fast_accum=True)
+        else:
+            qkv = F.linear(h, weight)
+        qkv = qkv.view(len(qkv), 3, -1, 2 * cos.size(1))
+        q, k = (torch.empty_like(qkv[:, 0]) for _ in range(2))
         v = qkv[:, 2] if value is None else torch.empty_like(q)
         value, value_gates = (None if x is None else x.contiguous() for x in (value, value_gates))
-        SplitHeads.launch(_split_heads_kernel, qkv, value, value_gates, positions, cos, sin, q, k, v, paired=paired, key_offset=key_offset)
-        ctx.save_for_backward(qkv, value, value_gates, positions, cos, sin)
-        ctx.flags = dict(paired=paired, key_offset=key_offset)
-        return tuple(x.reshape(2 * T, H // 2, D) if paired else x for x in (q, k, v))
+        ctx.scales, ctx.flags = scales, dict(paired=paired, key_offset=key_offset)
+        ProjectHeads.launch(_split_heads_kernel, qkv, value, value_gates, positions, cos, sin, q, k, v, **ctx.flags)
+        ctx.save_for_backward(h, weight, qkv, value, value_gates, positions, cos, sin)
+        return tuple(x.reshape(2 * len(x), -1, x.size(2)) if paired else x for x in (q, k, v))
 
     @staticmethod
     def backward(ctx, *grads):
-        qkv, value, value_gates, *_ = saved = ctx.saved_tensors
-        dqkv, dvalue, dgates = (None if x is None else torch.empty_like(x) for x in (qkv, value, value_gates))
-        SplitHeads.launch(_split_heads_grad_kernel, *saved, *(g.contiguous() for g in grads), dqkv, dvalue, dgates, **ctx.flags)
-        return dqkv, dvalue, dgates, *(None,) * 5
+        (h, weight, qkv, *others), scales = ctx.saved_tensors, ctx.scales
+        dvalue, dgates = (None if x is None else torch.empty_like(x) for x in others[:2])
+        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, qkv, *others, *(g.contiguous() for g in grads), **ctx.flags)
+        T, rows = qkv.flatten(1).shape
+        if scales:
+            dqkv, dqkv_t = (qkv.new_empty(*shape, dtype=torch.float8_e5m2) for shape in ((T, rows), (rows, T)))
+            launch(dqkv.view(torch.int8), dqkv_t.view(torch.int8), dvalue, dgates, 1.0 / scales.grad, rows=64)
+            dh = fp8_matmul_nt(dqkv, weight, scales.grad, scales.weight, fast_accum=False)
+            dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False)
+        else:
+            dqkv = qkv.new_empty(T, rows)
+            launch(dqkv, None, dvalue, dgates, 1.0)
+            dh, dweight = dqkv @ weight, dqkv.T @ h
+        return dh, dweight, dvalue, dgates, *(None,) * 6
 
 # ---- head and loss ---------------------------------------------------------------------------------------------------
 @jit
@@ -1533,7 +1565,7 @@ class Ops:
     head_loss: Callable[[Tensor, Tensor, Targets, Softcap], Tensor]
     head_loss_eval: Callable[[Tensor, Tensor, Tensor, Softcap], Tensor]
     embed: Callable[[Tensor, Lookup], Tensor]
-    split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    project_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
     mlp: Callable[[Tensor, Tensor, Tensor], Tensor]
     orthogonalize: Callable[[Tensor, OrthogonalizeRecipe], Tensor]
     compile: Callable[[Callable], Callable]
@@ -1554,7 +1586,7 @@ def compile_dynamic(function: Callable) -> Callable:
         return compiled(*args)
     return call
 
-def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = ("head", "mlp"), graphs: bool = True) -> Ops:
+def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = FP8_PARTS, graphs: bool = True) -> Ops:
     """The fastest operators that this device and installation support; `names` tells which, for the log."""
     def eager(function):
         return function
@@ -1562,20 +1594,22 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     if not fast or device.type != "cuda" or triton is None:
         return Ops(
             attention=lambda q, k, v, documents, window, scale: attention_reference(q, k, v, documents.borders(len(q)), window, scale),
-            split_heads=split_heads_reference, mlp=relu_squared_mlp, head_loss=head_loss_reference, orthogonalize=orthogonalize_reference,
+            project_heads=lambda h, weight, *rest: split_heads_reference(F.linear(h, weight), *rest), mlp=relu_squared_mlp,
+            head_loss=head_loss_reference, orthogonalize=orthogonalize_reference,
             head_loss_eval=lambda x, weight, columns, cap: head_loss_reference(x, weight, Targets(columns, columns, x.new_ones(1)), cap).double(),
             embed=lambda table, lookup: F.embedding(lookup.ids, table), compile=eager, graphs=False,
             names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
-    head, mlp = ("fp8" if part in fp8 and capability(device) >= (8, 9) else "bf16" for part in ("head", "mlp"))
+    attention, head, mlp = ("fp8" if part in fp8 and capability(device) >= (8, 9) else "bf16" for part in FP8_PARTS)
     region, scales = compile_dynamic if compile else eager, HeadScales() if head == "fp8" else None
     if compile:
         torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
         attention=lambda q, k, v, documents, window, scale: PackedAttention.apply(q, k, v, *documents.ranges(window, len(q)), scale),
-        split_heads=SplitHeads.apply, mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize,
+        project_heads=lambda *operands: ProjectHeads.apply(*operands, MlpScales() if attention == "fp8" and torch.is_grad_enabled() else None),
+        mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize,
         head_loss=lambda x, weight, targets, cap: HeadLoss.apply(x, weight, *targets, cap, scales), head_loss_eval=head_loss_eval,
         embed=lambda table, lookup: EmbeddingLookup.apply(table, *lookup), compile=region, graphs=graphs,
-        names={"attention": "triton", "head": head, "mlp": mlp, "embedding": "triton", "orthogonalize": "triton",
+        names={"attention": f"triton ({attention} projection)", "head": head, "mlp": mlp, "embedding": "triton", "orthogonalize": "triton",
                "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"})
 
 # ======================================================================================================================
@@ -1854,17 +1888,17 @@ def enter_layer(x: Tensor, x0: Tensor, bigram: Tensor | None, skip: Tensor | Non
 
 def attention_in(x: Tensor, x0: Tensor, bigram: Tensor | None, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None,
                  residual: Tensor, scales: Tensor, qkv: Tensor, gate: Tensor, value_gate: Tensor | None):
-    """Up to the projection: residual stream [T, width], qkv [T, 3, H, D], gates [T, H] of the heads' outputs and of the value embedding.
+    """Up to the projection: residual stream and normalised [T, width], weight, gates [T, H] of the heads' outputs and of the value embedding.
 
     scales[0] multiplies the weight instead of V (q and k are normalised anyway): 2304 rows instead of T (record 47)."""
     x = enter_layer(x, x0, bigram, skip, skip_weight, residual)
     h = norm(x)
-    heads, inputs = gate.shape
+    inputs = gate.size(1)
     gates, value_gates = torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype))), None
     if value is not None:
         mixed = torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)  # no gradient: it would cost a pass over all of value
         value_gates = 2 * torch.sigmoid(F.linear(mixed, value_gate.to(h.dtype)))
-    return x, F.linear(h, scales[0] * qkv).view(len(x), 3, heads, -1), gates, value_gates
+    return x, h, scales[0] * qkv, gates, value_gates
 
 def attention_out(x: Tensor, y: Tensor, v: Tensor | None, gates: Tensor, share: Tensor | None, scales: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Exclusive part, sparse gates, output projection, residual: the stream, and normalised for the MLP.
@@ -1941,10 +1975,11 @@ class Block(nn.Module):
                 geometry: Geometry) -> Tensor:
         layer = self.layer
         if layer.attention:
-            x, qkv, gates, value_gates = self.attention_in(x, x0, bigram, skip, value, self.skip_weight, self.residual, self.scales, self.qkv,
-                                                           self.gate, self.value_gate)
-            q, k, v = self.ops.split_heads(qkv, value, value_gates, documents.positions, geometry.cos, geometry.sin, layer.paired, layer.key_offset)
-            y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale).view_as(qkv[:, 0])
+            x, h, weight, gates, value_gates = self.attention_in(x, x0, bigram, skip, value, self.skip_weight, self.residual, self.scales, self.qkv,
+                                                                 self.gate, self.value_gate)
+            turn = documents.positions, geometry.cos, geometry.sin
+            q, k, v = self.ops.project_heads(h, weight, value, value_gates, *turn, layer.paired, layer.key_offset)
+            y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale).view(*gates.shape, -1)
             x, h = self.attention_out(x, y, v.view_as(y) if layer.exclusive else None, gates, self.share, self.scales, self.out)
         else:
             x, h = self.mlp_in(x, x0, bigram, skip, self.skip_weight, self.residual)
@@ -2864,7 +2899,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-dir", type=Path, default=Path("logs"))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel of every step instead of replaying CUDA graphs")
-    parser.add_argument("--no-fp8", nargs="?", choices=("head", "mlp", "all"), const="all", help="bfloat16 head, MLPs or (default) both")
+    parser.add_argument("--no-fp8", nargs="?", choices=(*FP8_PARTS, "all"), const="all", help="bfloat16 QKV projections, head, MLPs, or all")
     parser.add_argument("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
     parser.add_argument("--orthogonalize", choices=RECIPES, help="how Muon orthogonalises (default: the preset's)")
     parser.add_argument("--muon", action="store_true", help="plain Muon: no variance normalisation")
@@ -2926,7 +2961,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
     seed = ranks.gather_objects(seed)[0]
     fast = not arguments.reference and capability(ranks.device) >= (8, 0)
     ops = select_ops(ranks.device, fast, compile=not arguments.eager, graphs=not arguments.no_graphs,
-                     fp8=[part for part in ("head", "mlp") if arguments.no_fp8 not in (part, "all")])
+                     fp8=[part for part in FP8_PARTS if arguments.no_fp8 not in (part, "all")])
     last = min(preset.steps, arguments.stop_after or preset.steps) - 1
     if arguments.profile and not 0 <= arguments.profile[0] <= arguments.profile[1] <= last:
         fail("--profile A:B", f"0 <= A <= B <= {last}", "{}:{}".format(*arguments.profile), "name steps that the run has")

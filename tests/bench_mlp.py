@@ -5,7 +5,7 @@
     python tests/bench_mlp.py --cpu-dry-run         tiny sizes, interpreted kernels (whose FP8 casts are coarse): it runs through
     python tests/bench_mlp.py --diagnose 0,20,111,339 --preset sprint --data DIR --seed 1
         trains with the options that follow and prints, for the first micro-batch of those steps and every layer, how large
-        what is rounded to FP8 is (add --no-fp8 mlp to see it in a bf16 training)
+        what is rounded to FP8 is, in the QKV projections too (add --no-fp8 mlp or attention to see it in a bf16 training)
 
 Device times are those of CUDA graphs replayed (medians), which also proves that the operators can be captured; host times are
 what it takes to enqueue the same work without a graph. Errors are Frobenius norms relative to a float64 result of the same
@@ -231,10 +231,10 @@ def spread(values, scale, dtype):
 
 
 class Watch:
-    """Stands in for ops.mlp, computes the same and, in chosen steps of the timed loop, what its FP8 scales would meet."""
+    """Stands in for ops.mlp and ops.project_heads, computes the same and, in chosen steps of the timed loop, what their FP8 scales would meet."""
 
     def __init__(self, steps):
-        self.steps, self.step, self.live, self.calls, self.rows = steps, None, False, 0, {}
+        self.steps, self.step, self.live, self.calls, self.projections, self.rows = steps, None, False, 0, 0, {}
 
     def note(self, layer, name, values, scale, dtype):
         self.rows[self.step, name, layer] = spread(values, scale, dtype), scale * torch.finfo(dtype).max
@@ -257,27 +257,44 @@ class Watch:
             return out
         return watched
 
+    def wrap_projection(self, project_heads):
+        """In chosen steps the reference instead: its projection has a gradient that can be looked at."""
+        def watched(h, weight, *rest):
+            layer, self.projections = self.projections, self.projections + 1
+            if not (self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.attentions):
+                return project_heads(h, weight, *rest)
+
+            def backward(grad):
+                for name, part in zip("qkv", grad.chunk(3, 1)):
+                    self.note(layer, f"d{name}", part, SCALES.grad, E5M2)
+            self.note(layer, "qkv", weight, SCALES.weight, E4M3)
+            qkv = F.linear(h, weight)
+            qkv.register_hook(backward)
+            return tg.split_heads_reference(qkv, *rest)
+        return watched
+
     def train(self, arguments):
         """The trainer's own main with this in the place of its MLP; nothing else of it changes."""
         select_ops, timed_loop, training_step = tg.select_ops, tg.timed_loop, tg.Trainer.training_step
 
         def watched_ops(*args, **options):
             ops = select_ops(*args, **options)
-            return replace(ops, mlp=self.wrap(ops.mlp))
+            return replace(ops, mlp=self.wrap(ops.mlp), project_heads=self.wrap_projection(ops.project_heads))
 
         def watched_loop(trainer, *rest):
             self.live, self.layers = True, sum(layer.mlp for layer in trainer.preset.model.layers)
+            self.attentions = sum(layer.attention for layer in trainer.preset.model.layers)
             return timed_loop(trainer, *rest)
 
         def watched_step(trainer, step, *rest):
-            self.step, self.calls = step, 0
+            self.step, self.calls, self.projections = step, 0, 0
             return training_step(trainer, step, *rest)
 
         tg.select_ops, tg.timed_loop, tg.Trainer.training_step = watched_ops, watched_loop, watched_step
         return tg.main(arguments)
 
     def report(self):
-        print(f"\nlayers count the MLPs from 0; scales {SCALES._asdict()}; lost: norm of what became 0 / norm of all\n")
+        print(f"\nlayers count the MLPs, or the projections, from 0; scales {SCALES._asdict()}; lost: norm of what became 0 / norm of all\n")
         print("| step | tensor | layer | rms | 99.9 % | amax | limit / amax | saturated | flushed to 0 | lost |\n" + "|---" * 10 + "|")
         for (step, name, layer), ((rms, percentile, amax, saturated, flushed, lost), limit) in sorted(self.rows.items()):
             room = limit / amax if amax else float("inf")
