@@ -69,6 +69,7 @@ SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024  # llm.c's to
 BOS = 50256  # <|endoftext|>: opens every document
 SLOTS = 8  # a step's batch is packed into 8 slots whatever the number of ranks, so every world size sees the same tokens
 FP8_PARTS = "attention", "head", "mlp"  # whose matrix products can be FP8
+NO_COPY = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 # Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
 PEAK_TFLOPS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
@@ -110,6 +111,10 @@ class ModelConfig:
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()
+    pointer_width: int = 0  # of the head that copies an earlier token of the document, see pointer_reference; 0: none
+    pointer_window_tokens: int = 2048  # how far back it may point in training
+    pointer_val_window_tokens: int = 2048
+    pointer_scale: float = 128 ** -0.5
     rotary_base: float = 1024.0
     dtype: str = "bfloat16"  # of weights and activations; scalars and gates are float32 always
 
@@ -141,6 +146,7 @@ class OptimizerConfig:
     final_learning_rate: float = 0.1  # relative to the peak
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
         ("attention", MuonRule(2.0)),
+        ("pointer", MuonRule(2.0)),
         ("mlp_up", MuonRule(2.0)),
         ("mlp_down", MuonRule(4.0)),
         ("embedding", AdamRule(75.0, (0.65, 0.95), sharded=True)),
@@ -209,9 +215,9 @@ LAYERS = (
     Layer(value_embedding=4, window="long", key_offset=True),
 )
 GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, bigram_rows=5 * 50304,
-                        bigram_width=768)
+                        bigram_width=768, pointer_width=128)
 GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, bigram_rows=8192, bigram_width=96,
-                       dtype="float32", layers=(
+                       pointer_width=64, dtype="float32", layers=(
     Layer(value_embedding=0, paired=True),
     Layer(value_embedding=1, window="long", key_offset=True),
     Layer(attention=False, skip_from=1),
@@ -475,17 +481,20 @@ class Lookup(NamedTuple):
     starts: Tensor
 
 class Targets(NamedTuple):
-    """What the head has to predict, on the device; all int32 but the weights.
+    """What the head has to predict, on the device; all int32 but weights and log_copy.
 
     columns [T]: where in the head the next token is (-1: nowhere). positions [T], to find the tokens after the next in the same document. weights
     [K] float32: of the next token, the one after it, ... candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch
     use (the columns above index these); None: all. certain [S]: so many, the first, are there because they are targets; each of the others, met
-    on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns in the softmax."""
+    on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns in the softmax. log_copy [T] float32, of pointer_reference, or
+    None: the share of the next token in what column `spare` has in the softmax; it makes p[next] + p[spare] exp(log_copy) of p[next]."""
     columns: Tensor
     positions: Tensor
     weights: Tensor
     candidates: Tensor | None = None
     certain: Tensor | None = None
+    log_copy: Tensor | None = None
+    spare: int = 0
 
     def ahead(self, k: int) -> Tensor:
         """Columns [T] of the token k further than the next, -1 where the document ends before."""
@@ -494,13 +503,13 @@ class Targets(NamedTuple):
         columns, later = (F.pad(x[k:], (0, min(k, len(x))), value=-1) for x in (self.columns, self.positions))
         return torch.where(later == self.positions + k, columns, -1)
 
-    def parts(self) -> list[tuple[slice, Targets]]:
-        """Rows of each part of the batch, and its targets, with candidates [P] and certain [1]."""
-        if self.candidates is None:
-            return [(slice(None), self)]
-        size = len(self.columns) // len(self.candidates)
-        rows = [slice(i * size, (i + 1) * size) for i in range(len(self.candidates))]
-        return [(r, Targets(self.columns[r], self.positions[r], self.weights, self.candidates[i], self.certain[i:i + 1])) for i, r in enumerate(rows)]
+    def parts(self, size: int | None = None) -> list[tuple[slice, Targets]]:
+        """Rows of each part of the batch, and its targets, with candidates [P] and certain [1]; without them parts of `size` rows, None: one part."""
+        size = (size or len(self.columns)) if self.candidates is None else len(self.columns) // len(self.candidates)
+        rows = [slice(start, start + size) for start in range(0, len(self.columns), size)]
+        sampled = [(None, None)] * len(rows) if self.candidates is None else zip(self.candidates, self.certain[:, None])
+        copies = [None if self.log_copy is None else self.log_copy[r] for r in rows]
+        return [(r, Targets(self.columns[r], self.positions[r], self.weights, *s, c, self.spare)) for r, s, c in zip(rows, sampled, copies)]
 
 @dataclass(frozen=True)
 class Documents:
@@ -584,21 +593,37 @@ def visible_range(cu_seqlens: Tensor, window: int | Tensor, tokens: int) -> tupl
     after = cu_seqlens[next_document] - 1 - position
     return position - before.clamp(max=window), position + after.clamp(max=window)
 
+def visible_chunks(cu_seqlens: Tensor, window: int, tokens: int, chunk: int, least: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+    """At most `chunk` queries at a time, the keys that their window can reach, and which of them each sees, `least` tokens back or more."""
+    first_key, _ = visible_range(cu_seqlens, window, tokens)
+    position = torch.arange(tokens, device=cu_seqlens.device)
+    for start in range(0, tokens, chunk):
+        rows = slice(start, min(start + chunk, tokens))
+        keys = slice(max(start - window, 0), rows.stop)
+        yield rows, keys, (position[keys] >= first_key[rows, None]) & (position[keys] <= position[rows, None] - least)
+
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
     """Plain PyTorch attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; masks as in `visible_range`. Any device and dtype.
 
     Works on `chunk` queries at a time against the keys that their window can reach, so the scores need chunk * (chunk + window) * H."""
-    tokens, window = q.size(0), min(int(window), q.size(0))
-    first_key, _ = visible_range(cu_seqlens, window, tokens)
-    position = torch.arange(tokens, device=q.device)
     outputs = []
-    for start in range(0, tokens, chunk):
-        rows = slice(start, min(start + chunk, tokens))
-        keys = slice(max(start - window, 0), rows.stop)
-        seen = (position[keys] >= first_key[rows, None]) & (position[keys] <= position[rows, None])
+    for rows, keys, seen in visible_chunks(cu_seqlens, min(int(window), len(q)), len(q), chunk):
         heads_first = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
         outputs.append(F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale).transpose(0, 1))
     return torch.cat(outputs)
+
+def pointer_reference(qk: Tensor, ids: Tensor, cu_seqlens: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
+    """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NO_COPY for none.
+
+    qk [T, 2, D]: queries and keys; ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at i, t - window <= i < t
+    in its document, with the weight a[t, i] = e^s[t, i] / (1 + sum_j e^s[t, j]), s[t, i] = scale q[t].k[i], and nowhere with what is left; the share
+    is the sum of a[t, i] over the i with ids[i] = ids[t]. float32, or float64 for float64 operands."""
+    (q, k), shares = qk.to(torch.promote_types(qk.dtype, torch.float32)).unbind(1), []
+    for rows, keys, seen in visible_chunks(cu_seqlens, min(int(window), len(qk)), len(qk), chunk, least=1):
+        scores, match = scale * (q[rows] @ k[keys].T), seen & (ids[keys] == ids[rows, None])
+        everything = F.pad(scores.masked_fill(~seen, -torch.inf), (0, 1)).logsumexp(1)
+        shares.append(torch.where(match.any(1), scores.masked_fill(~match, NO_COPY).logsumexp(1) - everything, NO_COPY))
+    return torch.cat(shares)
 
 def relu_squared_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """x [T, width]; up, down [mlp_width, width]."""
@@ -629,11 +654,13 @@ def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softca
 
     x [T, D], weight [V, D]. Every column that is no candidate is left out of the softmax; without candidates all V take part, padding too. Chunks
     are recomputed in the backward, so that only `chunk_rows` rows of logits are ever alive."""
-    def chunk_loss(x, weight, stands_for, *columns):
+    def chunk_loss(x, weight, stands_for, columns, log_copy=None):
         logits = x @ weight.T
         log_p = (softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap) + stands_for).log_softmax(-1)
-        picked = (log_p.gather(1, c.clamp_min(0).long()[:, None])[:, 0] * (c >= 0) for c in columns)
-        return -sum(w * p.sum() for w, p in zip(targets.weights.to(log_p.dtype), picked))
+        picked = log_p.gather(1, columns.clamp_min(0).long())
+        if log_copy is not None:
+            picked = torch.cat([torch.logaddexp(picked[:, 0], log_p[:, targets.spare] + log_copy)[:, None], picked[:, 1:]], 1)
+        return -(targets.weights.to(log_p.dtype) * picked * (columns >= 0)).sum()
 
     total = 0.0
     for rows, part in targets.parts():
@@ -642,8 +669,8 @@ def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softca
             head = weight[part.candidates.long()]
             drawn = torch.arange(len(head), device=x.device) >= part.certain
             stands_for = torch.where(drawn, (len(weight) - part.certain) / (len(head) - part.certain).clamp_min(1), 1).log()
-        columns = [part.ahead(k).split(chunk_rows) for k in range(len(targets.weights))]
-        for chunk in zip(x[rows].split(chunk_rows), *columns):
+        columns = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)
+        for chunk in zip(*(tensor.split(chunk_rows) for tensor in (x[rows], columns, part.log_copy) if tensor is not None)):
             arguments = chunk[0], head, stands_for, *chunk[1:]
             total = total + (chunk_loss(*arguments) if len(x) <= chunk_rows else checkpoint(chunk_loss, *arguments, use_reentrant=False))
     return total
@@ -871,11 +898,11 @@ def load_rows(x, row, head, stride_t, stride_h, tokens, WIDTH: tl.constexpr, ROW
     return values
 
 @jit
-def store_rows(out, values, row, head, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """The opposite of load_rows, for a contiguous tensor; the grid's first dimension counts the heads."""
+def store_rows(out, values, row, head, heads, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """The opposite of load_rows, for a contiguous tensor."""
     rows = tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
-    stride_t = tl.num_programs(0) * WIDTH
+    stride_t = heads * WIDTH
     out += tl.cast(row, tl.int64) * stride_t + head * WIDTH
     tl.store(out + rows * stride_t + columns, values.to(out.dtype.element_ty), mask=(row + rows < tokens) & (columns < WIDTH))
 
@@ -900,7 +927,7 @@ def attention_forward_kernel(
         v_tile = load_rows(v_steps, step, head, v_t, v_h, tokens, DV, BLOCK_N, TMA)
         accumulator = tl.dot(p.to(v_tile.dtype), v_tile, accumulator)
     tl.store(lse + head * tokens + queries, tl.log2(row_sum), mask=queries < tokens)
-    store_rows(out, accumulator / row_sum[:, None], start, head, tokens, DV, BLOCK_M)
+    store_rows(out, accumulator / row_sum[:, None], start, head, tl.num_programs(0), tokens, DV, BLOCK_M)
 
 @jit
 def attention_delta_kernel(out, dout, delta, tokens, dout_t, dout_h, DV: tl.constexpr, BLOCK_M: tl.constexpr):
@@ -941,8 +968,8 @@ def attention_backward_kernel(
             delta_row = tl.load(delta + queries, mask=queries < tokens, other=0.0)
             ds = p * (dp - delta_row[None, :])
             dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
-        store_rows(dk, dk_tile * scale, start, head, tokens, DK, BLOCK_M)
-        store_rows(dv, dv_tile, start, head, tokens, DV, BLOCK_M)
+        store_rows(dk, dk_tile * scale, start, head, tl.num_programs(0), tokens, DK, BLOCK_M)
+        store_rows(dv, dv_tile, start, head, tl.num_programs(0), tokens, DV, BLOCK_M)
     else:
         queries = start + tl.arange(0, BLOCK_M)
         query_first = tl.load(first_key + queries, mask=queries < tokens, other=0)
@@ -961,7 +988,7 @@ def attention_backward_kernel(
             p = tl.where(seen, tl.exp2(scores * scale_log2 - lse_column[:, None]), 0.0)
             ds = p * (dp - delta_column[:, None])
             dq_tile = tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile)
-        store_rows(dq, dq_tile * scale, start, head, tokens, DK, BLOCK_M)
+        store_rows(dq, dq_tile * scale, start, head, tl.num_programs(0), tokens, DK, BLOCK_M)
 
 class Tile(NamedTuple):
     """How an attention kernel is cut: tokens a program owns, tokens a step; warps, pipeline stages; steps through tensor descriptors."""
@@ -975,8 +1002,8 @@ class Tile(NamedTuple):
         """What a kernel walks over: x [T, H, D] itself, or a descriptor of it as [T, H * D]."""
         return TensorDescriptor.from_tensor(x.view(x.size(0), -1), [self.step, x.size(2)]) if self.tma else x
 
-    def launch(self, q: Tensor, v: Tensor) -> dict[str, int]:
-        return dict(DK=q.size(2), DV=v.size(2), BLOCK_M=self.own, BLOCK_N=self.step, TMA=self.tma, num_warps=self.warps, num_stages=self.stages)
+    def launch(self, **constants: Any) -> dict[str, Any]:
+        return dict(BLOCK_M=self.own, BLOCK_N=self.step, TMA=self.tma, num_warps=self.warps, num_stages=self.stages, **constants)
 
 def attention_tiles(*operands: Tensor) -> tuple[Tile, Tile]:
     """The tiles of forward and backward for [T, H, D] operands. tests/bench_attention.py --sweep ranks others on the GPU at hand.
@@ -997,7 +1024,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, first_key: Tensor, scale:
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     attention_forward_kernel[heads, triton.cdiv(tokens, tile.own)](
         q, tile.source(k), tile.source(v), out, lse, first_key, tokens, scale * math.log2(math.e),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], **tile.launch(q, v))
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], **tile.launch(DK=q.size(2), DV=v.size(2)))
     return out, lse
 
 def attention_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, first_key: Tensor, last_query: Tensor,
@@ -1010,7 +1037,7 @@ def attention_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     attention_backward_kernel[heads, 2, triton.cdiv(tokens, tile.own)](
         *operands, *map(tile.source, operands), lse, delta, dq, dk, dv, first_key, last_query, tokens, scale, scale * math.log2(math.e),
-        *(stride for x in operands for stride in x.stride()[:2]), **tile.launch(q, v))
+        *(stride for x in operands for stride in x.stride()[:2]), **tile.launch(DK=q.size(2), DV=v.size(2)))
     return dq, dk, dv
 
 class PackedAttention(torch.autograd.Function):
@@ -1037,6 +1064,68 @@ class PackedAttention(torch.autograd.Function):
         dout = dout if dout.stride(2) == 1 else dout.contiguous()  # e.g. the expanded gradient of a sum
         tile = attention_tiles(q, k, v, dout)[1]
         return *attention_backward(q, k, v, out, lse, dout, first_key, last_query, ctx.scale, tile), None, None, None
+
+# ---- pointer ---------------------------------------------------------------------------------------------------------
+#     lse[t] = ln (1 + sum_i e^s[t, i]),   log_copy[t] = ln (sum_i match[t, i] e^s[t, i]) - lse[t],   match[t, i] = 1 if ids[i] = ids[t], else 0
+#     ds[t, i] = omega[t] (match[t, i] e^(s[t, i] - lse[t] - log_copy[t]) - e^(s[t, i] - lse[t])),   omega = d loss / d log_copy
+# Attention without values, and tiled like it; queries and keys are the two heads of one tensor, and the owners of a tile walk over the others. One
+# kernel does all three passes. lse is kept as infinite where nothing matches, so that those scores get no gradient.
+
+@jit
+def pointer_kernel(qk, qk_steps, ids, bounds, log_copy, lse, omega, dqk, tokens, scale_log2, NO_COPY: tl.constexpr, KEYS: tl.constexpr,
+                   D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+    """log_copy and lse (base 2) of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. bounds: first_key of
+    visible_range, or for keys last_query. Reference: pointer_reference."""
+    start = tl.program_id(0) * BLOCK_M
+    own, stop = start + tl.arange(0, BLOCK_M), tl.minimum(start + BLOCK_M, tokens)
+    bound = tl.load(bounds + own, mask=own < tokens, other=-1)[:, None]
+    own_tile = load_rows(qk, start, KEYS, 2 * D, D, tokens, D, BLOCK_M)
+    grad, everything, matching = tl.zeros(own_tile.shape, tl.float32), tl.full([BLOCK_M], 1.0, tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    first, stop = (start, tl.load(bounds + stop - 1) + 1) if KEYS else (tl.load(bounds + start), stop)
+    for step in tl.range(first, stop, BLOCK_N):
+        others = step + tl.arange(0, BLOCK_N)
+        query, key = (others[None, :], own[:, None]) if KEYS else (own[:, None], others[None, :])
+        seen = (key < query) & (query <= bound if KEYS else key >= bound)
+        match = tl.load(ids + query, mask=query < tokens, other=-1) == tl.load(ids + key, mask=key < tokens, other=-1)
+        tile = load_rows(qk_steps, step, 1 - KEYS, 2 * D, D, tokens, D, BLOCK_N, TMA)
+        bits = tl.where(seen, tl.dot(own_tile, tl.trans(tile)) * scale_log2, float("-inf"))
+        if omega is None:
+            p = tl.exp2(bits)
+            everything += tl.sum(p, 1)
+            matching += tl.sum(tl.where(match, p, 0.0), 1)
+        else:
+            weight = tl.load(omega + query, mask=query < tokens, other=0.0)
+            copy = tl.load(log_copy + query, mask=query < tokens, other=0.0) * 1.4426950408889634
+            p = tl.exp2(bits - tl.load(lse + query, mask=query < tokens, other=0.0) - tl.where(match, copy, 0.0))
+            grad = tl.dot((p * tl.where(match, weight - weight * tl.exp2(copy), -weight)).to(tile.dtype), tile, grad)
+    if omega is None:
+        everything = tl.log2(everything)
+        tl.store(log_copy + own, tl.maximum((tl.log2(matching) - everything) / 1.4426950408889634, NO_COPY), mask=own < tokens)
+        tl.store(lse + own, tl.where(matching > 0, everything, float("inf")), mask=own < tokens)
+    else:
+        store_rows(dqk, grad * (scale_log2 / 1.4426950408889634), start, KEYS, 2, tokens, D, BLOCK_M)
+
+class PointerLogCopy(torch.autograd.Function):
+    """pointer_reference in kernels: `PointerLogCopy.apply(qk, ids, *visible_range(...), scale)`; |scale q.k| < 60 as for PackedAttention."""
+    @staticmethod
+    def forward(ctx, qk, ids, first_key, last_query, scale):
+        if scale * qk.size(2) >= 60:
+            raise ValueError(f"pointer without running maximum: expected scale * width < 60, found {scale:g} * {qk.size(2)}")
+        qk, ctx.scale_log2 = qk.contiguous(), scale * math.log2(math.e)
+        tile, log_copy, lse = attention_tiles(qk)[0], *(qk.new_empty(len(qk), dtype=torch.float32) for _ in range(2))
+        pointer_kernel[(triton.cdiv(len(qk), tile.own),)](qk, tile.source(qk), ids, first_key, log_copy, lse, None, None, len(qk), ctx.scale_log2,
+                                                          **tile.launch(NO_COPY=NO_COPY, KEYS=0, D=qk.size(2)))
+        ctx.save_for_backward(qk, ids, first_key, last_query, log_copy, lse)
+        return log_copy
+
+    @staticmethod
+    def backward(ctx, omega):
+        qk, ids, first_key, last_query, *rows = ctx.saved_tensors
+        tile, omega, dqk = attention_tiles(qk)[1], omega.contiguous(), torch.empty_like(qk)
+        for keys, bounds in enumerate((first_key, last_query)):
+            pointer_kernel[(triton.cdiv(len(qk), tile.own),)](qk, tile.source(qk), ids, bounds, *rows, omega, dqk, len(qk), ctx.scale_log2,
+                                                              **tile.launch(NO_COPY=NO_COPY, KEYS=keys, D=qk.size(2)))
+        return dqk, *(None,) * 4
 
 # ---- from the projection to attention --------------------------------------------------------------------------------
 @jit
@@ -1241,10 +1330,10 @@ def _drawn_weight(certain_ptr, cols, V, vocabulary):
         return tl.where(cols < certain, 1.0, (vocabulary - certain) / tl.maximum(V - certain, 1).to(tl.float32))
 
 @jit
-def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, loss_ptr, lse_ptr, T, V, vocabulary,
-                     softcap, shift, temperature, K: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
-    """loss = Σ_k w_k (lse - z[target k]), lse = softcap + ln Σ exp(z - softcap), z = softcap · s(logit); one program a row.
-    Reads 2V bytes a row, once: 100 KB at V = 50304. Reference: head_loss_reference."""
+def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, log_copy_ptr, loss_ptr, lse_ptr, copied_ptr, T, V, vocabulary,
+                     spare, softcap, shift, temperature, K: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
+    """loss = Σ_k w_k (lse - z[target k]), lse = softcap + ln Σ exp(z - softcap), z = softcap · s(logit); one program a row. Reads 2V bytes a row,
+    once. The pointer adds e times the probability of target 0 to it; copied = e / (1 + e) is its part in the sum. Reference: head_loss_reference."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * V
     bits = softcap * 1.4426950408889634  # the softcap in units of log 2
@@ -1260,13 +1349,19 @@ def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certai
         column = _target_column(columns_ptr, positions_ptr, row, T, k)
         picked = tl.load(logits_ptr + tl.maximum(column, 0))
         z = softcap * _softcap_sigmoid(picked, shift, temperature, FAST)
+        if k == 0 and log_copy_ptr is not None:
+            spare_z = softcap * _softcap_sigmoid(tl.load(logits_ptr + spare), shift, temperature, FAST)
+            e = tl.where(column >= 0, tl.exp(spare_z + tl.load(log_copy_ptr + row) - z), 0.0)
+            z += tl.log(1.0 + e)
+            tl.store(copied_ptr + row, e / (1.0 + e))
         loss += tl.where(column >= 0, tl.load(weights_ptr + k) * (lse - z), 0.0)
     tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
 
 @jit
-def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, lse_ptr, factor_ptr, out_ptr, T, V, vocabulary,
-                      softcap, shift, temperature, K: tl.constexpr, FAST: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, lse_ptr, copied_ptr, factor_ptr, out_ptr,
+                      T, V, vocabulary, spare, softcap, shift, temperature,
+                      K: tl.constexpr, FAST: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """d loss / d logit = Σ_k w_k (exp(z - lse) - 1[column = target k]) · s (1 - s) · softcap / temperature, times *factor.
     Per logit 2 bytes are read and 1 (FP8) or 2 (bf16) written. Reference: head_loss_reference."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -1283,6 +1378,9 @@ def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certa
         weight = tl.load(weights_ptr + k)
         weight_sum += tl.where(column >= 0, weight, 0.0)
         hits += tl.where(cols[None, :] == column[:, None], weight, 0.0)
+        if k == 0 and copied_ptr is not None:  # what was copied is a hit of the spare column instead
+            moved = weight * tl.load(copied_ptr + rows, rows < T, other=0.0)[:, None]
+            hits += tl.where(cols[None, :] == spare, moved, 0.0) - tl.where(cols[None, :] == column[:, None], moved, 0.0)
     slope = softcap / temperature * tl.load(factor_ptr)
     grad = tl.clamp((weight_sum[:, None] * probability - hits) * (s * (slope - slope * s)), -LIMIT, LIMIT)
     tl.store(out_ptr + offsets, grad.to(out_ptr.dtype.element_ty), inside)
@@ -1322,19 +1420,20 @@ def unit(scale, device):
     return torch.full((), scale, device=device)
 
 def row_losses(logits, targets, vocabulary, cap, fast=False):
-    """(losses, log-sum-exp), both [T] float32, of contiguous logits [T, V]. `fast`: hardware tanh, bf16 on CUDA."""
+    """(losses, log-sum-exp, what the pointer copied or None), all [T] float32, of contiguous logits [T, V]. `fast`: hardware tanh, bf16 on CUDA."""
     T, V = logits.shape
-    losses, lse = (logits.new_empty(T, dtype=torch.float32) for _ in range(2))
-    _row_loss_kernel[(T,)](logits, *targets[:3], targets.certain, losses, lse, T, V, vocabulary, *cap, K=len(targets.weights), FAST=fast,
-                           BLOCK=2048, num_warps=4)
-    return losses, lse
+    losses, lse, copied = (logits.new_empty(T, dtype=torch.float32) for _ in range(3))
+    copied = copied if targets.log_copy is not None else None
+    _row_loss_kernel[(T,)](logits, *targets[:3], targets.certain, targets.log_copy, losses, lse, copied, T, V, vocabulary, targets.spare, *cap,
+                           K=len(targets.weights), FAST=fast, BLOCK=2048, num_warps=4)
+    return losses, lse, copied
 
-def head_grad(logits, targets, vocabulary, lse, factor, cap, dtype, fast=False):
+def head_grad(logits, targets, vocabulary, lse, copied, factor, cap, dtype, fast=False):
     """Gradient [T, V], of `dtype` and saturated, of the summed loss with respect to the logits, times factor (0-d float32 tensor)."""
     T, V = logits.shape
     out, shape = logits.new_empty(T, V, dtype=dtype), dict(ROWS=8, COLS=512)
-    _head_grad_kernel[_tiles(T, V, shape)](logits, *targets[:3], targets.certain, lse, factor, out, T, V, vocabulary, *cap, K=len(targets.weights), FAST=fast,
-                                           LIMIT=torch.finfo(dtype).max, **shape, num_warps=4)
+    _head_grad_kernel[_tiles(T, V, shape)](logits, *targets[:3], targets.certain, lse, copied, factor, out, T, V, vocabulary, targets.spare, *cap,
+                                           K=len(targets.weights), FAST=fast, LIMIT=torch.finfo(dtype).max, **shape, num_warps=4)
     return out
 
 def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum):
@@ -1352,8 +1451,9 @@ class HeadLoss(torch.autograd.Function):
     layouts, 4 bytes a logit. Without, everything is in the operands' own dtype: the path of GPUs without FP8."""
 
     @staticmethod
-    def forward(ctx, x, weight, columns, positions, weights, candidates, certain, cap=Softcap(), scales=None):
-        ctx.targets, ctx.cap, ctx.scales, ctx.shape = Targets(columns, positions, weights, candidates, certain), cap, scales, weight.shape
+    def forward(ctx, x, weight, columns, positions, weights, candidates, certain, log_copy, spare, cap=Softcap(), scales=None):
+        ctx.targets = Targets(columns, positions, weights, candidates, certain, log_copy, spare)
+        ctx.cap, ctx.scales, ctx.shape = cap, scales, weight.shape
         if scales:
             weight = quantize(weight, scales.weight)
         saved, total = [], 0.0
@@ -1367,8 +1467,8 @@ class HeadLoss(torch.autograd.Function):
             else:
                 head = weight if ids is None else weight[ids]
                 logits, operands = x[rows] @ head.T, (x[rows], head)
-            losses, lse = row_losses(logits, part, len(weight), cap, fast=scales is not None and logits.is_cuda)
-            saved += [*operands, logits, lse]
+            losses, lse, copied = row_losses(logits, part, len(weight), cap, fast=scales is not None and logits.is_cuda)
+            saved += [*operands, logits, lse, copied]
             total = total + losses.sum()
         ctx.save_for_backward(*saved)
         return total
@@ -1378,14 +1478,14 @@ class HeadLoss(torch.autograd.Function):
         cap, scales, saved = ctx.cap, ctx.scales, iter(ctx.saved_tensors)
         dxs, dw = [], None
         for rows, part in ctx.targets.parts():
-            x, head, logits, lse = (next(saved) for _ in range(4))
+            x, head, logits, *row = (next(saved) for _ in range(5))
             if scales:
-                grad = head_grad(logits, part, ctx.shape[0], lse, unit(1.0 / scales.grad, lse.device), cap, torch.float8_e5m2, fast=logits.is_cuda)
+                grad = head_grad(logits, part, ctx.shape[0], *row, unit(1.0 / scales.grad, x.device), cap, torch.float8_e5m2, fast=logits.is_cuda)
                 g_scale = grad_output.float() * scales.grad  # the incoming gradient rides on the scale: no sync, no pass
                 dxs.append(fp8_matmul_nt(grad, head, g_scale, scales.weight, fast_accum=False))
                 dw_part = fp8_matmul_nt(transposed(grad), x, g_scale, scales.x, fast_accum=False)
             else:
-                grad = head_grad(logits, part, ctx.shape[0], lse, grad_output.float(), cap, logits.dtype)
+                grad = head_grad(logits, part, ctx.shape[0], *row, grad_output.float(), cap, logits.dtype)
                 dxs.append(grad @ head)
                 dw_part = grad.T @ x
             if part.candidates is None:
@@ -1393,14 +1493,13 @@ class HeadLoss(torch.autograd.Function):
             else:
                 dw = dw_part.new_zeros(ctx.shape) if dw is None else dw
                 dw.index_add_(0, part.candidates, dw_part)  # the ids of a part differ, so the order of summation is fixed
-        return (dxs[0] if len(dxs) == 1 else torch.cat(dxs)), dw, *(None,) * 7
+        dlog_copy = -ctx.targets.weights[0] * grad_output * torch.cat(ctx.saved_tensors[4::5]) if ctx.needs_input_grad[7] else None
+        return (dxs[0] if len(dxs) == 1 else torch.cat(dxs)), dw, *(None,) * 5, dlog_copy, *(None,) * 3
 
 @torch.no_grad()
-def head_loss_eval(x, weight, columns, cap=Softcap(), chunk_rows=8192):
-    """Summed loss without FP8 or approximate functions, 0-d float64; 0.8 GB of bf16 logits alive at the default."""
-    one = x.new_ones(1, dtype=torch.float32)
-    return sum(row_losses(rows @ weight.T, Targets(picks, picks, one), len(weight), cap)[0].sum(dtype=torch.float64)
-               for rows, picks in zip(x.split(chunk_rows), columns.split(chunk_rows)))
+def head_loss_eval(x, weight, targets, cap=Softcap(), chunk_rows=8192):
+    """Summed loss of the next tokens without FP8 or approximate functions, 0-d float64; 0.8 GB of bf16 logits alive at the default."""
+    return sum(row_losses(x[rows] @ weight.T, part, len(weight), cap)[0].sum(dtype=torch.float64) for rows, part in targets.parts(chunk_rows))
 
 # ---- MLP -------------------------------------------------------------------------------------------------------------
 @jit
@@ -1567,7 +1666,8 @@ class Ops:
     """The operators of this run; the model never asks what hardware it is on."""
     attention: Callable[[Tensor, Tensor, Tensor, Documents, int, float], Tensor]
     head_loss: Callable[[Tensor, Tensor, Targets, Softcap], Tensor]
-    head_loss_eval: Callable[[Tensor, Tensor, Tensor, Softcap], Tensor]
+    head_loss_eval: Callable[[Tensor, Tensor, Targets, Softcap], Tensor]
+    pointer: Callable[[Tensor, Documents, int, float], Tensor]
     embed: Callable[[Tensor, Lookup], Tensor]
     project_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
     mlp: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -1599,8 +1699,9 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         return Ops(
             attention=lambda q, k, v, documents, window, scale: attention_reference(q, k, v, documents.borders(len(q)), window, scale),
             project_heads=lambda h, weight, *rest: split_heads_reference(F.linear(h, weight), *rest), mlp=relu_squared_mlp,
-            head_loss=head_loss_reference, orthogonalize=orthogonalize_reference,
-            head_loss_eval=lambda x, weight, columns, cap: head_loss_reference(x, weight, Targets(columns, columns, x.new_ones(1)), cap).double(),
+            head_loss=head_loss_reference, head_loss_eval=lambda *operands: head_loss_reference(*operands).double(),
+            pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.cu_seqlens, window, scale),
+            orthogonalize=orthogonalize_reference,
             embed=lambda table, lookup: F.embedding(lookup.ids, table), compile=eager, graphs=False,
             names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
     has_fp8, fits = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # the MLP's kernel needs 208 KB of shared memory
@@ -1610,6 +1711,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
         attention=lambda q, k, v, documents, window, scale: PackedAttention.apply(q, k, v, *documents.ranges(window, len(q)), scale),
+        pointer=lambda qk, documents, window, scale: PointerLogCopy.apply(qk, documents.columns, *documents.ranges(window, len(qk)), scale),
         project_heads=lambda *operands: ProjectHeads.apply(*operands, MlpScales() if attention == "fp8" and torch.is_grad_enabled() else None),
         mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize,
         head_loss=lambda x, weight, targets, cap: HeadLoss.apply(x, weight, *targets, cap, scales), head_loss_eval=head_loss_eval,
@@ -1924,6 +2026,10 @@ def leave_network(x: Tensor, backout: Tensor | None, amount: Tensor | None) -> T
     """Subtract what an earlier layer wrote for its successors but not for the head (record 40), then normalise."""
     return norm(x if backout is None else x - amount * backout)
 
+def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
+    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W, width]."""
+    return norm(F.linear(h, weight).view(len(h), 2, -1))
+
 def arrived(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter, once the other ranks' parts of its last update are here."""
     if wait := getattr(parameter, "arrive", None):
@@ -2011,7 +2117,9 @@ class GPT(nn.Module):
         self.value_embeddings = nn.ParameterList([declared("value_embedding", table()) for _ in range(config.value_embeddings)])
         self.backout = declared("scalar", empty(())) if any(layer.backout for layer in config.layers) else None
         self.head = declared("head", table())
-        self.smear_and_norm, self.leave_network = ops.compile(smear_and_norm), ops.compile(leave_network)
+        shape = config.pointer_width, config.width
+        self.pointer = declared("pointer", weight(2 * shape[0], shape[1]), shape) if config.pointer_width else None
+        self.smear_and_norm, self.leave_network, self.pointer_in = map(ops.compile, (smear_and_norm, leave_network, pointer_in))
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
@@ -2028,10 +2136,12 @@ class GPT(nn.Module):
         self.head.normal_(std=0.005, generator=generator)
         if self.backout is not None:
             self.backout.fill_(0.5)
+        if self.pointer is not None:  # keys as queries: from the first step on it points at states like its own
+            self.pointer.copy_(self.pointer.chunk(2)[0].normal_(std=0.5 * self.config.width ** -0.5, generator=generator).repeat(2, 1))
 
     def in_order(self) -> list[nn.Parameter | None]:
         """The large parameters, as the forward pass comes to them."""
-        return [self.embedding, self.bigram, *self.blocks.parameters(), *self.value_embeddings, self.head]
+        return [self.embedding, self.bigram, *self.blocks.parameters(), *self.value_embeddings, self.pointer, self.head]
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Final hidden states [T, width], normalised, ready for the head."""
@@ -2053,14 +2163,34 @@ class GPT(nn.Module):
                 backout = x
         return self.leave_network(x, backout, self.backout)
 
+    def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor, window: int) -> tuple[Tensor, Tensor, Targets, Softcap]:
+        """What the loss takes. What the softmax gives to the first id past the vocabulary, the pointer may give to other tokens."""
+        h, log_copy = self.features(documents, geometry), None
+        if self.pointer is not None:
+            log_copy = self.ops.pointer(self.pointer_in(h, arrived(self.pointer)), documents, window, self.config.pointer_scale)
+        spare = self.config.vocabulary if documents.candidates is None else 0
+        targets = Targets(documents.columns, documents.positions, weights, documents.candidates, documents.certain, log_copy, spare)
+        return h, arrived(self.head), targets, self.config.softcap
+
     def forward(self, documents: Documents, geometry: Geometry, target_weights: Tensor) -> Tensor:
-        targets = Targets(documents.columns, documents.positions, target_weights, documents.candidates, documents.certain)
-        return self.ops.head_loss(self.features(documents, geometry), arrived(self.head), targets, self.config.softcap)
+        return self.ops.head_loss(*self.predictions(documents, geometry, target_weights, self.config.pointer_window_tokens))
 
     @torch.no_grad()
     def evaluate(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Summed cross-entropy without gradients, full vocabulary, float32 log-probabilities."""
-        return self.ops.head_loss_eval(self.features(documents, geometry), self.head, documents.columns, self.config.softcap)
+        return self.ops.head_loss_eval(*self.predictions(documents, geometry, self.smear.new_ones(1), self.config.pointer_val_window_tokens))
+
+    @torch.no_grad()
+    def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
+        """Probabilities [padded vocabulary], float32, of what follows a single document."""
+        h, spare = self.features(documents, geometry), self.config.vocabulary
+        p = softcapped(F.linear(h[-1], self.head).float(), self.config.softcap).softmax(-1)
+        if self.pointer is not None:
+            q, k = pointer_in(h[-1 - self.config.pointer_val_window_tokens:], self.pointer).float().unbind(1)
+            shares = F.pad(self.config.pointer_scale * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
+            ids = F.pad(documents.columns[-len(k):-1], (0, 1), value=spare)
+            p = p.index_fill(0, ids[-1:].long(), 0).index_add(0, ids, p[spare] * shares)
+        return p
 
 # ======================================================================================================================
 # 9. Data
@@ -2136,15 +2266,16 @@ def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
     bounds = [0, *(np.flatnonzero(tokens[1:-1] == BOS) + 1).tolist(), len(tokens) - 1]
     return [tokens[start:min(start + cap, stop) + 1] for first, stop in zip(bounds, bounds[1:]) for start in range(first, stop, cap)]
 
-def sample_candidates(targets: np.ndarray, count: int, vocabulary: int, sweep: int) -> tuple[np.ndarray, int, np.ndarray]:
-    """A sampled softmax: (ids [count], how many of them are targets, column of each target), see Targets.
+def sample_candidates(targets: np.ndarray, count: int, vocabulary: int, sweep: int, spare: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
+    """A sampled softmax: (ids [count], how many of them are certain, column of each target), see Targets.
 
-    After the ids that are targets, ascending, comes the sweep-th stretch of a walk over the vocabulary in steps of 20011, which meets every id. A
-    target that finds no room gets -1."""
+    After the spare ids, which are no targets, and the ids that are targets, ascending, comes the sweep-th stretch of a walk over the vocabulary in
+    steps of 20011, which meets every id. A target that finds no room gets -1."""
     present = np.zeros(vocabulary, bool)
     present[targets] = True
     walk = (np.arange(vocabulary) + sweep * count) * 20011 % vocabulary
-    certain = np.flatnonzero(present)[:count]
+    certain = np.concatenate([np.array(spare, int), np.flatnonzero(present)])[:count]
+    present[certain] = True
     ids = np.concatenate([certain, walk[~present[walk]][:count - len(certain)]])
     column = np.full(vocabulary, -1)
     column[certain] = np.arange(len(certain))
@@ -2189,7 +2320,8 @@ def pack(slots: dict[int, list[np.ndarray]], borders: int, longest: int, model: 
     cu_seqlens = np.concatenate([[0], ends, np.full(borders - len(ends), total)])
     columns, ids, certain = [np.concatenate([piece[1:] for piece in slot]) for slot in slots.values()], (), ()
     if candidates:
-        ids, certain, columns = zip(*(sample_candidates(c, candidates, model.padded_vocabulary, number) for number, c in zip(slots, columns)))
+        spare = [model.vocabulary] if model.pointer_width else []
+        ids, certain, columns = zip(*(sample_candidates(c, candidates, model.padded_vocabulary, number, spare) for number, c in zip(slots, columns)))
     bigrams = ()
     if model.bigram_rows:
         pairs = hash_bigrams(tokens, positions, model.bigram_rows)
@@ -2872,9 +3004,7 @@ def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64,
     generator = torch.Generator(device).manual_seed(seed)
     for _ in range(tokens):
         batch = pack({0: [np.array([*ids, BOS], dtype=np.uint16)]}, 1, len(ids), model.config, pin=False).to(device)
-        with torch.no_grad():
-            logits = softcapped(F.linear(model.features(batch, geometry)[-1], model.head).float(), model.config.softcap)
-        probabilities = torch.softmax(logits[:model.config.vocabulary] / temperature, dim=-1)
+        probabilities = model.next_token(batch, geometry)[:model.config.vocabulary] ** (1 / temperature)
         ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         if ids[-1] == BOS:
             break

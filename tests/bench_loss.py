@@ -72,7 +72,7 @@ def time_pieces(T, x, weight, targets):
     x, weight = x.detach(), weight.detach()
     one = torch.ones((), device=DEVICE)
     logits = x @ weight.T
-    _, lse = tg.row_losses(logits, targets, V, CAP)
+    _, *rows = tg.row_losses(logits, targets, V, CAP)
     table = {}
 
     def piece(name, run, gigabytes=None):
@@ -88,11 +88,16 @@ def time_pieces(T, x, weight, targets):
     if not DRY:  # the interpreter knows no inline assembly
         piece("row losses, hardware tanh", lambda: tg.row_losses(logits, targets, V, CAP, True), 2 * T * V / 1e9)
     piece("row losses, exact", lambda: tg.row_losses(logits, targets, V, CAP), 2 * T * V / 1e9)
+    pointed = targets._replace(log_copy=torch.full((T,), -2.0, device=DEVICE), spare=V - 1)
+    piece("row losses, exact, with a pointer", lambda: tg.row_losses(logits, pointed, V, CAP), 2 * T * V / 1e9)
     for K in (1, 3):
         several = targets._replace(weights=torch.ones(K, device=DEVICE))
-        grad8 = lambda: tg.head_grad(logits, several, V, lse, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)  # noqa: B023, E731
+        grad8 = lambda: tg.head_grad(logits, several, V, *rows, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)  # noqa: B023, E731
         piece(f"gradient to one byte, K = {K}", grad8, 3 * T * V / 1e9)
-    grad16 = lambda: tg.head_grad(logits, targets, V, lse, one, CAP, torch.bfloat16)  # noqa: E731
+    copied = tg.row_losses(logits, pointed, V, CAP)[1:]
+    grad8 = lambda: tg.head_grad(logits, pointed, V, *copied, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)  # noqa: E731
+    piece("gradient to one byte, K = 1, with a pointer", grad8, 3 * T * V / 1e9)
+    grad16 = lambda: tg.head_grad(logits, targets, V, *rows, one, CAP, torch.bfloat16)  # noqa: E731
     piece("gradient to bf16", grad16, 4 * T * V / 1e9)
     g8 = grad8()
     piece("its transposed copy", lambda: tg.transposed(g8), 2 * T * V / 1e9)
@@ -171,7 +176,7 @@ def main():
         time_paths(operands, paths | more)
         with torch.no_grad():
             columns[T] = time_pieces(T, *operands)
-            columns[T]["evaluation, bf16"] = milliseconds(lambda: tg.head_loss_eval(*operands[:2], operands[2].columns, CAP)), 2 * T * V * D / 1e12, "bf16 TFLOP/s"  # noqa: B023
+            columns[T]["evaluation, bf16"] = milliseconds(lambda: tg.head_loss_eval(*operands, CAP)), 2 * T * V * D / 1e12, "bf16 TFLOP/s"  # noqa: B023
         print(f"{T} tokens done after {time.perf_counter() - begin:.0f} s", file=sys.stderr)
         del operands
 

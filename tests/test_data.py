@@ -196,7 +196,7 @@ def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
         assert documents.tokens.ids.tolist() == documents.positions.tolist() == flat
         assert next_tokens(documents).tolist() == [i + 1 for i in flat]
         assert documents.cu_seqlens.tolist() == [0, *itertools.accumulate(lengths), *[sum(lengths)] * 2]
-        assert documents.certain.tolist() == [max(lengths)] and documents.candidates.shape == (1, 11)
+        assert documents.certain.tolist() == [max(lengths) + 1] and documents.candidates.shape == (1, 11)  # the spare id's too
         assert documents.tokens.starts[-1] == len(flat) and len(documents.bigrams.ids) == len(flat) * (model.bigram_rows > 0)
 
 

@@ -175,7 +175,7 @@ def test_the_summary(corpus, tiny, monkeypatch):
     assert tg.speed(trainer, 500.0, 2048) == "4,096 tokens/s", "no peak is known of a CPU"
     config, facts = PRESET.model, tg.machine_facts(CPU)
     attention, mlp = 4 * 32 * 32, 2 * 32 * 64
-    weights = sum(attention * layer.attention + mlp * layer.mlp for layer in config.layers) + 32 * 512
+    weights = sum(attention * layer.attention + mlp * layer.mlp for layer in config.layers) + 2 * 16 * 32 + 32 * 512
     monkeypatch.setattr(tg, "machine_facts", lambda device: facts | {"device": "NVIDIA H200"})
     seconds = 6 * weights * 10**6 / 989e12 / 0.4
     assert tg.speed(trainer, 1e3 * seconds, 10**6).endswith(" tokens/s, MFU 40.0% of 989 TFLOP/s a GPU")

@@ -249,7 +249,7 @@ def test_every_parameter_is_in_exactly_one_group():
         assert not span & claimed.setdefault(id(owner), set()), f"{name} overlaps another"
         claimed[id(owner)] |= span
     muon = {name for name, p in model.named_parameters() if isinstance(RULES[p.role], tg.MuonRule)}
-    assert muon == {name for name, p in model.named_parameters() if name.split(".")[-1] in ("qkv", "out", "up", "down")}
+    assert muon == {name for name, p in model.named_parameters() if name.split(".")[-1] in ("qkv", "out", "up", "down", "pointer")}
     for owner, weights, _ in owners(optimizer):
         assert type(owner) is tg.MatrixBank or len(claimed[id(owner)]) == weights.numel(), "weights without a parameter"
         assert not isinstance(owner, tg.MatrixBank) or len(weights) % tg.SLOTS == 0

@@ -97,7 +97,7 @@ def test_layers_use_what_their_table_says(tiny):
     base = features()
     assert base.equal(features())
     for name, parameter in random_model(MODEL).named_parameters():
-        if name == "head":
+        if name in ("head", "pointer"):  # they come after the features
             continue
 
         def zero(model):
@@ -290,8 +290,8 @@ def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="aot_eager", **options))
     differences, counts = compare(corpus, SHORT)
     assert max(differences.values()) < 1e-5, differences
-    # Smear; before attention: with x0 as x, a value embedding, none, both it and a skip; after it, plain and exclusive; into the MLP without it; MLP; end.
-    model = 1 + 4 + 2 + 1 + 1 + 1
+    # Smear; before attention: with x0 as x, a value embedding, none, both it and a skip; after it, plain and exclusive; into the MLP without it; MLP; end; pointer.
+    model = 1 + 4 + 2 + 1 + 1 + 1 + 1
     optimizer = 2 + 2 + len({rule.betas for _, rule in PRESET.optimizer.rules if isinstance(rule, tg.AdamRule)})
     assert counts == [model + optimizer, 0, 0]
 
@@ -302,10 +302,10 @@ def test_eager_is_compiled_by_inductor(corpus, tiny, monkeypatch):
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no pool of workers, each of which would import torch
     layers = (L(value_embedding=0, backout=True), L(attention=False, skip_from=0))
     betas = tuple((role, replace(rule, betas=(0.7, 0.9)) if isinstance(rule, tg.AdamRule) else rule) for role, rule in PRESET.optimizer.rules)
-    narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32), optimizer=replace(SHORT.optimizer, rules=betas))
+    narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32, pointer_width=32), optimizer=replace(SHORT.optimizer, rules=betas))
     differences, counts = compare(corpus, narrow, validate=True)
     assert max(differences.values()) < 1e-5, differences
-    assert counts == [6 + 3, 0, 0]
+    assert counts == [7 + 3, 0, 0]
 
 
 # ---- 1 = 2 = 4 processes ---------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def test_training_learns(corpus, tiny):
     start = trainer.validate(trainer.final_geometry)
     for step, batches in enumerate(helpers.all_batches(trainer)):
         trainer.training_step(step, batches)
-    assert start == pytest.approx(np.log(512), abs=0.01)
+    assert start == pytest.approx(np.log(512), abs=0.03)  # a little less: the pointer copies from the start
     assert trainer.validate(trainer.final_geometry) < start - 0.5
 
 
