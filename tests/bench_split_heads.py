@@ -90,7 +90,7 @@ def time_kernels(T, kind, tiles=((None, None),)):
                 ("gradient, bf16", backward, lambda: run(split_gradient, *grads, dqkv, None, *others, 1.0)),
                 ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, *grads, dqkv8, dqkv8_t, *others, 1 / scale, rows=64))):
             us, tile = 1e3 * bench_mlp.milliseconds(call), "" if rows is None else f", {rows} tokens, {warps} warps"
-            name += tile + " **WRONG RESULT**" * ("fp8" in name and not torch.equal(dqkv8.T, dqkv8_t))
+            name += tile + " **WRONG RESULT**" * ("fp8" in name and (dqkv8.T != dqkv8_t).double().mean().item() > 1e-3)
             print(f"| {T} | {kind} | {name} | {us:.1f} | {size / us / 1e3:.0f} | {size / BYTES_PER_MICROSECOND:.1f} |", flush=True)
 
 

@@ -255,15 +255,17 @@ def gradients_of_qkv(leaves, turn, grads, scale=None, rows=64, paired=False, key
 
 
 def compare_fp8(inputs, scale=SCALES.grad, **flags):
-    """Both layouts equal to the bit, and each value the rounding of the float32 one; on a GPU of one as near to it as its own sums may lie."""
+    """Each value, in both layouts, is the rounding of the float32 one; on a GPU of one as near to it as its own sums may lie: there the compiler may
+    compute a value once for each layout, with sums in different orders."""
     (got, got_t), (want, _) = gradients_of_qkv(*inputs, scale, **flags), gradients_of_qkv(*inputs, **flags)
-    assert torch.equal(got.view(torch.int8).T, got_t.view(torch.int8))
+    differ = (got.view(torch.int8).T != got_t.view(torch.int8)).double().mean()
+    assert differ <= (0 if INTERPRETED else 1e-3), differ
     rows = want.unflatten(1, inputs[0][0].shape[1:])
     slack = (0 if INTERPRETED else 16 * 2.0 ** -23) * rows.abs().amax(3, keepdim=True)
     low, high = (rounded(rows + sign * slack, scale, E5M2).flatten(1) for sign in (-1, 1))
-    got = got.double() * scale
-    assert ((low <= got) & (got <= high)).all()
-    return got
+    for result in (got, got_t.T):
+        assert ((low <= result.double() * scale) & (result.double() * scale <= high)).all()
+    return got.double() * scale
 
 
 @each_flag
