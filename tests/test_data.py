@@ -22,7 +22,7 @@ from helpers import BOS, CPU, VOCABULARY, tg, write_shard
 
 MARK = 59_999  # the BOS of the corpus whose other tokens are all different, so that a token tells its place
 STAGES = (tg.Stage(3, 512, 40, 8, 16, candidates=128), tg.Stage(2, 1024, 100, 8, 16), tg.Stage(2, 768, 40, 8, 16))
-MODEL = replace(helpers.MODEL, vocabulary=60_000, padded_vocabulary=60_032, bigram_rows=70_001)
+MODEL = replace(helpers.MODEL, vocabulary=60_000, padded_vocabulary=60_032, ngram_rows=140_002)
 
 
 @pytest.fixture
@@ -176,11 +176,11 @@ def test_packed_layout(marked):
         assert len(cu_seqlens) == 961 and cu_seqlens[0] == 0 and cu_seqlens[-1] == len(positions) and (np.diff(cu_seqlens) >= 0).all()
         assert (np.unique(cu_seqlens)[:-1] == np.flatnonzero(positions == 0)).all()
         assert np.diff(cu_seqlens).max() <= batch.longest
-        for lookup, rows in ((documents.tokens, MODEL.padded_vocabulary), (documents.bigrams, MODEL.bigram_rows)):
-            assert (lookup.order == torch.argsort(lookup.ids, stable=True)).all() and len(lookup.starts) == rows + 1
-            assert (lookup.starts.diff() == torch.bincount(lookup.ids, minlength=rows)).all() and lookup.starts[0] == 0
-        assert (documents.bigrams.ids.numpy() == tg.hash_bigrams(documents.tokens.ids.numpy(), positions, MODEL.bigram_rows)).all()
-        parts = [x for x in (*documents.tokens, *documents.bigrams, documents.columns, documents.positions, documents.cu_seqlens, documents.candidates,
+        ids, order, starts = documents.tokens
+        assert (order == torch.argsort(ids, stable=True)).all() and len(starts) == MODEL.padded_vocabulary + 1
+        assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all() and starts[0] == 0
+        assert (documents.ngrams[0].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
+        parts = [x for x in (*documents.tokens, *documents.ngrams, documents.columns, documents.positions, documents.cu_seqlens, documents.candidates,
                              documents.certain) if x is not None]
         assert all(part.dtype == torch.int32 and part.data_ptr() % 16 == 0 for part in parts)
         assert [part.numel() for part in parts] == [size for size in batch.sizes if size]
@@ -188,19 +188,19 @@ def test_packed_layout(marked):
 
 @pytest.mark.parametrize("lengths", [(5, 1, 3), (1,), (2, 2, 7, 1, 1)])
 def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
-    """Without bigrams too; each part written is each part read."""
+    """Each part written is each part read; without a table of n-grams nothing fails."""
     pieces = [np.arange(length + 1, dtype=np.uint16) for length in lengths]
-    for model in (helpers.MODEL, replace(helpers.MODEL, bigram_rows=0)):
+    for model in (helpers.MODEL, replace(helpers.MODEL, ngram_rows=0)):
         documents = views(tg.pack({3: pieces}, len(pieces) + 2, max(lengths), model, pin=False, candidates=11))
         flat = [i for length in lengths for i in range(length)]
         assert documents.tokens.ids.tolist() == documents.positions.tolist() == flat
         assert next_tokens(documents).tolist() == [i + 1 for i in flat]
         assert documents.cu_seqlens.tolist() == [0, *itertools.accumulate(lengths), *[sum(lengths)] * 2]
         assert documents.certain.tolist() == [max(lengths) + 1] and documents.candidates.shape == (1, 11)  # the spare id's too
-        assert documents.tokens.starts[-1] == len(flat) and len(documents.bigrams.ids) == len(flat) * (model.bigram_rows > 0)
+        assert documents.tokens.starts[-1] == len(flat) and [len(part) for part in documents.ngrams] == [len(flat), 0, 0, 0]
 
 
-@pytest.mark.parametrize("rows", [1, 300, 65_536, 65_537, 250_000])
+@pytest.mark.parametrize("rows", [1, 300, 65_536])
 def test_sorted_ids(rows):
     ids = np.random.default_rng(rows).integers(0, rows, 20_000)
     order, starts = tg.sort_ids(ids, rows)
@@ -208,15 +208,63 @@ def test_sorted_ids(rows):
     assert (starts == np.searchsorted(ids[order], np.arange(rows + 1))).all()
 
 
-def test_bigrams_depend_on_the_pair_alone():
-    """The same row for the same two tokens anywhere, another for other or swapped ones; the last row where a document starts and nowhere else."""
-    tokens, positions = np.array([7, 50_000, 8, 50_000, 8, 7, 50_000, 7]), np.array([0, 1, 2, 0, 1, 2, 3, 4])
-    rows = tg.hash_bigrams(tokens.astype(np.uint16), positions, 251_520)
-    assert rows[0] == rows[3] == 251_519 and rows[1] == rows[6] and rows[2] == rows[4]
-    assert len(set(rows)) == 5 and rows.min() >= 0
-    random_tokens = np.random.default_rng(0).integers(0, 50_257, 100_000)
-    spread = np.bincount(tg.hash_bigrams(random_tokens, np.arange(100_000), 1001), minlength=1001)
-    assert spread[1000] == 1 and spread[:1000].min() > 50 and spread[:1000].max() < 200
+def ngram_rows_of(piece, rows):
+    """Rows of a piece's tokens by Python's integers, which cannot overflow."""
+    half, x = rows // 2, [int(token) for token in piece]
+    for i in range(len(x)):
+        pair = (36313 * x[i] ^ 27191 * x[i - 1]) % (half - 1) if i > 0 else half - 1
+        triple = (17351 * x[i] ^ 60961 * x[i - 1] ^ 45259 * x[i - 2]) % (half - 1) if i > 1 else half - 1
+        yield [pair, half + triple]
+
+
+@pytest.mark.parametrize("rows", [6, 1024, 140_002, 2**19, 2**23])
+def test_ngrams(rows):
+    """The formula, across documents of all lengths, with the largest tokens there are."""
+    random = np.random.default_rng(rows)
+    pieces = [random.integers(0, 65_536, length + 1).astype(np.uint16) for length in (1, 2, 3, 1, 40, 300)] + [np.full(5, 65_535, np.uint16)]
+    found = tg.hash_ngrams(*tg.flattened(pieces)[:2], rows)
+    assert found.dtype == np.int32 and found.tolist() == [row for piece in pieces for row in ngram_rows_of(piece[:-1], rows)]
+
+
+def test_ngrams_depend_on_their_tokens_alone():
+    """The same rows for the same tokens anywhere, others for other or swapped ones; evenly spread over both halves, whose last rows are for starts."""
+    tokens, positions = np.array([7, 50_000, 8, 50_000, 8, 7, 50_000, 8]), np.array([0, 1, 2, 0, 1, 2, 3, 4])
+    pair, triple = tg.hash_ngrams(tokens.astype(np.uint16), positions, 2**21).T
+    assert pair[0] == pair[3] == 2**20 - 1 and pair[1] == pair[6] and pair[2] == pair[4] == pair[7] and len(set(pair)) == 4
+    assert triple[0] == triple[1] == triple[3] == triple[4] == 2**21 - 1 and triple[2] == triple[7] and len(set(triple)) == 4
+    random_tokens = np.random.default_rng(0).integers(0, 50_257, 100_000).astype(np.uint16)
+    for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2002).T):
+        spread = np.bincount(rows - 1001 * column, minlength=1001)
+        assert spread[1000] == column + 1 and spread[:1000].min() > 50 and spread[:1000].max() < 200
+
+
+@pytest.mark.parametrize("rows", [40, 140_002, 2**21])
+def test_touched_rows(rows):
+    """Every row that occurs has one group, in ascending order, of all the positions where it occurs, ascending; the rest of `starts` is the end."""
+    random = np.random.default_rng(rows)
+    slots = [[random.integers(0, 9, length + 1).astype(np.uint16) for length in random.integers(1, 60, 12)] for _ in range(8)]
+    ids, order, starts = tg.touched_rows(slots, rows)
+    flat = [row for slot in slots for piece in slot for both in ngram_rows_of(piece[:-1], rows) for row in both]
+    assert ids.tolist() == flat and len(order) == len(flat) and len(starts) == len(flat) + 1
+    places = {}
+    for position, row in enumerate(flat):
+        places.setdefault(row, []).append(position)
+    groups = [order[begin:end].tolist() for begin, end in zip(starts, starts[1:])]
+    assert groups == [places[row] for row in sorted(places)] + [[]] * (len(flat) - len(places))
+
+
+@pytest.mark.parametrize("world, micro", [(1, 8), (1, 2), (2, 2), (4, 1), (8, 1)])
+def test_every_rank_knows_what_the_step_touches(marked, world, micro):
+    """The rows of all ranks, in the order in which their gradients are gathered: each rank's micro-batches one after the other; alike on every rank."""
+    ranks = [list(batches(marked[0], world, rank, micro)) for rank in range(world)]
+    each = tg.SLOTS // world // micro
+    for step in range(len(ranks[0]) // each):
+        documents = [views(batch) for mine in ranks for batch in mine[step * each:(step + 1) * each]]
+        gathered = torch.cat([d.ngrams[0] for d in documents])
+        assert all(d.ngrams[1].equal(gathered.flatten()) for d in documents)
+        assert all(a.equal(b) for d in documents for a, b in zip(d.ngrams[1:], documents[0].ngrams[1:]))
+        _, order, starts = documents[0].ngrams[1:]
+        assert order.equal(torch.argsort(gathered.flatten(), stable=True).int()) and starts.diff().sum() == len(order)
 
 
 def test_targets_further_ahead_stay_in_their_document(marked):

@@ -1,4 +1,4 @@
-"""Head, loss and embedding gradient against float64 formulas.
+"""Head, loss, embedding gradient and sparse Adam against float64 formulas.
 
 On a CPU the Triton kernels run interpreted, in a process of their own: `pytest tests/test_loss.py`. On a GPU,
 `TRITON_INTERPRET=0 pytest tests/test_loss.py` runs every test compiled, and those marked gpu at full size besides.
@@ -8,6 +8,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import functools
 import itertools
 from fractions import Fraction
 
@@ -515,6 +516,9 @@ def test_sweeps_at_full_size(count, tokens):
 
 
 # ---- embedding gradient ----------------------------------------------------------------------------------------------
+def embedding_grad(grad, lookup, dense, add=False):
+    tg.launch_groups(tg._embedding_grad_kernel, grad, lookup, dense, ADD=add)
+    return dense
 
 def token_cases():
     """name: (tokens, vocab_rows)."""
@@ -544,80 +548,144 @@ def test_sort_ids(name):
     assert starts[0] == 0 and starts[-1] == len(tokens) == len(order)
 
 
-@pytest.mark.parametrize("rows", [65_536, 65_537, 251_520])
-def test_sort_ids_of_a_large_table(rows):
-    """Ids of more than 16 bits, the last row and ids that agree in their low bits among them."""
-    random = np.random.default_rng(rows)
-    ids = np.concatenate([random.integers(0, rows, 3000), np.arange(5, rows, 65_536).repeat(3), [0, rows - 1, rows - 1]])
-    ids = random.permutation(ids)
-    order, starts = tg.sort_ids(ids, rows)
-    assert order.dtype == starts.dtype == np.int32 and len(starts) == rows + 1
-    assert (order == np.argsort(ids, kind="stable")).all()
-    assert (np.diff(starts) == np.bincount(ids, minlength=rows)).all() and starts[0] == 0
-
-
 @pytest.mark.parametrize("D", [5, 24])
 @pytest.mark.parametrize("name", token_cases())
 def test_embedding_grad(name, D):
     ids, order, starts = lookup = embedding_inputs(name)
     grad = guarded(torch.randn(len(ids), D, generator=torch.Generator().manual_seed(D)))
-    run = lambda: tg.embedding_grad(grad, *lookup, grad.new_empty(len(starts) - 1, D))  # noqa: E731
+    run = lambda: embedding_grad(grad, lookup, grad.new_empty(len(starts) - 1, D))  # noqa: E731
     got, want = run(), tg.embedding_grad_reference(grad.double(), ids, len(starts) - 1)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     assert torch.equal(got, run())
     empty = starts.diff() == 0
     assert (got[empty] == 0).all()
     before = guarded(torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).index_fill(0, empty.nonzero()[:1, 0].cpu(), torch.nan))
-    added = tg.embedding_grad(grad, *lookup, before.clone(), add=True)
+    added = embedding_grad(grad, lookup, before.clone(), add=True)
     torch.testing.assert_close(added[~empty].double(), (before.double() + want)[~empty], rtol=1e-5, atol=1e-5)
     assert torch.equal(added[empty].nan_to_num(7), before[empty].nan_to_num(7))  # not touched
 
 
 def test_embedding_lookup():
-    """Two tables share a sort, their hooks fire, and a table without a gradient gets none."""
-    lookup = embedding_inputs("repetitive")
-    tables = [torch.randn(41, 24, device=DEVICE, requires_grad=True) for _ in range(3)]
-    seen = []
-    for table in tables:
-        table.register_post_accumulate_grad_hook(lambda table: seen.append(id(table)))
-    first, second, _ = (tg.EmbeddingLookup.apply(table, *lookup) for table in tables)
-    ((first * second).sum() + first.sum()).backward()
-    assert {id(table) for table in tables[:2]} <= set(seen) and tables[2].grad is None
-    copies = [table.detach().clone().requires_grad_() for table in tables[:2]]
-    a, b = (F.embedding(lookup.ids, copy) for copy in copies)
-    assert torch.equal(a, first) and torch.equal(b, second)
-    ((a * b).sum() + a.sum()).backward()
-    for table, copy in zip(tables, copies):
-        torch.testing.assert_close(table.grad, copy.grad, rtol=1e-5, atol=1e-5)
-
-
-def test_direct_gradient():
-    """Over two micro-batches, each with a table read twice: .grad is overwritten by the first, the rest is added, and the hooks hear of each
-    once, though autograd itself has no gradient."""
+    """Over two micro-batches, each with a table read twice: the optimizer's gradients are overwritten by the first, the rest is added, the hooks hear
+    of each once, though autograd itself has no gradient, and the next step begins anew. A table without a gradient gets none."""
     lookup, called = embedding_inputs("repetitive"), []
-    plain, table = (torch.randn(41, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_() for _ in range(2))
-    table.grad = guarded(torch.full((41, 24), torch.nan))
-    table.direct = tg.DirectGradient()
+    plain = torch.randn(41, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+    table, idle = (tg.declared("head", plain.detach().clone()) for _ in range(2))
+    owner, _ = (tg.AdamTable(t, tg.AdamRule(1.0, (0.5, 0.9)), tg.OptimizerConfig(), tg.Ranks(0, 1, plain.device), tg.select_ops(torch.device("cpu")))
+                for t in (table, idle))
+    owner.grads.fill_(torch.nan)
     table.register_post_accumulate_grad_hook(lambda table: called.append(table.grad.clone()))
     for micro in range(2):
-        for leaf in (plain, table):
-            first, second = (tg.EmbeddingLookup.apply(leaf, *lookup) for _ in range(2))
-            (first.square().sum() + second.sin().sum()).backward()
+        tg.EmbeddingLookup.apply(F.embedding, idle, *lookup)
+        first, second = (tg.EmbeddingLookup.apply(F.embedding, table, *lookup) for _ in range(2))
+        a, b = (F.embedding(lookup.ids, plain) for _ in range(2))
+        assert torch.equal(first, a) and torch.equal(second, b)
+        for x, y in ((first, second), (a, b)):
+            (x.square().sum() + (x * y.sin()).sum()).backward()
         assert len(called) == micro + 1
         torch.testing.assert_close(called[micro], plain.grad, rtol=1e-5, atol=1e-5)
-    table.direct.begun = False
-    tg.EmbeddingLookup.apply(table, *lookup).sum().backward()
+    assert not idle.grad.any()
+    owner.reduce_()
+    owner.compute_({"head": torch.tensor(0.1), "head decay": torch.tensor(0.0)})
+    tg.EmbeddingLookup.apply(F.embedding, table, *lookup).sum().backward()
     torch.testing.assert_close(table.grad, lookup.starts.diff()[:, None].expand(41, 24).float())
 
 
 @pytest.mark.gpu
 @full_size
 @pytest.mark.parametrize("T", [16_384, 49_152])
-@pytest.mark.parametrize("V", [50_304, 251_520])
-def test_embedding_grad_full_size(T, V):
-    D = 768
+def test_embedding_grad_full_size(T):
+    D, V = 768, 50_304
     tokens = np.random.default_rng(0).zipf(1.2, T).clip(max=V) - 1
     lookup = [torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (tokens, *tg.sort_ids(tokens, V))]
     grad = torch.randn(T, D, device=DEVICE, dtype=torch.bfloat16)
-    got = tg.embedding_grad(grad, *lookup, grad.new_empty(V, D))
+    got = embedding_grad(grad, tg.Lookup(*lookup), grad.new_empty(V, D))
     torch.testing.assert_close(got.double(), tg.embedding_grad_reference(grad.double(), lookup[0], V), rtol=2.0 ** -8, atol=1e-3)
+
+
+# ---- sparse Adam -----------------------------------------------------------------------------------------------------
+SPARSE = {"kernel": functools.partial(tg.launch_groups, tg._sparse_adam_kernel, ROWS=2), "reference": tg.sparse_adam_reference}
+
+
+def grouped(ids):
+    """The Lookup of ids [T, 2], as the loader makes it: only what occurs has a group, and the rest of `starts` is its end."""
+    ids = ids.ravel()
+    order = np.argsort(ids, kind="stable")
+    first = np.flatnonzero(np.diff(ids[order], prepend=-1))
+    starts = np.concatenate([first, np.full(len(ids) + 1 - len(first), len(ids))])
+    return tg.Lookup(*(guarded(torch.from_numpy(array.astype(np.int32))) for array in (ids, order, starts)))
+
+
+def sparse_steps():
+    """name: (rows, the ids [T, 2] of each step). Rows pause for a step or more; row 0 and the last occur and do not."""
+    random, run = np.random.default_rng(0), tg.RUN
+    common = np.where(random.random((700, 2)) < 0.6, 7, random.integers(0, 90, (700, 2)))
+    return {
+        "few": (30, [random.integers(0, 30, (12, 2)) for _ in range(6)]), "one token": (5, [np.array([[4, 0]]), np.array([[1, 4]]), np.array([[4, 4]])]),
+        "gaps": (300, [random.integers(300 * (step % 2) // 2, 150 + 150 * (step % 2), (90, 2)) for step in range(5)]),
+        "one row only": (3, [np.full((5 * run + 3, 2), 1), np.full((run // 2, 2), 2), np.full((run // 2 + 1, 2), 1)]),
+        "distinct": (400, [random.permutation(400)[:200].reshape(100, 2) for _ in range(2)]),
+        "thousands of one": (90, [common, np.where(random.random((1200, 2)) < 0.95, 7, 8)]),
+    }
+
+
+@pytest.mark.parametrize("shrink", [0.0, 0.3], ids="decay {}".format)
+@pytest.mark.parametrize("name", sparse_steps())
+@pytest.mark.parametrize("update", SPARSE.values(), ids=SPARSE)
+def test_sparse_adam(update, name, shrink):
+    """Steps of plain Adam over the whole table in float64, where every row's second moment decays at each: what rests is made up for."""
+    (rows, steps), D, beta2, epsilon, scale = sparse_steps()[name], 20, 0.9, 1e-8, 0.25
+    generator = torch.Generator().manual_seed(1)
+    weights = guarded(torch.randn(rows, D, generator=generator))
+    square, last = (guarded(torch.zeros(rows)) for _ in range(2))
+    exact, moment, untouched = weights.double(), torch.zeros(rows, device=DEVICE, dtype=torch.float64), weights.clone()
+    for step, ids in enumerate(steps, 1):
+        grad, lookup, rate = guarded(torch.randn(len(ids), D, generator=generator) * 10.0 ** -step), grouped(ids), 0.1 / step
+        again = [x.clone() for x in (weights, square, last)]
+        numbers = [torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in (step, rate, shrink)]
+        for state in ([weights, square, last], again):
+            update(grad, lookup, *state, *numbers, beta2, epsilon, scale)
+        assert all(torch.equal(a, b) for a, b in zip((weights, square, last), again)), "bitwise repeatable"
+        g = scale * tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), lookup.ids, rows)
+        moment = beta2 * moment + (1 - beta2) * g.square().mean(1)
+        move = rate * g / (moment.sqrt() + epsilon)[:, None]
+        exact = exact - move - shrink * exact * (move * exact > 0)
+        torch.testing.assert_close(weights.double(), exact, rtol=1e-5, atol=1e-5)
+        touched = torch.from_numpy(np.unique(ids)).to(DEVICE)
+        torch.testing.assert_close(square[touched].double(), moment[touched], rtol=1e-5, atol=0)
+        assert (last[touched] == step).all()
+        rest = torch.ones(rows, dtype=torch.bool, device=DEVICE).index_fill(0, touched, False)
+        assert torch.equal(weights[rest], untouched[rest]), "rows that the step did not read"
+        untouched = weights.clone()
+
+
+def test_sparse_adam_in_bfloat16():
+    """Gradients are summed in float32 and weights rounded once: kernel and reference agree to the last step of bfloat16."""
+    rows, steps = sparse_steps()["gaps"]
+    generator, states = torch.Generator().manual_seed(2), {}
+    start, grads = torch.randn(rows, 24, generator=generator).bfloat16(), [torch.randn(len(ids), 24, generator=generator).bfloat16() for ids in steps]
+    for name, update in SPARSE.items():
+        weights, square, last = states[name] = [guarded(start), *(guarded(torch.zeros(rows)) for _ in range(2))]
+        for step, (ids, grad) in enumerate(zip(steps, grads), 1):
+            update(guarded(grad), grouped(ids), weights, square, last, *(torch.tensor(x, device=DEVICE) for x in (float(step), 0.01, 0.1)), 0.95, 1e-10, 1.0)
+    (a, b, c), (d, e, f) = states.values()
+    torch.testing.assert_close(a.float(), d.float(), rtol=2.0 ** -7, atol=1e-4)
+    assert (a == d).float().mean() > 0.98 and relative(b, e) < 1e-5 and torch.equal(c, f)
+
+
+@pytest.mark.gpu
+@full_size
+@pytest.mark.parametrize("T", [65_536, 196_608])
+def test_sparse_adam_full_size(T):
+    """More than 2^31 elements in the table, the rows of its end among those read."""
+    rows, D, random = 2**22, 768, np.random.default_rng(0)
+    lookup = grouped(np.stack([rows - random.zipf(1.2, T).clip(max=rows), random.integers(rows // 2, rows, T)], axis=1))
+    grad = torch.randn(T, D, device=DEVICE, dtype=torch.bfloat16)
+    weights, square, last = torch.zeros(rows, D, device=DEVICE, dtype=torch.bfloat16), *(torch.zeros(rows, device=DEVICE) for _ in range(2))
+    numbers = [torch.tensor(x, device=DEVICE) for x in (3.0, 0.1, 0.0)]
+    tg.launch_groups(tg._sparse_adam_kernel, grad, lookup, weights, square, last, *numbers, 0.95, 1e-10, 1.0)
+    found, group = lookup.ids.long().unique(return_inverse=True)
+    g = tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), group, len(found))
+    torch.testing.assert_close(square[found].double(), 0.05 * g.square().mean(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(weights[found].double(), -0.1 * g / square[found].double().sqrt()[:, None], rtol=2.0 ** -8, atol=1e-5)
+    assert (last > 0).sum() == len(found) and int(weights.any(1).sum()) == len(found)
