@@ -1199,18 +1199,19 @@ def _norm_grad(in_ptr, first_grad, second_grad, rows, valid, stride, D: tl.const
     return (first_grad - first * mean) * scale, (second_grad - second * mean) * scale
 
 @jit
-def _store_qkv_grad(out_ptr, out_t_ptr, first, second, rows, column, T, inverse_scale, W: tl.constexpr, D: tl.constexpr):
-    """D columns of dqkv [T, W], in both layouts if there is an out_t [W, T]: the bits of e5m2, since Triton 3.6 may transpose FP8 tiles wrongly."""
-    if out_t_ptr is not None:
+def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, inverse_scale, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """D columns of dqkv [T, W], in both layouts if there is an out_t, a descriptor of [W, T]: the bits of e5m2. A descriptor, because to a pointer
+    the transposed copy of what was just loaded is computed apart, in another layout, and Triton 3.6 then stores wrong values."""
+    if out_t is not None:
         first = tl.clamp(first * inverse_scale, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
         second = tl.clamp(second * inverse_scale, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
-        _store_transposed(out_t_ptr, first, rows, column + tl.arange(0, D // 2), T, W)
-        _store_transposed(out_t_ptr, second, rows, column + D // 2 + tl.arange(0, D // 2), T, W)
+        out_t.store([column, tl.program_id(1) * ROWS], tl.trans(first))
+        out_t.store([column + D // 2, tl.program_id(1) * ROWS], tl.trans(second))
     _store_halves(out_ptr + column, first, second, rows, rows < T, W, D)
 
 @jit
 def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-                             dqkv_ptr, dqkv_t_ptr, dvalue_ptr, dgates_ptr, inverse_scale, T,
+                             dqkv_ptr, dqkv_t, dvalue_ptr, dgates_ptr, inverse_scale, T,
                              H: tl.constexpr, D: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
     """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head; q and k are normalised again rather than kept. FP8 in both layouts takes
     the bytes of bf16 in one."""
@@ -1221,7 +1222,7 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
     qkv_ptr += head * D
     first, second = _load_halves(dq_ptr + head * D, rows, valid, H * D, D)
     first, second = _norm_grad(qkv_ptr, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t_ptr, first, second, rows, head * D, T, inverse_scale, 3 * H * D, D)
+    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, head * D, T, inverse_scale, 3 * H * D, D, ROWS)
     first, second = _load_halves(dk_ptr + head * D, rows, valid, H * D, D)
     if OFFSET:  # the still channels of a key are those of the next token
         still = tl.arange(0, D // 2)[None, :] >= D // 4
@@ -1231,9 +1232,9 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
         first = tl.where(still, tl.where(own, first, 0.0) + after, first)
         second = tl.where(still, tl.where(own, second, 0.0) + after2, second)
     first, second = _norm_grad(qkv_ptr + H * D, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t_ptr, first, second, rows, (H + head) * D, T, inverse_scale, 3 * H * D, D)
+    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (H + head) * D, T, inverse_scale, 3 * H * D, D, ROWS)
     first, second = _load_halves(dv_ptr + head * D, rows, valid, H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t_ptr, first, second, rows, (2 * H + head) * D, T, inverse_scale, 3 * H * D, D)
+    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (2 * H + head) * D, T, inverse_scale, 3 * H * D, D, ROWS)
     if value_ptr is not None:
         more, more2 = _load_halves(value_ptr + head * D, rows, valid, H * D, D)
         gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
@@ -1276,7 +1277,8 @@ class ProjectHeads(torch.autograd.Function):
         T, rows = qkv.flatten(1).shape
         if scales:
             dqkv, dqkv_t = (qkv.new_empty(*shape, dtype=torch.float8_e5m2) for shape in ((T, rows), (rows, T)))
-            launch(dqkv.view(torch.int8), dqkv_t.view(torch.int8), dvalue, dgates, 1.0 / scales.grad, rows=64)
+            bits_t = TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [cos.size(1), 64])
+            launch(dqkv.view(torch.int8), bits_t, dvalue, dgates, 1.0 / scales.grad, rows=64)
             dh = fp8_matmul_nt(dqkv, weight, scales.grad, scales.weight, fast_accum=False)
             dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False)
         else:
