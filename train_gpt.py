@@ -83,7 +83,6 @@ class Layer:
     attention: bool = True
     mlp: bool = True
     window: str = "short"  # which of the stage's two windows its attention uses
-    paired: bool = False  # heads h and h + H/2 attend together, their tokens interleaved (record 58)
     key_offset: bool = False  # the channels of K that do not turn come from the token before: induction in one layer (record 49)
     exclusive: bool = False  # takes out of each head's output a learned share of what points along its own V (record 82)
     value_embedding: int | None = None  # the value-embedding table added to V
@@ -203,23 +202,23 @@ class Preset:
 # Slot 0 is empty: the public records removed its MLP (record 30) and its attention (35); the numbers stay comparable.
 LAYERS = (
     Layer(attention=False, mlp=False),
-    Layer(paired=True),
+    Layer(),
     Layer(value_embedding=0, exclusive=True),
-    Layer(value_embedding=1, paired=True),
+    Layer(value_embedding=1),
     Layer(window="long", key_offset=True, exclusive=True),
     Layer(exclusive=True),
-    Layer(paired=True),
+    Layer(),
     Layer(attention=False, skip_from=4),
     Layer(backout=True, exclusive=True),
     Layer(value_embedding=2),
-    Layer(value_embedding=3, paired=True),
+    Layer(value_embedding=3),
     Layer(value_embedding=4, window="long", key_offset=True),
 )
 GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**21, ngram_width=768,
                         pointer_width=128)
 GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=16384, ngram_width=96,
                        pointer_width=64, dtype="float32", layers=(
-    Layer(value_embedding=0, paired=True),
+    Layer(value_embedding=0),
     Layer(value_embedding=1, window="long", key_offset=True),
     Layer(attention=False, skip_from=1),
     Layer(backout=True, exclusive=True),
@@ -527,16 +526,13 @@ class Documents:
     candidates: Tensor | None
     certain: Tensor | None
     longest: int
-    range_cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+    range_cache: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
 
-    def ranges(self, window: int, rows: int) -> tuple[Tensor, Tensor]:
-        """visible_range of this batch for `rows` queries, a multiple of T; computed once for all layers with the same window."""
-        if (window, rows) not in self.range_cache:
-            self.range_cache[window, rows] = visible_range(self.borders(rows), window, rows)
-        return self.range_cache[window, rows]
-
-    def borders(self, rows: int) -> Tensor:
-        return self.cu_seqlens * (rows // len(self.columns))
+    def ranges(self, window: int) -> tuple[Tensor, Tensor]:
+        """visible_range of this batch; computed once for all layers with the same window."""
+        if window not in self.range_cache:
+            self.range_cache[window] = visible_range(self.cu_seqlens, window, len(self.columns))
+        return self.range_cache[window]
 
 @dataclass(frozen=True)
 class Geometry:
@@ -561,12 +557,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
 def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor,
-                          paired: bool = False, key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+                          key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """What attention reads, q, k, v [T, H, D], from their projection qkv [T, 3 H D]: q and k normalised and rotated, v plus the gated value.
 
-    value [T, H * D], value_gates [T, H]; positions [T]; cos, sin [positions, D / 2]. Paired: heads h and h + H / 2 take turns, [2 T, H / 2, D], at
-    positions 2 t and 2 t + 1 (record 58). Key offset: the channels of k that do not turn come from the token before, if the document has one:
-    induction in a single layer (record 49)."""
+    value [T, H * D], value_gates [T, H]; positions [T]; cos, sin [positions, D / 2]. Key offset: the channels of k that do not turn come from the
+    token before, if the document has one: induction in a single layer (record 49)."""
     q, k, v = qkv.view(len(qkv), 3, -1, 2 * cos.size(1)).unbind(1)
     tokens, heads, width = q.shape
     if value is not None:
@@ -576,9 +571,6 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
         still = torch.arange(width, device=k.device) % (width // 2) >= width // 4
         before = torch.where((positions > 0)[:, None, None], torch.cat([k[:1], k[:-1]]), k)
         k = torch.where(still, before, k)
-    if paired:
-        q, k, v = (x.reshape(2 * tokens, heads // 2, width) for x in (q, k, v))
-        positions = (2 * positions[:, None] + torch.arange(2, device=q.device)).flatten()
     return rotate(q, cos[positions], sin[positions]), rotate(k, cos[positions], sin[positions]), v
 
 def visible_range(cu_seqlens: Tensor, window: int | Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -1161,20 +1153,18 @@ def _load_normed(in_ptr, rows, valid, stride, D: tl.constexpr):
     return first * scale, second * scale, scale
 
 @jit
-def _load_turn(cos_ptr, sin_ptr, position, valid, head, H: tl.constexpr, D: tl.constexpr, PAIRED: tl.constexpr):
-    if PAIRED:
-        position = 2 * position + (head >= H // 2).to(tl.int32)
+def _load_turn(cos_ptr, sin_ptr, position, valid, D: tl.constexpr):
     angle = position[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
     return tl.load(cos_ptr + angle, valid[:, None], other=1.0).to(tl.float32), tl.load(sin_ptr + angle, valid[:, None], other=0.0).to(tl.float32)
 
 @jit
 def _split_heads_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, T,
-                        H: tl.constexpr, D: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
+                        H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
     """q, k [T, H, D] (and v, with a value) of ROWS tokens of one head: 2 bytes read and 2 written an element. Reference: split_heads_reference."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < T
     position = tl.load(positions_ptr + rows, valid, other=0)
-    cos, sin = _load_turn(cos_ptr, sin_ptr, position, valid, head, H, D, PAIRED)
+    cos, sin = _load_turn(cos_ptr, sin_ptr, position, valid, D)
     qkv_ptr += head * D
     first, second, _ = _load_normed(qkv_ptr, rows, valid, 3 * H * D, D)
     _store_halves(q_ptr + head * D, first * cos + second * sin, second * cos - first * sin, rows, valid, H * D, D)
@@ -1212,13 +1202,13 @@ def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, inverse_scal
 @jit
 def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
                              dqkv_ptr, dqkv_t, dvalue_ptr, dgates_ptr, inverse_scale, T,
-                             H: tl.constexpr, D: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
+                             H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
     """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head; q and k are normalised again rather than kept. FP8 in both layouts takes
     the bytes of bf16 in one."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < T
     position = tl.load(positions_ptr + rows, valid, other=0)
-    cos, sin = _load_turn(cos_ptr, sin_ptr, position, valid, head, H, D, PAIRED)
+    cos, sin = _load_turn(cos_ptr, sin_ptr, position, valid, D)
     qkv_ptr += head * D
     first, second = _load_halves(dq_ptr + head * D, rows, valid, H * D, D)
     first, second = _norm_grad(qkv_ptr, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
@@ -1243,18 +1233,18 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
         tl.store(dgates_ptr + rows * H + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
 
 class ProjectHeads(torch.autograd.Function):
-    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, paired, key_offset, scales)`.
+    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, key_offset, scales)`.
 
     h [T, width], weight [3 H D, width]. Beside the products one kernel each way: inductor's code took eight times what its bytes need. With `scales`
     the products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype: the path of GPUs without FP8, and of validation."""
 
     @staticmethod
-    def launch(kernel, qkv, *arguments, paired, key_offset, rows=32):
+    def launch(kernel, qkv, *arguments, key_offset, rows=32):
         T, _, H, D = qkv.shape
-        kernel[(H, triton.cdiv(T, rows))](qkv, *arguments, T, H=H, D=D, PAIRED=paired, OFFSET=key_offset, ROWS=rows, num_warps=rows // 8)
+        kernel[(H, triton.cdiv(T, rows))](qkv, *arguments, T, H=H, D=D, OFFSET=key_offset, ROWS=rows, num_warps=rows // 8)
 
     @staticmethod
-    def forward(ctx, h, weight, value, value_gates, positions, cos, sin, paired=False, key_offset=False, scales=None):
+    def forward(ctx, h, weight, value, value_gates, positions, cos, sin, key_offset=False, scales=None):
         if scales:  # the backward wants the transposed copies alone
             (h8, h), (weight8, weight) = map(quantize_both, (h, weight), (scales.input, scales.weight))
             qkv = fp8_matmul_nt(h8, weight8, scales.input, scales.weight, fast_accum=True)
@@ -1264,20 +1254,20 @@ class ProjectHeads(torch.autograd.Function):
         q, k = (torch.empty_like(qkv[:, 0]) for _ in range(2))
         v = qkv[:, 2] if value is None else torch.empty_like(q)
         value, value_gates = (None if x is None else x.contiguous() for x in (value, value_gates))
-        ctx.scales, ctx.flags = scales, dict(paired=paired, key_offset=key_offset)
-        ProjectHeads.launch(_split_heads_kernel, qkv, value, value_gates, positions, cos, sin, q, k, v, **ctx.flags)
+        ctx.scales, ctx.key_offset = scales, key_offset
+        ProjectHeads.launch(_split_heads_kernel, qkv, value, value_gates, positions, cos, sin, q, k, v, key_offset=key_offset)
         ctx.save_for_backward(h, weight, qkv, value, value_gates, positions, cos, sin)
-        return tuple(x.reshape(2 * len(x), -1, x.size(2)) if paired else x for x in (q, k, v))
+        return q, k, v
 
     @staticmethod
     def backward(ctx, *grads):
         (h, weight, qkv, *others), scales = ctx.saved_tensors, ctx.scales
         dvalue, dgates = (None if x is None else torch.empty_like(x) for x in others[:2])
-        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, qkv, *others, *(g.contiguous() for g in grads), **ctx.flags)
+        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, qkv, *others, *(g.contiguous() for g in grads), key_offset=ctx.key_offset)
         T, rows = qkv.flatten(1).shape
         if scales:
             dqkv, dqkv_t = (qkv.new_empty(*shape, dtype=torch.float8_e5m2) for shape in ((T, rows), (rows, T)))
-            bits_t = TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [cos.size(1), 64])
+            bits_t = TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [qkv.size(3) // 2, 64])
             launch(dqkv.view(torch.int8), bits_t, dvalue, dgates, 1.0 / scales.grad, rows=64)
             dh = fp8_matmul_nt(dqkv, weight, scales.grad, scales.weight, fast_accum=False)
             dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False)
@@ -1285,7 +1275,7 @@ class ProjectHeads(torch.autograd.Function):
             dqkv = qkv.new_empty(T, rows)
             launch(dqkv, None, dvalue, dgates, 1.0)
             dh, dweight = dqkv @ weight, dqkv.T @ h
-        return dh, dweight, dvalue, dgates, *(None,) * 6
+        return dh, dweight, dvalue, dgates, *(None,) * 5
 
 # ---- head and loss ---------------------------------------------------------------------------------------------------
 @jit
@@ -1720,7 +1710,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 
     if not fast or device.type != "cuda" or triton is None:
         return Ops(
-            attention=lambda q, k, v, documents, window, scale: attention_reference(q, k, v, documents.borders(len(q)), window, scale),
+            attention=lambda q, k, v, documents, window, scale: attention_reference(q, k, v, documents.cu_seqlens, window, scale),
             project_heads=lambda h, weight, *rest: split_heads_reference(F.linear(h, weight), *rest), mlp=relu_squared_mlp,
             head_loss=head_loss_reference, head_loss_eval=lambda *operands: head_loss_reference(*operands).double(),
             pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.cu_seqlens, window, scale),
@@ -1733,8 +1723,8 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     if compile:
         torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
-        attention=lambda q, k, v, documents, window, scale: PackedAttention.apply(q, k, v, *documents.ranges(window, len(q)), scale),
-        pointer=lambda qk, documents, window, scale: PointerLogCopy.apply(qk, documents.columns, *documents.ranges(window, len(qk)), scale),
+        attention=lambda q, k, v, documents, window, scale: PackedAttention.apply(q, k, v, *documents.ranges(window), scale),
+        pointer=lambda qk, documents, window, scale: PointerLogCopy.apply(qk, documents.columns, *documents.ranges(window), scale),
         project_heads=lambda *operands: ProjectHeads.apply(*operands, MlpScales() if attention == "fp8" and torch.is_grad_enabled() else None),
         mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize,
         head_loss=lambda x, weight, targets, cap: HeadLoss.apply(x, weight, *targets, cap, scales), head_loss_eval=head_loss_eval,
@@ -2139,9 +2129,9 @@ class Block(nn.Module):
             x, h, weight, gates, value_gates = self.attention_in(x, x0, ngram, skip, value, self.skip_weight, self.residual, self.scales, self.qkv,
                                                                  self.gate, self.value_gate)
             turn = documents.positions, geometry.cos, geometry.sin
-            q, k, v = self.ops.project_heads(h, weight, value, value_gates, *turn, layer.paired, layer.key_offset)
-            y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale).view(*gates.shape, -1)
-            x, h = self.attention_out(x, y, v.view_as(y) if layer.exclusive else None, gates, self.share, self.scales, self.out)
+            q, k, v = self.ops.project_heads(h, weight, value, value_gates, *turn, layer.key_offset)
+            y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale)
+            x, h = self.attention_out(x, y, v if layer.exclusive else None, gates, self.share, self.scales, self.out)
         else:
             x, h = self.mlp_in(x, x0, ngram, skip, self.skip_weight, self.residual)
         return x + self.ops.mlp(h, self.up, self.down) if layer.mlp else x
@@ -2705,7 +2695,7 @@ class Trainer:
         self.model.reset(seed=0)
         self.optimizer = Optimizer(self.model, preset.optimizer, ranks, ops)
         self.longest = longest
-        positions = 2 * max(longest, *(stage.document_cap_tokens for stage in stages))  # paired heads count each twice
+        positions = max(longest, *(stage.document_cap_tokens for stage in stages))
         self.geometries = [rotary_geometry(preset, index, positions, ranks.device) for index in range(len(stages))]
         self.final_geometry = rotary_geometry(preset, len(stages) - 1, positions, ranks.device, preset.val_windows_tokens)
         rates = [step_rates(preset, step) for step in range(preset.steps)]
@@ -3051,7 +3041,7 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     for pieces in validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary):
         longest = max(len(piece) for piece in pieces)
         batch = pack({0: pieces}, len(pieces), longest, config, pin=False)
-        total += float(model.evaluate(batch.to(device), saved_geometry(content, model, 2 * longest)))
+        total += float(model.evaluate(batch.to(device), saved_geometry(content, model, longest)))
     return total / validation["tokens"]
 
 def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
@@ -3063,7 +3053,7 @@ def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64,
         fail("tiktoken's gpt2 vocabulary", "a download or a copy in TIKTOKEN_CACHE_DIR", type(error).__name__, "connect to the network once")
     model, content = load_model(path, device)
     ids = [BOS, *encoding.encode_ordinary(prompt)]
-    geometry = saved_geometry(content, model, 2 * (len(ids) + tokens))
+    geometry = saved_geometry(content, model, len(ids) + tokens)
     generator = torch.Generator(device).manual_seed(seed)
     for _ in range(tokens):
         batch = pack({0: [np.array([*ids, BOS], dtype=np.uint16)]}, 1, len(ids), model.config, pin=False).to(device)

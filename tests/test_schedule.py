@@ -90,7 +90,6 @@ def test_every_preset_is_consistent(preset):
         assert layer.skip_from is None or layer.skip_from < slot
         assert layer.value_embedding is None or layer.value_embedding < model.value_embeddings
         assert layer.window in ("short", "long")
-        assert not layer.paired or model.heads % 2 == 0 and not layer.exclusive, "what lies along V is taken out head by head"
     assert sum(layer.backout for layer in model.layers) <= 1
     assert sorted(l.value_embedding for l in model.layers if l.value_embedding is not None) == list(range(model.value_embeddings)), "one table a use"
     assert sum(stage.steps * stage.batch_tokens for stage in preset.stages) < preset.train_tokens
