@@ -770,82 +770,61 @@ def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symme
     return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=4)
 
 @jit
-def symmetric_product_kernel(X, C, n, k, x_batch, x_row, x_column, c_batch, c_row, c_column, scale, plus,
-                             ADD_X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """C = scale X X^T, or scale X X^T + plus X (ADD_X: X square and symmetric).
+def product_kernel(B, X, C, n, m, k, b_batch, b_row, b_column, x_batch, x_row, x_column, c_batch, c_row, c_column, scale, plus,
+                   ADD_X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """C = B X [+ plus X: ADD_X].  B [batch, n, n], X and C [batch, n, m], k = n.  Without a B: C = scale X X^T [+ plus X, square and symmetric].
+    X [batch, n, k], C [batch, n, n], m = n.  C is not X; fp32 accumulation. Reference: the products in orthogonalize_reference.
 
-    X [batch, n, k], C [batch, n, n], fp32 accumulation. n (n + BLOCK) k flops a matrix, half of a full product: only tiles on and below the
-    diagonal are computed (the grid has no others), then stored twice. Bytes: X once (L2 holds a matrix) + C once. Reference:
-    `A = X @ X.mT` and `b * A + c * A @ A` in orthogonalize_reference."""
-    tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
-    tile = tl.program_id(0)
-    # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2; + 5 stays clear of rounding.
-    i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
-    j = tile - i * (i + 1) // 2
-    batch = tl.program_id(1).to(tl.int64)
+    B X takes 2 n^2 m flops a matrix; row tiles of one column panel are neighbours in the grid: that panel of X comes from memory once, B stays in L2.
+    X X^T takes n (n + BLOCK) k, half of a full product: only tiles on and below the diagonal are computed (the grid has no others), then stored
+    twice. Bytes: each matrix once."""
+    tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     X += batch * x_batch
     C += batch * c_batch
-    rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    if B is None:
+        tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
+        # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2; + 5 stays clear of rounding.
+        i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
+        j = tile - i * (i + 1) // 2
+        L, l_row, l_depth, r_depth, r_column = X, x_row, x_column, x_column, x_row
+    else:
+        i, j = tile % tl.cdiv(n, BLOCK_M), tile // tl.cdiv(n, BLOCK_M)
+        L, l_row, l_depth, r_depth, r_column = B + batch * b_batch, b_row, b_column, x_row, x_column
+    rows, columns = i * BLOCK_M + tl.arange(0, BLOCK_M), j * BLOCK_N + tl.arange(0, BLOCK_N)
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, k, BLOCK_K):
         depth = start + tl.arange(0, BLOCK_K)
-        left = tl.load(X + rows[:, None] * x_row + depth[None, :] * x_column, (rows[:, None] < n) & (depth[None, :] < k), other=0.0)
-        right = tl.load(X + columns[None, :] * x_row + depth[:, None] * x_column, (columns[None, :] < n) & (depth[:, None] < k), other=0.0)
+        left = tl.load(L + rows[:, None] * l_row + depth[None, :] * l_depth, (rows[:, None] < n) & (depth[None, :] < k), other=0.0)
+        right = tl.load(X + columns[None, :] * r_column + depth[:, None] * r_depth, (columns[None, :] < m) & (depth[:, None] < k), other=0.0)
         accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
-    accumulator *= scale
-    inside = (rows[:, None] < n) & (columns[None, :] < n)
+    inside = (rows[:, None] < n) & (columns[None, :] < m)
+    if B is None:
+        accumulator *= scale
     if ADD_X:
         x = tl.load(X + rows[:, None] * x_row + columns[None, :] * x_column, mask=inside, other=0.0)
         accumulator += plus * x.to(tl.float32)
-    if i == j:  # exactly symmetric, whatever the order of summation inside the product
+    if B is None and i == j:  # exactly symmetric, whatever the order of summation inside the product
         accumulator = tl.where(rows[:, None] >= columns[None, :], accumulator, tl.trans(accumulator))
     result = accumulator.to(C.dtype.element_ty)
     tl.store(C + rows[:, None] * c_row + columns[None, :] * c_column, result, mask=inside)
-    if i != j:
-        mirrored = C + columns[:, None] * c_row + rows[None, :] * c_column
-        tl.store(mirrored, tl.trans(result), mask=(columns[:, None] < n) & (rows[None, :] < n))
-
-@jit
-def add_product_kernel(B, X, Y, n, m, b_batch, b_row, b_column, x_batch, x_row, x_column, y_batch, y_row, y_column, a,
-                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Y = a X + B X.  B [batch, n, n], X and Y [batch, n, m], Y is not X; fp32 accumulation.
-
-    2 n^2 m flops a matrix; bytes: X and Y once, B once. Row tiles of one column panel are neighbours in the grid: that panel of X comes from memory
-    once, B stays in L2. Reference: `a * X + B @ X` in orthogonalize_reference."""
-    tile = tl.program_id(0)
-    row_tiles = tl.cdiv(n, BLOCK_M)
-    batch = tl.program_id(1).to(tl.int64)
-    B += batch * b_batch
-    X += batch * x_batch
-    Y += batch * y_batch
-    rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, n, BLOCK_K):
-        depth = start + tl.arange(0, BLOCK_K)
-        left = tl.load(B + rows[:, None] * b_row + depth[None, :] * b_column, (rows[:, None] < n) & (depth[None, :] < n), other=0.0)
-        right = tl.load(X + depth[:, None] * x_row + columns[None, :] * x_column, (depth[:, None] < n) & (columns[None, :] < m), other=0.0)
-        accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
-    inside = (rows[:, None] < n) & (columns[None, :] < m)
-    x = tl.load(X + rows[:, None] * x_row + columns[None, :] * x_column, mask=inside, other=0.0)
-    accumulator += a * x.to(tl.float32)
-    tl.store(Y + rows[:, None] * y_row + columns[None, :] * y_column, accumulator.to(Y.dtype.element_ty), mask=inside)
+    if B is None and i != j:
+        tl.store(C + columns[:, None] * c_row + rows[None, :] * c_column, tl.trans(result), mask=(columns[:, None] < n) & (rows[None, :] < n))
 
 def symmetric_product(X: Tensor, out: Tensor, scale: float = 1.0, plus: float | None = None, tiles: dict | None = None) -> Tensor:
     """out = scale X X^T [+ plus X, for symmetric X]; X [batch, n, k], out [batch, n, n], any strides. Returns out."""
     batch, n, k = X.shape
     tiles = tiles or product_tiles(batch, n, n, X.dtype, symmetric=True)
-    side = -(-n // tiles["BLOCK_M"])
-    symmetric_product_kernel[(side * (side + 1) // 2, batch)](X, out, n, k, *X.stride(), *out.stride(), scale, plus or 0.0, ADD_X=plus is not None, **tiles)
+    side = triton.cdiv(n, tiles["BLOCK_M"])
+    product_kernel[side * (side + 1) // 2, batch](None, X, out, n, n, k, None, None, None, *X.stride(), *out.stride(), scale, plus or 0.0,
+                                                  ADD_X=plus is not None, **tiles)
     return out
 
 def add_product(B: Tensor, X: Tensor, a: float, out: Tensor, tiles: dict | None = None) -> Tensor:
     """out = a X + B X; B [batch, n, n], X and out [batch, n, m], any strides, out not X. Returns out."""
     batch, n, m = X.shape
     tiles = tiles or product_tiles(batch, n, m, X.dtype, symmetric=False)
-    grid = (-(-n // tiles["BLOCK_M"]) * -(-m // tiles["BLOCK_N"]), batch)
-    add_product_kernel[grid](B, X, out, n, m, *B.stride(), *X.stride(), *out.stride(), a, **tiles)
+    grid = triton.cdiv(n, tiles["BLOCK_M"]) * triton.cdiv(m, tiles["BLOCK_N"]), batch
+    product_kernel[grid](B, X, out, n, m, n, *B.stride(), *X.stride(), *out.stride(), 1.0, a, ADD_X=True, **tiles)
     return out
 
 def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -858,12 +837,10 @@ def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dt
     X = matrices.mT if tall else matrices
     n = X.size(1)
     A, P = matrices.new_empty((2, X.size(0), n, n), dtype=dtype)
-    if recipe.scaling == "frobenius":
-        X = frobenius_scale(X, recipe.safety, dtype)
-        symmetric_product(X, out=A)
-    else:
-        X = X.to(dtype)
-        X, A = aol_scale(X, symmetric_product(X, out=A))
+    X = frobenius_scale(X, recipe.safety, dtype) if recipe.scaling == "frobenius" else X.to(dtype)
+    symmetric_product(X, out=A)
+    if recipe.scaling == "aol":
+        X, A = aol_scale(X, A)
     spare = torch.empty_like(X)
     for step, (a, b, c) in enumerate(recipe.coefficients):
         if step:
@@ -891,184 +868,144 @@ def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dt
 # Bytes moved, with one operand of T H D values as the unit: forward 4, delta 2, gradients 7 (11 without L2).
 
 @jit
-def load_rows(x, row, head, stride_t, stride_h, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr = False):
-    """Rows row ... row + ROWS - 1 of one head of x [T, H, WIDTH]; zeros past the last token, and past WIDTH up to a power of two."""
-    if TMA:
-        values = x.load([row, head * WIDTH])
-    else:
+def load_rows(x, row, head, stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Rows row ... row + ROWS - 1 of one head of x, [T, H, WIDTH] with heads side by side or its descriptor; zeros past the last token."""
+    if x.dtype.is_ptr():
         rows = tl.arange(0, ROWS)[:, None]
-        columns = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
-        x += tl.cast(row, tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
-        values = tl.load(x + rows * stride_t + columns, mask=(row + rows < tokens) & (columns < WIDTH), other=0.0)
-    return values
+        x += tl.cast(row, tl.int64) * stride + head * WIDTH
+        return tl.load(x + rows * stride + tl.arange(0, WIDTH)[None, :], mask=row + rows < tokens, other=0.0)
+    else:
+        return x.load([row, head * WIDTH])
 
 @jit
-def store_rows(out, values, row, head, heads, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def store_rows(out, values, row, head, heads, tokens):
     """The opposite of load_rows, for a contiguous tensor."""
-    rows = tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
-    stride_t = heads * WIDTH
-    out += tl.cast(row, tl.int64) * stride_t + head * WIDTH
-    tl.store(out + rows * stride_t + columns, values.to(out.dtype.element_ty), mask=(row + rows < tokens) & (columns < WIDTH))
+    rows, stride = tl.arange(0, values.shape[0])[:, None], heads * values.shape[1]
+    out += tl.cast(row, tl.int64) * stride + head * values.shape[1]
+    tl.store(out + rows * stride + tl.arange(0, values.shape[1])[None, :], values.to(out.dtype.element_ty), mask=row + rows < tokens)
 
 @jit
-def attention_forward_kernel(
-    q, k_steps, v_steps, out, lse, first_key, tokens, scale_log2, q_t, q_h, k_t, k_h, v_t, v_h,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+def attention_forward_kernel(q, k_steps, v_steps, q_stride, k_stride, v_stride, out, lse, first_key, tokens, scale_log2,
+                             DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """out and lse of BLOCK_M queries of one head. Grid [heads, tiles]: the heads of a tile run side by side. No running maximum."""
     head, start = tl.program_id(0), tl.program_id(1) * BLOCK_M
     queries = start + tl.arange(0, BLOCK_M)
     query_first = tl.load(first_key + queries, mask=queries < tokens, other=0)
-    q_tile = load_rows(q, start, head, q_t, q_h, tokens, DK, BLOCK_M)
+    q_tile = load_rows(q, start, head, q_stride, tokens, DK, BLOCK_M)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    accumulator = tl.zeros([BLOCK_M, triton.next_power_of_2(DV)], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, DV], tl.float32)
     for step in tl.range(tl.load(first_key + start), tl.minimum(start + BLOCK_M, tokens), BLOCK_N):
-        k_tile = load_rows(k_steps, step, head, k_t, k_h, tokens, DK, BLOCK_N, TMA)
-        scores = tl.dot(q_tile, tl.trans(k_tile))
+        scores = tl.dot(q_tile, tl.trans(load_rows(k_steps, step, head, k_stride, tokens, DK, BLOCK_N)))
         keys = step + tl.arange(0, BLOCK_N)
         seen = (keys[None, :] >= query_first[:, None]) & (keys[None, :] <= queries[:, None])
         p = tl.exp2(tl.where(seen, scores, float("-inf")) * scale_log2)
         row_sum += tl.sum(p, 1)
-        v_tile = load_rows(v_steps, step, head, v_t, v_h, tokens, DV, BLOCK_N, TMA)
+        v_tile = load_rows(v_steps, step, head, v_stride, tokens, DV, BLOCK_N)
         accumulator = tl.dot(p.to(v_tile.dtype), v_tile, accumulator)
     tl.store(lse + head * tokens + queries, tl.log2(row_sum), mask=queries < tokens)
-    store_rows(out, accumulator / row_sum[:, None], start, head, tl.num_programs(0), tokens, DV, BLOCK_M)
+    store_rows(out, accumulator / row_sum[:, None], start, head, tl.num_programs(0), tokens)
 
 @jit
-def attention_delta_kernel(out, dout, delta, tokens, dout_t, dout_h, DV: tl.constexpr, BLOCK_M: tl.constexpr):
+def attention_delta_kernel(out, dout, delta, tokens, dout_stride, DV: tl.constexpr, BLOCK_M: tl.constexpr):
     """delta[h, i] = out[i, h] . dout[i, h] for BLOCK_M queries of one head; grid [heads, tiles]."""
     head, start = tl.program_id(0), tl.program_id(1) * BLOCK_M
     queries = start + tl.arange(0, BLOCK_M)
-    out_tile = load_rows(out, start, head, tl.num_programs(0) * DV, DV, tokens, DV, BLOCK_M)
-    do_tile = load_rows(dout, start, head, dout_t, dout_h, tokens, DV, BLOCK_M)
+    out_tile = load_rows(out, start, head, tl.num_programs(0) * DV, tokens, DV, BLOCK_M)
+    do_tile = load_rows(dout, start, head, dout_stride, tokens, DV, BLOCK_M)
     tl.store(delta + head * tokens + queries, tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1), mask=queries < tokens)
 
 @jit
-def attention_backward_kernel(
-    q, k, v, dout, q_steps, k_steps, v_steps, dout_steps, lse, delta, dq, dk, dv, first_key, last_query, tokens, scale, scale_log2,
-    q_t, q_h, k_t, k_h, v_t, v_h, dout_t, dout_h,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
-    """dk and dv of BLOCK_M keys, or dq of BLOCK_M queries, of one head. Grid [heads, 2, tiles]: the two kinds alternate."""
+def attention_gradients(a, b, x_steps, y_steps, a_stride, b_stride, x_stride, y_stride, da, db, lse, delta, bounds, tokens, scale, scale_log2,
+                        KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dq of BLOCK_M queries: a, b, x, y are q, dout, k, v. Or (KEYS) dk and dv of BLOCK_M keys, with k, v, q, dout: their scores are transposed,
+    [keys, queries], so that the tensor cores take p and ds, left operands, from registers."""
     head, start = tl.program_id(0), tl.program_id(2) * BLOCK_M
-    stop = tl.minimum(start + BLOCK_M, tokens)
-    lse += head * tokens
-    delta += head * tokens
-    if tl.program_id(1) == 0:  # scores are transposed, [keys, queries]: the tensor cores take p and ds, left operands, from registers
-        keys = start + tl.arange(0, BLOCK_M)
-        key_last = tl.load(last_query + keys, mask=keys < tokens, other=-1)
-        k_tile = load_rows(k, start, head, k_t, k_h, tokens, DK, BLOCK_M)
-        v_tile = load_rows(v, start, head, v_t, v_h, tokens, DV, BLOCK_M)
-        dk_tile = tl.zeros(k_tile.shape, tl.float32)
-        dv_tile = tl.zeros(v_tile.shape, tl.float32)
-        for step in tl.range(start, tl.load(last_query + stop - 1) + 1, BLOCK_N):
-            queries = step + tl.arange(0, BLOCK_N)
-            q_tile = load_rows(q_steps, step, head, q_t, q_h, tokens, DK, BLOCK_N, TMA)
-            lse_row = tl.load(lse + queries, mask=queries < tokens, other=0.0)
-            scores = tl.dot(k_tile, tl.trans(q_tile))
-            do_tile = load_rows(dout_steps, step, head, dout_t, dout_h, tokens, DV, BLOCK_N, TMA)
-            dp = tl.dot(v_tile, tl.trans(do_tile))
-            seen = (queries[None, :] >= keys[:, None]) & (queries[None, :] <= key_last[:, None])
-            p = tl.where(seen, tl.exp2(scores * scale_log2 - lse_row[None, :]), 0.0)
-            dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile)
-            delta_row = tl.load(delta + queries, mask=queries < tokens, other=0.0)
-            ds = p * (dp - delta_row[None, :])
-            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile)
-        store_rows(dk, dk_tile * scale, start, head, tl.num_programs(0), tokens, DK, BLOCK_M)
-        store_rows(dv, dv_tile, start, head, tl.num_programs(0), tokens, DV, BLOCK_M)
+    own, stop = start + tl.arange(0, BLOCK_M), tl.minimum(start + BLOCK_M, tokens)
+    bound = tl.load(bounds + own, mask=own < tokens, other=-1)[:, None]
+    a_tile, b_tile = load_rows(a, start, head, a_stride, tokens, DK, BLOCK_M), load_rows(b, start, head, b_stride, tokens, DV, BLOCK_M)
+    da_tile, db_tile = tl.zeros(a_tile.shape, tl.float32), tl.zeros(b_tile.shape, tl.float32)
+    first, stop = (start, tl.load(bounds + stop - 1) + 1) if KEYS else (tl.load(bounds + start), stop)
+    for step in tl.range(first, stop, BLOCK_N):
+        others = step + tl.arange(0, BLOCK_N)
+        query, key = (others[None, :], own[:, None]) if KEYS else (own[:, None], others[None, :])
+        x_tile = load_rows(x_steps, step, head, x_stride, tokens, DK, BLOCK_N)
+        lse_query = tl.load(lse + head * tokens + query, mask=query < tokens, other=0.0)
+        scores = tl.dot(a_tile, tl.trans(x_tile))
+        y_tile = load_rows(y_steps, step, head, y_stride, tokens, DV, BLOCK_N)
+        dp = tl.dot(b_tile, tl.trans(y_tile))
+        seen = (key <= query) & (query <= bound if KEYS else key >= bound)
+        p = tl.where(seen, tl.exp2(scores * scale_log2 - lse_query), 0.0)
+        if KEYS:
+            db_tile = tl.dot(p.to(y_tile.dtype), y_tile, db_tile)
+        ds = p * (dp - tl.load(delta + head * tokens + query, mask=query < tokens, other=0.0))
+        da_tile = tl.dot(ds.to(x_tile.dtype), x_tile, da_tile)
+    store_rows(da, da_tile * scale, start, head, tl.num_programs(0), tokens)
+    if KEYS:
+        store_rows(db, db_tile, start, head, tl.num_programs(0), tokens)
+
+@jit
+def attention_backward_kernel(
+    q, k, v, dout, q_stride, k_stride, v_stride, dout_stride, q_steps, k_steps, v_steps, dout_steps, dq, dk, dv, lse, delta, first_key, last_query,
+    tokens, scale, scale_log2, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dk and dv of BLOCK_M keys, or dq of BLOCK_M queries, of one head. Grid [heads, 2, tiles]: the two kinds alternate."""
+    if tl.program_id(1) == 0:
+        attention_gradients(k, v, q_steps, dout_steps, k_stride, v_stride, q_stride, dout_stride, dk, dv, lse, delta, last_query, tokens,
+                            scale, scale_log2, True, DK, DV, BLOCK_M, BLOCK_N)
     else:
-        queries = start + tl.arange(0, BLOCK_M)
-        query_first = tl.load(first_key + queries, mask=queries < tokens, other=0)
-        lse_column = tl.load(lse + queries, mask=queries < tokens, other=0.0)
-        delta_column = tl.load(delta + queries, mask=queries < tokens, other=0.0)
-        q_tile = load_rows(q, start, head, q_t, q_h, tokens, DK, BLOCK_M)
-        do_tile = load_rows(dout, start, head, dout_t, dout_h, tokens, DV, BLOCK_M)
-        dq_tile = tl.zeros(q_tile.shape, tl.float32)
-        for step in tl.range(tl.load(first_key + start), stop, BLOCK_N):
-            keys = step + tl.arange(0, BLOCK_N)
-            k_tile = load_rows(k_steps, step, head, k_t, k_h, tokens, DK, BLOCK_N, TMA)
-            scores = tl.dot(q_tile, tl.trans(k_tile))
-            v_tile = load_rows(v_steps, step, head, v_t, v_h, tokens, DV, BLOCK_N, TMA)
-            dp = tl.dot(do_tile, tl.trans(v_tile))
-            seen = (keys[None, :] >= query_first[:, None]) & (keys[None, :] <= queries[:, None])
-            p = tl.where(seen, tl.exp2(scores * scale_log2 - lse_column[:, None]), 0.0)
-            ds = p * (dp - delta_column[:, None])
-            dq_tile = tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile)
-        store_rows(dq, dq_tile * scale, start, head, tl.num_programs(0), tokens, DK, BLOCK_M)
+        attention_gradients(q, dout, k_steps, v_steps, q_stride, dout_stride, k_stride, v_stride, dq, None, lse, delta, first_key, tokens,
+                            scale, scale_log2, False, DK, DV, BLOCK_M, BLOCK_N)
 
-class Tile(NamedTuple):
-    """How an attention kernel is cut: tokens a program owns, tokens a step; warps, pipeline stages; steps through tensor descriptors."""
-    own: int
-    step: int
-    warps: int
-    stages: int
-    tma: bool = True
+def attention_tiles(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """Fixed launch configurations of forward and backward: tokens a program owns, tokens a step; warps, stages. tests/bench_attention.py --sweep
+    ranks others. Where shared memory is small, or steps go through pointers, they are half as long, or the backward would spill."""
+    steps_and_stages = ((64, 3), (64, 2)) if (9, 0) <= capability(device) < (12, 0) else ((32, 2), (32, 2))
+    return tuple(dict(BLOCK_M=64, BLOCK_N=step, num_warps=4, num_stages=stages) for step, stages in steps_and_stages)
 
-    def source(self, x: Tensor) -> Any:
-        """What a kernel walks over: x [T, H, D] itself, or a descriptor of it as [T, H * D]."""
-        return TensorDescriptor.from_tensor(x.view(x.size(0), -1), [self.step, x.size(2)]) if self.tma else x
+def with_aligned_rows(x: Tensor) -> Tensor:
+    """x [T, H, D], copied if a descriptor cannot take it as it lies: heads side by side in rows aligned to 16 bytes, and no row twice."""
+    row, *rest = x.stride()
+    fits = rest == [x.size(2), 1] and row >= x[0].numel() and (row * x.element_size() | x.data_ptr()) % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
-    def launch(self, **constants: Any) -> dict[str, Any]:
-        return dict(BLOCK_M=self.own, BLOCK_N=self.step, TMA=self.tma, num_warps=self.warps, num_stages=self.stages, **constants)
-
-def attention_tiles(*operands: Tensor) -> tuple[Tile, Tile]:
-    """The tiles of forward and backward for [T, H, D] operands. tests/bench_attention.py --sweep ranks others on the GPU at hand.
-
-    Descriptors need Hopper, widths of a power of two, and heads side by side in rows aligned to 16 bytes. Steps through pointers are half as long,
-    or the backward would spill and the forward need more shared memory than the consumer GPUs have."""
-    device = operands[0].device
-    tma = device.type != "cuda" or capability(device) >= (9, 0)  # Triton's interpreter knows descriptors too
-    for x in operands:
-        (row, head, _), (_, heads, width), size = x.stride(), x.shape, x.element_size()
-        tma &= head == width == triton.next_power_of_2(width) and row >= heads * width and row * size % 16 == x.data_ptr() % 16 == 0
-    return (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)) if tma else (Tile(64, 32, 4, 2, tma=False),) * 2
-
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, first_key: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
-    """-> out [T, H, Dv], contiguous, in v's dtype; lse fp32 [H, T], base 2."""
-    tokens, heads, _ = q.shape
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    attention_forward_kernel[heads, triton.cdiv(tokens, tile.own)](
-        q, tile.source(k), tile.source(v), out, lse, first_key, tokens, scale * math.log2(math.e),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], **tile.launch(DK=q.size(2), DV=v.size(2)))
-    return out, lse
-
-def attention_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, first_key: Tensor, last_query: Tensor,
-                       scale: float, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, contiguous, from what attention_forward took and gave."""
-    tokens, heads, _ = q.shape
-    delta = torch.empty_like(lse)
-    attention_delta_kernel[heads, triton.cdiv(tokens, 64)](out, dout, delta, tokens, *dout.stride()[:2], DV=v.size(2), BLOCK_M=64)
-    operands = q, k, v, dout
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    attention_backward_kernel[heads, 2, triton.cdiv(tokens, tile.own)](
-        *operands, *map(tile.source, operands), lse, delta, dq, dk, dv, first_key, last_query, tokens, scale, scale * math.log2(math.e),
-        *(stride for x in operands for stride in x.stride()[:2]), **tile.launch(DK=q.size(2), DV=v.size(2)))
-    return dq, dk, dv
+def steps_of(x: Tensor, tile: dict[str, int]) -> Tensor | TensorDescriptor:
+    """What a kernel walks over: a descriptor of x [T, H, D] as [T, H D], in steps of one head; ValueError unless D is a power of two. On GPUs
+    without TMA x itself: Triton would turn descriptors into pointers there, but of unknown strides: it loads value by value, and spills."""
+    return x if x.is_cuda and capability(x.device) < (9, 0) else TensorDescriptor.from_tensor(x.flatten(1), [tile["BLOCK_N"], x.size(2)])
 
 class PackedAttention(torch.autograd.Function):
     """Causal attention within packed documents and a sliding window; the result of attention_reference.
 
-    q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; bf16 or fp32, widths up to 128, any strides (views of one buffer need no copy). first_key,
+    q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; bf16 or fp32, widths of a power of two up to 128; views of one buffer need no copy. first_key,
     last_query: visible_range, shared by the layers. Neither the documents nor the window recompile anything. The softmax has no running maximum, so
     |scale q.k| must stay below 60: 2^87 is far from the limits of bf16 and fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is
     enough."""
 
     @staticmethod
     def forward(ctx, q, k, v, first_key, last_query, scale):
-        if scale * q.size(2) >= 60:
-            raise ValueError(f"attention without running maximum: expected scale * head width < 60, found {scale:g} * {q.size(2)}")
-        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        out, lse = attention_forward(q, k, v, first_key, scale, attention_tiles(k, v)[0])
+        (tokens, heads, width), tile = q.shape, attention_tiles(q.device)[0]
+        if scale * width >= 60:
+            raise ValueError(f"attention without running maximum: expected scale * head width < 60, found {scale:g} * {width}")
+        q, k, v = map(with_aligned_rows, (q, k, v))
+        out, lse = v.new_empty(v.shape), q.new_empty(heads, tokens, dtype=torch.float32)  # lse: base 2
+        attention_forward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
+            q, steps_of(k, tile), steps_of(v, tile), q.stride(0), k.stride(0), v.stride(0), out, lse, first_key, tokens, scale * math.log2(math.e),
+            DK=width, DV=v.size(2), **tile)
         ctx.save_for_backward(q, k, v, out, lse, first_key, last_query)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, lse, first_key, last_query = ctx.saved_tensors
-        dout = dout if dout.stride(2) == 1 else dout.contiguous()  # e.g. the expanded gradient of a sum
-        tile = attention_tiles(q, k, v, dout)[1]
-        return *attention_backward(q, k, v, out, lse, dout, first_key, last_query, ctx.scale, tile), None, None, None
+        *operands, out, lse, first_key, last_query = ctx.saved_tensors
+        (tokens, heads, width), tile, delta = out.shape, attention_tiles(out.device)[1], torch.empty_like(lse)
+        grads = [x.new_empty(x.shape) for x in operands]
+        operands.append(with_aligned_rows(dout))  # it may be the expanded gradient of a sum
+        strides, steps = [x.stride(0) for x in operands], [steps_of(x, tile) for x in operands]
+        attention_delta_kernel[heads, triton.cdiv(tokens, 64)](out, operands[3], delta, tokens, strides[3], DV=width, BLOCK_M=64)
+        attention_backward_kernel[heads, 2, triton.cdiv(tokens, tile["BLOCK_M"])](
+            *operands, *strides, *steps, *grads, lse, delta, first_key, last_query, tokens, ctx.scale, ctx.scale * math.log2(math.e),
+            DK=operands[0].size(2), DV=width, **tile)
+        return *grads, None, None, None
 
 # ---- pointer ---------------------------------------------------------------------------------------------------------
 #     lse[t] = ln (1 + sum_i e^s[t, i]),   log_copy[t] = ln (sum_i match[t, i] e^s[t, i]) - lse[t],   match[t, i] = 1 if ids[i] = ids[t], else 0
@@ -1077,14 +1014,14 @@ class PackedAttention(torch.autograd.Function):
 # kernel does all three passes. lse is kept as infinite where nothing matches, so that those scores get no gradient.
 
 @jit
-def pointer_kernel(qk, qk_steps, ids, bounds, log_copy, lse, omega, dqk, tokens, scale_log2, NO_COPY: tl.constexpr, KEYS: tl.constexpr,
-                   D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+def pointer_kernel(qk, qk_steps, ids, log_copy, lse, bounds, omega, dqk, tokens, scale_log2, NO_COPY: tl.constexpr, KEYS: tl.constexpr,
+                   D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """log_copy and lse (base 2) of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. bounds: first_key of
     visible_range, or for keys last_query. Reference: pointer_reference."""
     start = tl.program_id(0) * BLOCK_M
     own, stop = start + tl.arange(0, BLOCK_M), tl.minimum(start + BLOCK_M, tokens)
     bound = tl.load(bounds + own, mask=own < tokens, other=-1)[:, None]
-    own_tile = load_rows(qk, start, KEYS, 2 * D, D, tokens, D, BLOCK_M)
+    own_tile = load_rows(qk, start, KEYS, 2 * D, tokens, D, BLOCK_M)
     grad, everything, matching = tl.zeros(own_tile.shape, tl.float32), tl.full([BLOCK_M], 1.0, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     first, stop = (start, tl.load(bounds + stop - 1) + 1) if KEYS else (tl.load(bounds + start), stop)
     for step in tl.range(first, stop, BLOCK_N):
@@ -1092,7 +1029,7 @@ def pointer_kernel(qk, qk_steps, ids, bounds, log_copy, lse, omega, dqk, tokens,
         query, key = (others[None, :], own[:, None]) if KEYS else (own[:, None], others[None, :])
         seen = (key < query) & (query <= bound if KEYS else key >= bound)
         match = tl.load(ids + query, mask=query < tokens, other=-1) == tl.load(ids + key, mask=key < tokens, other=-1)
-        tile = load_rows(qk_steps, step, 1 - KEYS, 2 * D, D, tokens, D, BLOCK_N, TMA)
+        tile = load_rows(qk_steps, step, 1 - KEYS, 2 * D, tokens, D, BLOCK_N)
         bits = tl.where(seen, tl.dot(own_tile, tl.trans(tile)) * scale_log2, float("-inf"))
         if omega is None:
             p = tl.exp2(bits)
@@ -1108,28 +1045,31 @@ def pointer_kernel(qk, qk_steps, ids, bounds, log_copy, lse, omega, dqk, tokens,
         tl.store(log_copy + own, tl.maximum((tl.log2(matching) - everything) / 1.4426950408889634, NO_COPY), mask=own < tokens)
         tl.store(lse + own, tl.where(matching > 0, everything, float("inf")), mask=own < tokens)
     else:
-        store_rows(dqk, grad * (scale_log2 / 1.4426950408889634), start, KEYS, 2, tokens, D, BLOCK_M)
+        store_rows(dqk, grad * (scale_log2 / 1.4426950408889634), start, KEYS, 2, tokens)
 
 class PointerLogCopy(torch.autograd.Function):
     """pointer_reference in kernels: `PointerLogCopy.apply(qk, ids, *visible_range(...), scale)`; |scale q.k| < 60 as for PackedAttention."""
     @staticmethod
+    def launch(tile, scale, qk, *operands, omega=None, dqk=None, keys=0):
+        pointer_kernel[(triton.cdiv(len(qk), tile["BLOCK_M"]),)](
+            qk, steps_of(qk, tile), *operands, omega, dqk, len(qk), scale * math.log2(math.e), NO_COPY, keys, D=qk.size(2), **tile)
+
+    @staticmethod
     def forward(ctx, qk, ids, first_key, last_query, scale):
         if scale * qk.size(2) >= 60:
             raise ValueError(f"pointer without running maximum: expected scale * width < 60, found {scale:g} * {qk.size(2)}")
-        qk, ctx.scale_log2 = qk.contiguous(), scale * math.log2(math.e)
-        tile, log_copy, lse = attention_tiles(qk)[0], *(qk.new_empty(len(qk), dtype=torch.float32) for _ in range(2))
-        pointer_kernel[(triton.cdiv(len(qk), tile.own),)](qk, tile.source(qk), ids, first_key, log_copy, lse, None, None, len(qk), ctx.scale_log2,
-                                                          **tile.launch(NO_COPY=NO_COPY, KEYS=0, D=qk.size(2)))
-        ctx.save_for_backward(qk, ids, first_key, last_query, log_copy, lse)
-        return log_copy
+        qk, ctx.scale = qk.contiguous(), scale
+        operands = qk, ids, *(qk.new_empty(len(qk), dtype=torch.float32) for _ in range(2))  # log_copy, lse
+        PointerLogCopy.launch(attention_tiles(qk.device)[0], scale, *operands, first_key)
+        ctx.save_for_backward(*operands, first_key, last_query)
+        return operands[2]
 
     @staticmethod
     def backward(ctx, omega):
-        qk, ids, first_key, last_query, *rows = ctx.saved_tensors
-        tile, omega, dqk = attention_tiles(qk)[1], omega.contiguous(), torch.empty_like(qk)
+        *operands, first_key, last_query = ctx.saved_tensors
+        tile, omega, dqk = attention_tiles(omega.device)[1], omega.contiguous(), torch.empty_like(operands[0])
         for keys, bounds in enumerate((first_key, last_query)):
-            pointer_kernel[(triton.cdiv(len(qk), tile.own),)](qk, tile.source(qk), ids, bounds, *rows, omega, dqk, len(qk), ctx.scale_log2,
-                                                              **tile.launch(NO_COPY=NO_COPY, KEYS=keys, D=qk.size(2)))
+            PointerLogCopy.launch(tile, ctx.scale, *operands, bounds, omega=omega, dqk=dqk, keys=keys)
         return dqk, *(None,) * 4
 
 # ---- from the projection to attention --------------------------------------------------------------------------------

@@ -68,15 +68,13 @@ def report(cell, whole):
 
 def sweep(cell):
     """Other tiles for both passes, in one go: each call takes the first for the forward and the second for the backward."""
-    fixed = tg.attention_tiles
-    for tile in attention.tiles("32x32w4s2" if DRY else "64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s3 64x128w4s2 128x64w8s2 128x64w8s3 128x128w8s2"):
-        tg.attention_tiles = lambda *_, tile=tile: (tile, tile)
+    words = "32x32w4s2" if DRY else "64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s3 64x128w4s2 128x64w8s2 128x64w8s3 128x128w8s2"
+    for word in words.split():
         try:
-            forward, backward = cell.milliseconds(cell.log_copy, cell.qk)
-            print(f"{len(cell.qk):7d} {attention.tile_name(tile):>12} forward {forward:7.3f}  backward {backward:7.3f}", flush=True)
+            forward, backward = attention.with_tile(word, lambda: cell.milliseconds(cell.log_copy, cell.qk))()
+            print(f"{len(cell.qk):7d} {word:>12} forward {forward:7.3f}  backward {backward:7.3f}", flush=True)
         except Exception as error:  # e.g. too much shared memory
-            print(f"left out: {attention.tile_name(tile)}: {type(error).__name__}")
-    tg.attention_tiles = fixed
+            print(f"left out: {word}: {type(error).__name__}")
 
 
 def main():

@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton")
 import helpers
 from helpers import CPU, tg
-from test_attention import LAYOUTS, TILES, boundaries, each_tile, interpreted, needs_gpu, tiles  # noqa: F401
+from test_attention import LAYOUTS, boundaries, capability, each_capability, each_tile, interpreted, needs_gpu, tiles  # noqa: F401
 
 # log2 of no match at all is -inf, as intended
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:overflow:RuntimeWarning")
@@ -102,8 +102,9 @@ def test_windows_that_end_beside_a_step(window, tiles):
 
 
 @interpreted
-@pytest.mark.parametrize("width", [24, 64, 128])
-def test_own_tiles(width):
+@each_capability
+@pytest.mark.parametrize("width", [64, 128])
+def test_own_tiles(width, capability):
     check([100, 1, 40], 2, 48, width=width, scale=0.1)
 
 
