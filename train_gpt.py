@@ -1741,8 +1741,8 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize, sparse_adam=sparse_adam,
         head_loss=lambda x, weight, targets, cap: HeadLoss.apply(x, weight, *targets, cap, scales), head_loss_eval=head_loss_eval,
         embed=lambda table, documents: EmbeddingLookup.apply(F.embedding, table, documents.tokens, documents.order, documents.starts),
-        compile=region, graphs=graphs, names={"attention": f"triton ({attention} projection)", "head": head, "mlp": mlp, "embedding": "triton",
-                                              "orthogonalize": "triton", "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"})
+        names={"attention": f"triton ({attention} projection)", "head": head, "mlp": mlp, "embedding": "triton", "orthogonalize": "triton",
+               "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"}, compile=region, graphs=graphs)
 
 # ======================================================================================================================
 # 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, both sharded over the ranks but for the n-gram table

@@ -8,7 +8,6 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import functools
 import itertools
 from fractions import Fraction
 
