@@ -474,12 +474,6 @@ def multiprocessors(device: torch.device) -> int:
 # ======================================================================================================================
 # 4. Reference operators: what the fast ones must compute, on any device and in any dtype
 # ======================================================================================================================
-class Lookup(NamedTuple):
-    """The rows of a table that a batch reads, int32: ids [T], and those sorted, order [T] and starts [rows + 1], see sort_ids; or touched_rows."""
-    ids: Tensor
-    order: Tensor
-    starts: Tensor
-
 class Targets(NamedTuple):
     """What the head has to predict, on the device; all int32 but weights and log_copy.
 
@@ -515,11 +509,13 @@ class Targets(NamedTuple):
 class Documents:
     """A packed batch of T tokens on the device; every tensor is int32.
 
-    tokens: rows of the embedding tables. ngrams: those of the n-gram table, [T, 2], and the Lookup of all that the step reads, see touched_rows.
+    tokens [T]: rows of the embedding tables; order [T] and starts [rows + 1] group them, see sort_ids. ngrams [T, 2]: rows of the n-gram table.
     columns, positions [T], candidates, certain: see Targets; positions count from the first token of the document (or of the part of it that this
     batch holds). cu_seqlens [N + 1]: document borders, padded at the end with T; longest bounds a document's length."""
-    tokens: Lookup
-    ngrams: tuple[Tensor, ...]
+    tokens: Tensor
+    order: Tensor
+    starts: Tensor
+    ngrams: Tensor
     columns: Tensor
     positions: Tensor
     cu_seqlens: Tensor
@@ -674,13 +670,12 @@ def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
     dense = wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide)
     return dense.to(dtype or grad.dtype)
 
-def sparse_adam_reference(grad, lookup, weights, square, last, step, rate, shrink, beta2, epsilon, scale):
-    """One Adam step, in place, of the rows of weights [rows, D] in touched_rows' `lookup`. g = scale · Σ grad [T, D] over the tokens that read a row;
+def sparse_adam_reference(grad, ids, weights, square, last, step, rate, shrink, beta2, epsilon, scale):
+    """One Adam step, in place, of the rows of weights [rows, D] that occur in ids [T, K]. g = scale · Σ grad [T, D] over the tokens that read a row;
     v ← β2^(step - last) v + (1 - β2) mean(g²): a number a row in square [rows], where last [rows] is the step that updated the row before; no first
     moment. rate and shrink as in adam_update."""
-    rows, group = lookup.ids.long().unique(return_inverse=True)
-    spread = grad.to(torch.promote_types(grad.dtype, torch.float32)).repeat_interleave(len(lookup.ids) // len(grad), 0)
-    g = scale * embedding_grad_reference(spread, group, len(rows))
+    rows, group = ids.flatten().unique(return_inverse=True)
+    g = scale * embedding_grad_reference(grad.repeat_interleave(ids.size(1), 0), group, len(rows), torch.promote_types(grad.dtype, torch.float32))
     v = beta2 ** (step - last[rows]) * square[rows] + (1 - beta2) * g.square().mean(1)
     update, value = rate * g / (v.sqrt() + epsilon)[:, None], weights[rows].to(g.dtype)
     weights[rows] = (value - update - shrink * value * (update * value > 0)).to(weights.dtype)
@@ -1508,7 +1503,7 @@ def fp8_mlp(h, up, down):
 RUN = 32  # sorted positions summed by one program; a token's ragged ends are then at most 2 · (RUN - 1) rows
 
 def sort_ids(ids, rows):
-    """Positions of `ids` (NumPy, below rows and 2^16) grouped by id, a Lookup's (order, starts), made by the loader: id v stands at the positions
+    """Positions of `ids` (NumPy, below rows and 2^16) grouped by id, (order, starts), by the loader: id v stands at the positions
     order[starts[v]:starts[v + 1]], ascending. 16-bit keys make NumPy's stable sort a radix sort, half a millisecond for 65536 tokens; torch's
     embedding backward would sort them on the GPU, again for every table."""
     order, starts = np.argsort(ids.astype(np.uint16), kind="stable"), np.zeros(rows + 1, np.int32)
@@ -1553,7 +1548,7 @@ def _sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, D, PER: tl.constexp
     return total + _sum_rows(grad_ptr, order_ptr, tail_begin, end, D, PER, ROWS, BLOCK_D)
 
 @jit
-def _embedding_grad_kernel(grad_ptr, ids_ptr, order_ptr, starts_ptr, partial_ptr, dense_ptr, D,
+def _embedding_grad_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, dense_ptr, D,
                            PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr):
     """dense[v] = Σ of the gradient rows of id v, zeros without any; ADD: += instead. One program an id: no atomics, no memset. Moves 2TD + 2VD bytes
     in bf16: 178 MB at T = 65536, D = 768. Reference: embedding_grad_reference."""
@@ -1567,24 +1562,24 @@ def _embedding_grad_kernel(grad_ptr, ids_ptr, order_ptr, starts_ptr, partial_ptr
         total += tl.load(dense_ptr + cols, inside, other=0.0).to(tl.float32)
     tl.store(dense_ptr + cols, total.to(dense_ptr.dtype.element_ty), inside)
 
-def launch_groups(kernel, grad, lookup, *arguments, ROWS=4, num_warps=2, **options):
-    """Launch a kernel, a program for each group of equal ids in `lookup`, which sums them in a fixed order: bitwise repeatable. Its ids [K T] stand
-    for rows of grad [T, D], K side by side for one."""
-    (ids, order, starts), D, grad = lookup, grad.size(1), grad.contiguous()
-    partial = grad.new_empty(max(len(ids) // RUN, 1), D, dtype=torch.float32)
-    shape = dict(PER=len(ids) // len(grad), RUN=RUN, ROWS=ROWS, BLOCK_D=triton.next_power_of_2(D), num_warps=num_warps)
-    if len(ids) >= RUN:
-        _run_sum_kernel[(len(ids) // RUN,)](grad, ids, order, partial, D, **shape)
-    kernel[(len(starts) - 1,)](grad, ids, order, starts, partial, *arguments, D, **shape, **options)
+def launch_groups(kernel, grad, ids, order, starts, *arguments, ROWS=4, num_warps=2, **options):
+    """Launch a kernel, a program for each group of equal ids (order, starts: see sort_ids), which sums them in a fixed order: bitwise repeatable. The
+    ids, [T] or [T, K], stand for rows of grad [T, D]."""
+    runs, D, grad = len(order) // RUN, grad.size(1), grad.contiguous()
+    partial = grad.new_empty(max(runs, 1), D, dtype=torch.float32)
+    shape = dict(PER=len(order) // len(grad), RUN=RUN, ROWS=ROWS, BLOCK_D=triton.next_power_of_2(D), num_warps=num_warps)
+    if runs:
+        _run_sum_kernel[(runs,)](grad, ids, order, partial, D, **shape)
+    kernel[(len(starts) - 1,)](grad, order, starts, partial, *arguments, D, **shape, **options)
 
 @jit
-def _sparse_adam_kernel(grad_ptr, ids_ptr, order_ptr, starts_ptr, partial_ptr, weights_ptr, square_ptr, last_ptr, step_ptr, rate_ptr, shrink_ptr,
+def _sparse_adam_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ptr, weights_ptr, square_ptr, last_ptr, step_ptr, rate_ptr, shrink_ptr,
                         beta2, epsilon, scale, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program a row that was looked up, and some without any. Moves 4TD + 4UD bytes in bf16 for U rows: 0.5 GB at T = 65536, U = 95000, D = 768.
-    Reference: sparse_adam_reference."""
-    begin, end = tl.load(starts_ptr + tl.program_id(0)), tl.load(starts_ptr + tl.program_id(0) + 1)
+    """One program a sorted id, idle unless it is the last of its group. Moves 4TD + 4UD bytes in bf16 for U rows: 0.5 GB at T = 65536, U = 95000,
+    D = 768. Reference: sparse_adam_reference."""
+    at, cols = tl.program_id(0), tl.arange(0, BLOCK_D)
+    begin, end, row = tl.load(starts_ptr + at), tl.load(starts_ptr + at + 1), tl.load(sorted_ptr + at).to(tl.int64)
     if begin < end:
-        row, cols = tl.load(ids_ptr + tl.load(order_ptr + begin)).to(tl.int64), tl.arange(0, BLOCK_D)
         places, inside = weights_ptr + row * D + cols, cols < D
         value = tl.load(places, inside, other=0.0).to(tl.float32)  # this and what v needs before the sum: one wait for all
         step, last, v = tl.load(step_ptr), tl.load(last_ptr + row), tl.load(square_ptr + row)
@@ -1595,6 +1590,13 @@ def _sparse_adam_kernel(grad_ptr, ids_ptr, order_ptr, starts_ptr, partial_ptr, w
         tl.store(places, value.to(weights_ptr.dtype.element_ty), inside)
         tl.store(square_ptr + row, v)
         tl.store(last_ptr + row, step)
+
+def sparse_adam(grad, ids, *state, ROWS=1, num_warps=2):
+    """sparse_adam_reference; a step of 65536 / 131072 / 196608 tokens takes 0.26 / 0.47 / 0.69 ms on an H200, and the sort. The GPU sorts, without a
+    synchronise, since each rank's host would need 6 / 12 / 34 ms for all ranks' ids. Few ids occur twice, so more ROWS are slower."""
+    found, order = ids.flatten().sort(stable=True)
+    starts = F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found))  # the last of equal ids has their group, others none
+    launch_groups(_sparse_adam_kernel, grad, ids, order, starts, found, *state, ROWS=ROWS, num_warps=num_warps)
 
 class EmbeddingLookup(torch.autograd.Function):
     """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to the optimizer by
@@ -1620,7 +1622,7 @@ class Ops:
     head_loss: Callable[[Tensor, Tensor, Targets, Softcap], Tensor]
     head_loss_eval: Callable[[Tensor, Tensor, Targets, Softcap], Tensor]
     pointer: Callable[[Tensor, Documents, int, float], Tensor]
-    embed: Callable[[Tensor, Lookup], Tensor]
+    embed: Callable[[Tensor, Documents], Tensor]
     sparse_adam: Callable[..., None]
     project_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
     mlp: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -1655,7 +1657,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
             head_loss=head_loss_reference, head_loss_eval=lambda *operands: head_loss_reference(*operands).double(),
             pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.cu_seqlens, window, scale),
             orthogonalize=orthogonalize_reference, sparse_adam=sparse_adam_reference,
-            embed=lambda table, lookup: F.embedding(lookup.ids, table), compile=eager, graphs=False,
+            embed=lambda table, documents: F.embedding(documents.tokens, table), compile=eager, graphs=False,
             names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
     has_fp8, fits = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # the MLP's kernel needs 208 KB of shared memory
     attention, head, mlp = ("fp8" if part in fp8 and able else "bf16" for part, able in zip(FP8_PARTS, (has_fp8, has_fp8, fits)))
@@ -1666,12 +1668,11 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         attention=lambda q, k, v, documents, window, scale: PackedAttention.apply(q, k, v, *documents.ranges(window), scale),
         pointer=lambda qk, documents, window, scale: PointerLogCopy.apply(qk, documents.columns, *documents.ranges(window), scale),
         project_heads=lambda *operands: ProjectHeads.apply(*operands, MlpScales() if attention == "fp8" and torch.is_grad_enabled() else None),
-        mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize,
+        mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize, sparse_adam=sparse_adam,
         head_loss=lambda x, weight, targets, cap: HeadLoss.apply(x, weight, *targets, cap, scales), head_loss_eval=head_loss_eval,
-        embed=lambda table, lookup: EmbeddingLookup.apply(F.embedding, table, *lookup), compile=region, graphs=graphs,
-        sparse_adam=functools.partial(launch_groups, _sparse_adam_kernel, ROWS=2),  # few ids have more; fewer registers, so more programs at a time
+        embed=lambda table, documents: EmbeddingLookup.apply(F.embedding, table, documents.tokens, documents.order, documents.starts),
         names={"attention": f"triton ({attention} projection)", "head": head, "mlp": mlp, "embedding": "triton", "orthogonalize": "triton",
-               "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"})
+               "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"}, compile=region, graphs=graphs)
 
 # ======================================================================================================================
 # 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, both sharded over the ranks but for the n-gram table
@@ -1815,7 +1816,7 @@ class AdamTable(Stateful):
         self.update = ops.compile(adam_update)
 
     def receive(self, grad: Tensor, *lookup: Tensor) -> None:
-        launch_groups(_embedding_grad_kernel, grad, lookup, self.grads, ADD=self.begun)
+        launch_groups(_embedding_grad_kernel, grad, *lookup, self.grads, ADD=self.begun)
         self.begun = True
 
     def reduce_(self) -> None:
@@ -1837,22 +1838,27 @@ class SparseTable(Stateful):
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.ops, self.config, self.rule, self.role = ranks, ops, config, rule, parameter.role
-        self.weights, parameter.receive, self.filled = parameter.data, self.receive, 0
+        self.weights, self.received = parameter.data, []  # of each micro-batch the gradient [T, width] and the ids [T, K]
         self.square, self.last = (torch.zeros(len(parameter), device=ranks.device) for _ in range(2))
-
-    def receive(self, grad: Tensor, ids: Tensor, *touched: Tensor) -> None:
-        if not self.filled:  # the first micro-batch of a step
-            self.lookup, self.grads = Lookup(*touched), grad.new_empty(len(touched[0]) // ids.size(1), grad.size(1))
-        self.ranks.shard(self.grads)[self.filled:self.filled + len(grad)].copy_(grad)
-        self.filled += len(grad)
+        parameter.receive = lambda *lookup: self.received.append(lookup)
 
     def reduce_(self) -> None:
-        self.reduced, self.filled = self.ranks.all_gather(self.grads), 0
+        self.reduced = []  # gradients and ids of the whole step, each with its wait
+        for parts in zip(*self.received):
+            full, rows = parts[0], self.ranks.world * sum(map(len, parts))
+            if rows > len(full):
+                full = full.new_empty(rows, full.size(1))
+                torch.cat(parts, out=self.ranks.shard(full))
+            self.reduced.append((full, self.ranks.all_gather(full)))
+        self.received.clear()
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        self.reduced()
-        self.ops.sparse_adam(self.grads, self.lookup, self.weights, self.square, self.last, rates["step"], rates[self.role],
-                             rates[f"{self.role} decay"], self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world)  # the mean over ranks
+        (grads, wait), (ids, wait_for_ids) = self.reduced
+        wait()
+        wait_for_ids()
+        self.ops.sparse_adam(grads, ids, self.weights, self.square, self.last, rates["step"], rates[self.role], rates[f"{self.role} decay"],
+                             self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world)  # the mean over ranks
+        self.reduced.clear()  # room for the next step
 
 class AdamScalars(Stateful):
     """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
@@ -2126,8 +2132,8 @@ class GPT(nn.Module):
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Final hidden states [T, width], normalised, ready for the head."""
-        ngram = None if self.ngram is None else EmbeddingLookup.apply(self.sum_rows, self.ngram, *documents.ngrams)
-        x = x0 = self.smear_and_norm(self.ops.embed(arrived(self.embedding), documents.tokens), documents.positions, self.smear_gate, self.smear)
+        ngram = None if self.ngram is None else EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
+        x = x0 = self.smear_and_norm(self.ops.embed(arrived(self.embedding), documents), documents.positions, self.smear_gate, self.smear)
         for parameter in self.blocks.parameters():
             arrived(parameter)
         skips: dict[int | None, Tensor | None] = {None: None}
@@ -2136,7 +2142,7 @@ class GPT(nn.Module):
             layer = block.layer
             # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
             table = None if layer.value_embedding is None else arrived(self.value_embeddings[layer.value_embedding])
-            value = None if table is None else self.ops.embed(table, documents.tokens)
+            value = None if table is None else self.ops.embed(table, documents)
             x = block(x, x0, ngram, skips[layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
                 skips[int(slot)] = x
@@ -2262,12 +2268,6 @@ def sample_candidates(targets: np.ndarray, count: int, vocabulary: int, sweep: i
     column[certain] = np.arange(len(certain))
     return ids, len(certain), column[targets]
 
-def flattened(pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pieces side by side: tokens [T], positions [T] in their piece, and where each piece ends."""
-    lengths = np.array([len(piece) - 1 for piece in pieces])
-    ends = np.cumsum(lengths)
-    return np.concatenate([piece[:-1] for piece in pieces]), np.arange(ends[-1]) - np.repeat(ends - lengths, lengths), ends
-
 def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int) -> np.ndarray:
     """Two rows of each token, [T, 2], hashed: its pair with the token before, in the first half of the table, and its triple with the two before; the
     last row of a half where the document has no such token. Products of two 16-bit numbers fit into uint32."""
@@ -2275,21 +2275,12 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int) -> np.ndar
     keys = 36313 * x[2:] ^ 27191 * x[1:-1], 17351 * x[2:] ^ 60961 * x[1:-1] ^ 45259 * x[:-2]
     return np.stack([np.where(positions > n, key % max(half - 1, 1), half - 1) + n * half for n, key in enumerate(keys)], axis=1).astype(np.int32)
 
-def touched_rows(slots: list[list[np.ndarray]], rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The rows of the n-gram table that a step of T tokens reads: Lookup of ids [2 T], all slots in the order in which ranks gather, order [2 T] and
-    starts [2 T + 1]. As sort_ids', but `starts` counts only the rows that occur; then it stays at 2 T. 8 ms for 196608 tokens, by radix sorts too."""
-    ids = np.concatenate([hash_ngrams(*flattened(pieces)[:2], rows) for pieces in slots]).ravel()
-    order = np.lexsort((ids.astype(np.uint16), (ids >> 16).astype(np.uint16)))
-    first = np.flatnonzero(np.diff(ids[order], prepend=-1))
-    return ids, order, np.pad(first, (0, len(ids) + 1 - len(first)), constant_values=len(ids))
-
 @dataclass(frozen=True)
 class HostBatch:
     """A micro-batch on the host: one int32 array, pinned for the GPU, and where its parts lie."""
     data: Tensor
     sizes: tuple[int, ...]
     longest: int
-    candidates: int | None
     digest: int  # of the tokens, keyed by step and slot
 
     def to(self, device: torch.device) -> Documents:
@@ -2297,31 +2288,31 @@ class HostBatch:
 
     def views(self, data: Tensor) -> Documents:
         """The parts of `data`, a copy on some device."""
-        starts = np.cumsum([0, *map(aligned, self.sizes)])
-        parts = [data[start:start + size] for start, size in zip(starts, self.sizes)]
-        sampled = (parts[10].view(-1, self.candidates), parts[11]) if self.candidates else (None, None)
-        return Documents(Lookup(*parts[:3]), (parts[3].view(-1, 2), *parts[4:7]), *parts[7:10], *sampled, self.longest)
+        parts = [room[:size] for room, size in zip(data.split([*map(aligned, self.sizes)]), self.sizes)]
+        sampled = (parts[7].view(len(parts[8]), -1), parts[8]) if self.sizes[8] else (None, None)
+        return Documents(*parts[:3], parts[3].view(-1, 2), *parts[4:7], *sampled, self.longest)
 
 def pack(slots: dict[int, list[np.ndarray]], borders: int, longest: int, model: ModelConfig, pin: bool, candidates: int | None = None,
-         digest: int = 0, touched: Sequence[np.ndarray] = ((),) * 3) -> HostBatch:
+         digest: int = 0) -> HostBatch:
     """Pack the pieces of numbered slots, one slot after the other, into the layout of HostBatch; `borders` bounds the number of pieces."""
     pieces = [piece for slot in slots.values() for piece in slot]
     if len(pieces) > borders:
         raise AssertionError(f"{len(pieces)} documents in a batch planned for {borders}")
-    tokens, positions, ends = flattened(pieces)
+    tokens, lengths = np.concatenate([piece[:-1] for piece in pieces]), np.array([len(piece) - 1 for piece in pieces])
+    ends = np.cumsum(lengths)
+    positions = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)
     cu_seqlens = np.concatenate([[0], ends, np.full(borders - len(ends), len(tokens))])
     columns, ids, certain = [np.concatenate([piece[1:] for piece in slot]) for slot in slots.values()], (), ()
     if candidates:
         spare = [model.vocabulary] if model.pointer_width else []
         ids, certain, columns = zip(*(sample_candidates(c, candidates, model.padded_vocabulary, number, spare) for number, c in zip(slots, columns)))
-    parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), hash_ngrams(tokens, positions, model.ngram_rows).ravel(), *touched,
+    parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), hash_ngrams(tokens, positions, model.ngram_rows).ravel(),
              np.concatenate(columns), positions, cu_seqlens, np.concatenate([*ids, ()]), certain)
-    data = torch.zeros(sum(aligned(len(part)) for part in parts), dtype=torch.int32, pin_memory=pin)
-    view, start = data.numpy(), 0
-    for part in parts:
-        view[start:start + len(part)] = part
-        start += aligned(len(part))
-    return HostBatch(data, tuple(map(len, parts)), longest, candidates, digest)
+    sizes = tuple(map(len, parts))
+    data = torch.zeros(sum(map(aligned, sizes)), dtype=torch.int32, pin_memory=pin)
+    for room, part in zip(data.split([*map(aligned, sizes)]), parts):
+        room.numpy()[:len(part)] = part
+    return HostBatch(data, sizes, longest, digest)
 
 def slot_digest(number: int, tokens: np.ndarray) -> int:
     """64 bits that name the tokens of one slot; a run's token hash is their sum, whatever rank held which slot."""
@@ -2335,17 +2326,14 @@ def padded_borders(documents: int) -> int:
 def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_slots: dict[Stage, int], borders: dict[Stage, int],
                      model: ModelConfig, ranks: Ranks) -> Iterator[HostBatch]:
     """This rank's micro-batches of the whole schedule: slots rank, rank + world, ... of each step, micro_slots at a time."""
-    pin, number, by_rank = ranks.device.type == "cuda", 0, sorted(range(SLOTS), key=lambda slot: slot % ranks.world)
+    pin, number, mine = ranks.device.type == "cuda", 0, range(ranks.rank, SLOTS, ranks.world)
     for stage, steps in zip(stages, stream.slot_starts(stages)):
         for starts in steps:
-            tokens = {number + slot: stream.read(starts[slot], stage.slot_tokens + 1) for slot in by_rank}
-            slots = {slot: cut_documents(part, stage.document_cap_tokens) for slot, part in tokens.items()}
-            touched = touched_rows(list(slots.values()), model.ngram_rows)
-            mine = range(number + ranks.rank, number + SLOTS, ranks.world)
             for at in range(0, len(mine), micro_slots[stage]):
-                micro = {slot: slots[slot] for slot in mine[at:at + micro_slots[stage]]}
-                digest = sum(slot_digest(slot, tokens[slot]) for slot in micro)
-                yield pack(micro, borders[stage], stage.document_cap_tokens, model, pin, stage.candidates, digest, touched)
+                tokens = {number + slot: stream.read(starts[slot], stage.slot_tokens + 1) for slot in mine[at:at + micro_slots[stage]]}
+                slots = {slot: cut_documents(part, stage.document_cap_tokens) for slot, part in tokens.items()}
+                digest = sum(slot_digest(*item) for item in tokens.items())
+                yield pack(slots, borders[stage], stage.document_cap_tokens, model, pin, stage.candidates, digest)
             number += SLOTS
 
 def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
@@ -2713,9 +2701,7 @@ class Trainer:
         """Run a step of every stage, and the validation, on generated documents. Returns the number of variants."""
         pin, first, variants = self.ranks.device.type == "cuda", 0, {}
         for stage in self.preset.stages:
-            slots, model = self.warm_slots[stage], self.preset.model
-            touched = touched_rows([*slots.values()] * (SLOTS // len(slots)), model.ngram_rows)
-            batch = pack(slots, self.borders[stage], stage.document_cap_tokens, model, pin, stage.candidates, 0, touched)
+            batch = pack(self.warm_slots[stage], self.borders[stage], stage.document_cap_tokens, self.preset.model, pin, stage.candidates)
             count = SLOTS // self.ranks.world // self.micro_slots[stage]
             self.ranks.beat("warm-up", 10)  # it compiles
             variants[first] = [batch] * count

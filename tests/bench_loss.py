@@ -141,11 +141,11 @@ def time_embedding(T):
     start = time.perf_counter()
     sort = tg.sort_ids(ids, rows)
     host = (time.perf_counter() - start) * 1e3
-    lookup = tg.Lookup(*(torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (ids, *sort)))
+    tokens, order, starts = lookup = [torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (ids, *sort)]
     grad, dense = torch.randn(T, D, device=DEVICE).bfloat16(), torch.empty(rows, D, dtype=torch.bfloat16, device=DEVICE)
-    exactly, counts = tg.embedding_grad_reference(grad.double(), lookup.ids, rows), lookup.starts.diff()
-    runs = {"ours": lambda: (tg.launch_groups(tg._embedding_grad_kernel, grad, lookup, dense, ADD=False), dense)[1],
-            "torch embedding_dense_backward": lambda: torch.ops.aten.embedding_dense_backward(grad, lookup.ids, rows, -1, False)}
+    exactly, counts = tg.embedding_grad_reference(grad.double(), tokens, rows), starts.diff()
+    runs = {"ours": lambda: (tg.launch_groups(tg._embedding_grad_kernel, grad, *lookup, dense, ADD=False), dense)[1],
+            "torch embedding_dense_backward": lambda: torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)}
     case = f"{T} | {rows} ({int((counts > 0).sum())}, {int(counts.max())})"
     print(f"| {case} | sort_ids (host) | {host:.3f} | | | |")
     for name, run in runs.items():

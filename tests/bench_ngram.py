@@ -4,14 +4,15 @@
     python tests/bench_ngram.py --rows 8388608     a larger table
     python tests/bench_ngram.py --cpu-dry-run      tiny, interpreted kernels: proves that it runs through
 
-For a step of each stage: what the loader needs for touched_rows, the copy of that to the device, the lookup of the sums, and the sparse
-update with several shapes of its kernel. Device times are medians over replays of a CUDA graph; ceilings are bytes at 4.27 TB/s. The errors
-are Frobenius norms relative to float64, of what an update adds to a table of zeros; rounding to bf16 alone leaves about 2^-9.2 = 0.0017.
+For a step of each stage: the lookup of the sums, the grouping of the ids (a sort and a search) alone, and the sparse update, grouping included,
+with several shapes of its kernel. Times are medians over replays of a CUDA graph; ceilings are bytes at 4.27 TB/s. The errors are Frobenius
+norms relative to float64, of what an update adds to a table of zeros; rounding to bf16 alone leaves about 2^-9.2 = 0.0017.
 """
 
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import bench_mlp  # first: it chooses between interpreter and GPU
@@ -25,15 +26,22 @@ import train_gpt as tg
 
 DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
 D = 48 if DRY else tg.GPT_SMALL.ngram_width
-SHAPES = [(2, 2)] if DRY else [(rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 2, 4)]  # ROWS, num_warps
+SHAPES = [(1, 2)] if DRY else [(rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 2, 4)]  # ROWS, num_warps
 
 
-def make_slots(tokens):
-    """Documents of tokens as frequent as words are: the commonest pairs occur hundreds of times in a step."""
-    random, slots = np.random.default_rng(0), [tg.generated_pieces(tokens // tg.SLOTS, 3072, seed) for seed in range(tg.SLOTS)]
-    for piece in (piece for slot in slots for piece in slot):
+def make_ids(tokens, rows):
+    """Rows [T, 2] of a step of documents of tokens as frequent as words are: the commonest pairs occur hundreds of times."""
+    random, pieces = np.random.default_rng(0), [piece for seed in range(tg.SLOTS) for piece in tg.generated_pieces(tokens // tg.SLOTS, 3072, seed)]
+    for piece in pieces:
         piece[1:] = tg.BOS * random.power(0.28, len(piece) - 1)
-    return slots
+    step = tg.pack({0: pieces}, len(pieces), 3072, replace(tg.GPT_SMALL, ngram_rows=rows), pin=False)
+    return step.to(DEVICE).ngrams
+
+
+def group_ids(ids):
+    """As sparse_adam begins."""
+    found, order = ids.flatten().sort(stable=True)
+    return order, F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found))
 
 
 def report(tokens, name, ms, size=0, error=""):
@@ -42,32 +50,24 @@ def report(tokens, name, ms, size=0, error=""):
 
 def time_step(T, rows):
     """Prints a row for each part of one step of T tokens."""
-    slots = make_slots(T)
-    begin = time.perf_counter()
-    touched = tg.touched_rows(slots, rows)
-    host = 1e3 * (time.perf_counter() - begin)
-    lookup = tg.Lookup(*(torch.from_numpy(part.astype(np.int32)).to(DEVICE) for part in touched))
-    counts = lookup.starts.diff()
-    report(f"{T} ({int((counts > 0).sum())} rows, {int(counts.max())} of one)", "touched_rows (host)", host)
-    if not DRY:
-        data, target = torch.cat(lookup).cpu().pin_memory(), torch.cat(lookup)
-        report(T, "copy to the device", milliseconds(lambda: target.copy_(data, non_blocking=True)), target.nbytes)
+    ids = make_ids(T, rows)
+    found, group, counts = ids.flatten().unique(return_inverse=True, return_counts=True)
 
     table = torch.zeros(rows, D, dtype=torch.bfloat16, device=DEVICE)
     sums = (lambda f: f) if DRY else tg.compile_dynamic
-    sum_rows, ids = sums(lambda ids, table: F.embedding(ids, table).sum(1)), lookup.ids.view(-1, 2)
+    sum_rows = sums(lambda ids, table: F.embedding(ids, table).sum(1))
     with torch.no_grad():
-        report(T, "lookup", milliseconds(lambda: sum_rows(ids, table)), 6 * T * D)
+        report(f"{T} ({len(found)} rows, {int(counts.max())} of one)", "lookup", milliseconds(lambda: sum_rows(ids, table)), 6 * T * D)
+    report(T, "sort and searchsorted", milliseconds(lambda: group_ids(ids)))
 
     grad = torch.randn(T, D, device=DEVICE).bfloat16()
     square, last = (torch.zeros(rows, device=DEVICE) for _ in range(2))
     numbers = [torch.tensor(x, device=DEVICE) for x in (1.0, 0.1, 0.0)]  # step, rate, decay
-    found, group = lookup.ids.long().unique(return_inverse=True)
     want = tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), group, len(found))
     want *= -0.1 / (0.05 * want.square().mean(1, keepdim=True)).sqrt()
     for shape in SHAPES:
-        update = lambda: tg.launch_groups(tg._sparse_adam_kernel, grad, lookup, table, square, last, *numbers, 0.95, 1e-10, 1.0,  # noqa: E731
-                                          ROWS=shape[0], num_warps=shape[1])  # noqa: B023
+        update = lambda: tg.sparse_adam(grad, ids, table, square, last, *numbers, 0.95, 1e-10, 1.0,  # noqa: E731
+                                        ROWS=shape[0], num_warps=shape[1])  # noqa: B023
         for state in (table, square, last):
             state.zero_()
         update()
@@ -85,7 +85,7 @@ def main():
     begin = time.perf_counter()
     print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {options.rows} rows x {D}\n")
     print("| tokens a step | part | ms | GB/s | ceiling ms | error |\n" + "|---" * 6 + "|")
-    for T in [512] if DRY else [stage.batch_tokens for stage in tg.PRESETS["sprint"].stages[:3]]:
+    for T in [128] if DRY else [stage.batch_tokens for stage in tg.PRESETS["sprint"].stages[:3]]:
         time_step(T, options.rows)
     print(f"\n{time.perf_counter() - begin:.0f} s in all")
 

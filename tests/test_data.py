@@ -69,7 +69,7 @@ def by_slot(stream, world=1, micro=8):
                     documents = views(next(flat))
                     assert len(documents.columns) == stage.slot_tokens * len(slots)
                     assert set(range(0, len(documents.columns), stage.slot_tokens)) <= set(documents.cu_seqlens.tolist()), "no document spans slots"
-                    parts = (x.view(len(slots), -1).numpy() for x in (documents.tokens.ids, next_tokens(documents), documents.positions))
+                    parts = (x.view(len(slots), -1).numpy() for x in (documents.tokens, next_tokens(documents), documents.positions))
                     found.update(zip(((step, slot) for slot in slots), zip(*parts)))
                 step += 1
         assert next(flat, None) is None
@@ -176,12 +176,11 @@ def test_packed_layout(marked):
         assert len(cu_seqlens) == 961 and cu_seqlens[0] == 0 and cu_seqlens[-1] == len(positions) and (np.diff(cu_seqlens) >= 0).all()
         assert (np.unique(cu_seqlens)[:-1] == np.flatnonzero(positions == 0)).all()
         assert np.diff(cu_seqlens).max() <= batch.longest
-        ids, order, starts = documents.tokens
+        ids, order, starts = documents.tokens, documents.order, documents.starts
         assert (order == torch.argsort(ids, stable=True)).all() and len(starts) == MODEL.padded_vocabulary + 1
         assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all() and starts[0] == 0
-        assert (documents.ngrams[0].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
-        parts = [x for x in (*documents.tokens, *documents.ngrams, documents.columns, documents.positions, documents.cu_seqlens, documents.candidates,
-                             documents.certain) if x is not None]
+        assert (documents.ngrams.numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
+        parts = [x for x in vars(documents).values() if isinstance(x, torch.Tensor)]
         assert all(part.dtype == torch.int32 and part.data_ptr() % 16 == 0 for part in parts)
         assert [part.numel() for part in parts] == [size for size in batch.sizes if size]
 
@@ -193,11 +192,11 @@ def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
     for model in (helpers.MODEL, replace(helpers.MODEL, ngram_rows=0)):
         documents = views(tg.pack({3: pieces}, len(pieces) + 2, max(lengths), model, pin=False, candidates=11))
         flat = [i for length in lengths for i in range(length)]
-        assert documents.tokens.ids.tolist() == documents.positions.tolist() == flat
+        assert documents.tokens.tolist() == documents.positions.tolist() == flat
         assert next_tokens(documents).tolist() == [i + 1 for i in flat]
         assert documents.cu_seqlens.tolist() == [0, *itertools.accumulate(lengths), *[sum(lengths)] * 2]
         assert documents.certain.tolist() == [max(lengths) + 1] and documents.candidates.shape == (1, 11)  # the spare id's too
-        assert documents.tokens.starts[-1] == len(flat) and [len(part) for part in documents.ngrams] == [len(flat), 0, 0, 0]
+        assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (len(flat), 2)
 
 
 @pytest.mark.parametrize("rows", [1, 300, 65_536])
@@ -222,7 +221,8 @@ def test_ngrams(rows):
     """The formula, across documents of all lengths, with the largest tokens there are."""
     random = np.random.default_rng(rows)
     pieces = [random.integers(0, 65_536, length + 1).astype(np.uint16) for length in (1, 2, 3, 1, 40, 300)] + [np.full(5, 65_535, np.uint16)]
-    found = tg.hash_ngrams(*tg.flattened(pieces)[:2], rows)
+    tokens, positions = np.concatenate([piece[:-1] for piece in pieces]), np.concatenate([np.arange(len(piece) - 1) for piece in pieces])
+    found = tg.hash_ngrams(tokens, positions, rows)
     assert found.dtype == np.int32 and found.tolist() == [row for piece in pieces for row in ngram_rows_of(piece[:-1], rows)]
 
 
@@ -236,35 +236,6 @@ def test_ngrams_depend_on_their_tokens_alone():
     for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2002).T):
         spread = np.bincount(rows - 1001 * column, minlength=1001)
         assert spread[1000] == column + 1 and spread[:1000].min() > 50 and spread[:1000].max() < 200
-
-
-@pytest.mark.parametrize("rows", [40, 140_002, 2**21])
-def test_touched_rows(rows):
-    """Every row that occurs has one group, in ascending order, of all the positions where it occurs, ascending; the rest of `starts` is the end."""
-    random = np.random.default_rng(rows)
-    slots = [[random.integers(0, 9, length + 1).astype(np.uint16) for length in random.integers(1, 60, 12)] for _ in range(8)]
-    ids, order, starts = tg.touched_rows(slots, rows)
-    flat = [row for slot in slots for piece in slot for both in ngram_rows_of(piece[:-1], rows) for row in both]
-    assert ids.tolist() == flat and len(order) == len(flat) and len(starts) == len(flat) + 1
-    places = {}
-    for position, row in enumerate(flat):
-        places.setdefault(row, []).append(position)
-    groups = [order[begin:end].tolist() for begin, end in zip(starts, starts[1:])]
-    assert groups == [places[row] for row in sorted(places)] + [[]] * (len(flat) - len(places))
-
-
-@pytest.mark.parametrize("world, micro", [(1, 8), (1, 2), (2, 2), (4, 1), (8, 1)])
-def test_every_rank_knows_what_the_step_touches(marked, world, micro):
-    """The rows of all ranks, in the order in which their gradients are gathered: each rank's micro-batches one after the other; alike on every rank."""
-    ranks = [list(batches(marked[0], world, rank, micro)) for rank in range(world)]
-    each = tg.SLOTS // world // micro
-    for step in range(len(ranks[0]) // each):
-        documents = [views(batch) for mine in ranks for batch in mine[step * each:(step + 1) * each]]
-        gathered = torch.cat([d.ngrams[0] for d in documents])
-        assert all(d.ngrams[1].equal(gathered.flatten()) for d in documents)
-        assert all(a.equal(b) for d in documents for a, b in zip(d.ngrams[1:], documents[0].ngrams[1:]))
-        _, order, starts = documents[0].ngrams[1:]
-        assert order.equal(torch.argsort(gathered.flatten(), stable=True).int()) and starts.diff().sum() == len(order)
 
 
 def test_targets_further_ahead_stay_in_their_document(marked):

@@ -8,7 +8,6 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import functools
 import itertools
 from fractions import Fraction
 
@@ -517,7 +516,7 @@ def test_sweeps_at_full_size(count, tokens):
 
 # ---- embedding gradient ----------------------------------------------------------------------------------------------
 def embedding_grad(grad, lookup, dense, add=False):
-    tg.launch_groups(tg._embedding_grad_kernel, grad, lookup, dense, ADD=add)
+    tg.launch_groups(tg._embedding_grad_kernel, grad, *lookup, dense, ADD=add)
     return dense
 
 def token_cases():
@@ -537,7 +536,7 @@ def embedding_inputs(name):
     tokens, vocab_rows = token_cases()[name]
     tokens = np.random.default_rng(1).permutation(tokens)
     arrays = tokens, *tg.sort_ids(tokens.astype(np.uint16), vocab_rows)
-    return tg.Lookup(*(guarded(torch.from_numpy(array.astype(np.int32))) for array in arrays))
+    return [guarded(torch.from_numpy(array.astype(np.int32))) for array in arrays]
 
 
 @pytest.mark.parametrize("name", token_cases())
@@ -578,7 +577,7 @@ def test_embedding_lookup():
     for micro in range(2):
         tg.EmbeddingLookup.apply(F.embedding, idle, *lookup)
         first, second = (tg.EmbeddingLookup.apply(F.embedding, table, *lookup) for _ in range(2))
-        a, b = (F.embedding(lookup.ids, plain) for _ in range(2))
+        a, b = (F.embedding(lookup[0], plain) for _ in range(2))
         assert torch.equal(first, a) and torch.equal(second, b)
         for x, y in ((first, second), (a, b)):
             (x.square().sum() + (x * y.sin()).sum()).backward()
@@ -588,7 +587,7 @@ def test_embedding_lookup():
     owner.reduce_()
     owner.compute_({"head": torch.tensor(0.1), "head decay": torch.tensor(0.0)})
     tg.EmbeddingLookup.apply(F.embedding, table, *lookup).sum().backward()
-    torch.testing.assert_close(table.grad, lookup.starts.diff()[:, None].expand(41, 24).float())
+    torch.testing.assert_close(table.grad, lookup[2].diff()[:, None].expand(41, 24).float())
 
 
 @pytest.mark.gpu
@@ -599,21 +598,31 @@ def test_embedding_grad_full_size(T):
     tokens = np.random.default_rng(0).zipf(1.2, T).clip(max=V) - 1
     lookup = [torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (tokens, *tg.sort_ids(tokens, V))]
     grad = torch.randn(T, D, device=DEVICE, dtype=torch.bfloat16)
-    got = embedding_grad(grad, tg.Lookup(*lookup), grad.new_empty(V, D))
+    got = embedding_grad(grad, lookup, grad.new_empty(V, D))
     torch.testing.assert_close(got.double(), tg.embedding_grad_reference(grad.double(), lookup[0], V), rtol=2.0 ** -8, atol=1e-3)
 
 
 # ---- sparse Adam -----------------------------------------------------------------------------------------------------
-SPARSE = {"kernel": functools.partial(tg.launch_groups, tg._sparse_adam_kernel, ROWS=2), "reference": tg.sparse_adam_reference}
+SPARSE = {"kernel": tg.sparse_adam, "reference": tg.sparse_adam_reference}
 
 
-def grouped(ids):
-    """The Lookup of ids [T, 2], as the loader makes it: only what occurs has a group, and the rest of `starts` is its end."""
-    ids = ids.ravel()
-    order = np.argsort(ids, kind="stable")
-    first = np.flatnonzero(np.diff(ids[order], prepend=-1))
-    starts = np.concatenate([first, np.full(len(ids) + 1 - len(first), len(ids))])
-    return tg.Lookup(*(guarded(torch.from_numpy(array.astype(np.int32))) for array in (ids, order, starts)))
+def on_device(ids):
+    """Rows [T, K] as the loader sends them."""
+    return guarded(torch.from_numpy(ids.astype(np.int32)))
+
+
+@pytest.mark.parametrize("name", token_cases())
+def test_groups(monkeypatch, name):
+    """What the kernel is told: every row that occurs has one group of all the positions where it occurs, ascending; all other groups are empty."""
+    tokens, called = np.random.default_rng(2).permutation(token_cases()[name][0]), []
+    monkeypatch.setattr(tg, "launch_groups", lambda *arguments, **_: called.append(arguments))
+    tg.sparse_adam(None, on_device(tokens[:len(tokens) // 2 * 2 or 1].reshape(-1, min(len(tokens), 2))))
+    (_, _, ids, order, starts, found), = called
+    groups = {int(row): order[begin:end].tolist() for row, begin, end in zip(found, starts, starts[1:]) if begin < end}
+    flat = ids.flatten().tolist()
+    assert groups == {row: [at for at, other in enumerate(flat) if other == row] for row in set(flat)}
+    assert len(starts) == len(flat) + 1 and starts[0] == 0 and starts[-1] == len(flat) and (starts.diff() >= 0).all()
+    assert int((starts.diff() > 0).sum()) == len(groups), "one group each"
 
 
 def sparse_steps():
@@ -640,13 +649,13 @@ def test_sparse_adam(update, name, shrink):
     square, last = (guarded(torch.zeros(rows)) for _ in range(2))
     exact, moment, untouched = weights.double(), torch.zeros(rows, device=DEVICE, dtype=torch.float64), weights.clone()
     for step, ids in enumerate(steps, 1):
-        grad, lookup, rate = guarded(torch.randn(len(ids), D, generator=generator) * 10.0 ** -step), grouped(ids), 0.1 / step
+        grad, read, rate = guarded(torch.randn(len(ids), D, generator=generator) * 10.0 ** -step), on_device(ids), 0.1 / step
         again = [x.clone() for x in (weights, square, last)]
         numbers = [torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in (step, rate, shrink)]
         for state in ([weights, square, last], again):
-            update(grad, lookup, *state, *numbers, beta2, epsilon, scale)
+            update(grad, read, *state, *numbers, beta2, epsilon, scale)
         assert all(torch.equal(a, b) for a, b in zip((weights, square, last), again)), "bitwise repeatable"
-        g = scale * tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), lookup.ids, rows)
+        g = scale * tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), read.flatten(), rows)
         moment = beta2 * moment + (1 - beta2) * g.square().mean(1)
         move = rate * g / (moment.sqrt() + epsilon)[:, None]
         exact = exact - move - shrink * exact * (move * exact > 0)
@@ -667,7 +676,7 @@ def test_sparse_adam_in_bfloat16():
     for name, update in SPARSE.items():
         weights, square, last = states[name] = [guarded(start), *(guarded(torch.zeros(rows)) for _ in range(2))]
         for step, (ids, grad) in enumerate(zip(steps, grads), 1):
-            update(guarded(grad), grouped(ids), weights, square, last, *(torch.tensor(x, device=DEVICE) for x in (float(step), 0.01, 0.1)), 0.95, 1e-10, 1.0)
+            update(guarded(grad), on_device(ids), weights, square, last, *(torch.tensor(x, device=DEVICE) for x in (float(step), 0.01, 0.1)), 0.95, 1e-10, 1.0)
     (a, b, c), (d, e, f) = states.values()
     torch.testing.assert_close(a.float(), d.float(), rtol=2.0 ** -7, atol=1e-4)
     assert (a == d).float().mean() > 0.98 and relative(b, e) < 1e-5 and torch.equal(c, f)
@@ -679,12 +688,12 @@ def test_sparse_adam_in_bfloat16():
 def test_sparse_adam_full_size(T):
     """More than 2^31 elements in the table, the rows of its end among those read."""
     rows, D, random = 2**22, 768, np.random.default_rng(0)
-    lookup = grouped(np.stack([rows - random.zipf(1.2, T).clip(max=rows), random.integers(rows // 2, rows, T)], axis=1))
+    ids = on_device(np.stack([rows - random.zipf(1.2, T).clip(max=rows), random.integers(rows // 2, rows, T)], axis=1))
     grad = torch.randn(T, D, device=DEVICE, dtype=torch.bfloat16)
     weights, square, last = torch.zeros(rows, D, device=DEVICE, dtype=torch.bfloat16), *(torch.zeros(rows, device=DEVICE) for _ in range(2))
     numbers = [torch.tensor(x, device=DEVICE) for x in (3.0, 0.1, 0.0)]
-    tg.launch_groups(tg._sparse_adam_kernel, grad, lookup, weights, square, last, *numbers, 0.95, 1e-10, 1.0)
-    found, group = lookup.ids.long().unique(return_inverse=True)
+    tg.sparse_adam(grad, ids, weights, square, last, *numbers, 0.95, 1e-10, 1.0)
+    found, group = ids.flatten().unique(return_inverse=True)
     g = tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), group, len(found))
     torch.testing.assert_close(square[found].double(), 0.05 * g.square().mean(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(weights[found].double(), -0.1 * g / square[found].double().sqrt()[:, None], rtol=2.0 ** -8, atol=1e-5)

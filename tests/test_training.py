@@ -113,25 +113,30 @@ def sparse_table(trainer):
     return table
 
 
+def of_the_step(trainer):
+    """The gradient of the sums and the ids that were added, of all micro-batches; before the update, which lets go of them."""
+    return [full for full, _ in sparse_table(trainer).reduced]
+
+
 def dense_gradient(table, grad, ids):
-    """Of a table [rows, D] whose rows ids [2 T] were added in pairs, from the gradient [T, D] of the sums."""
-    return tg.embedding_grad_reference(grad.repeat_interleave(2, 0), ids, len(table))
+    """Of a table [rows, D] whose rows ids [T, 2] were added in pairs, from the gradient [T, D] of the sums."""
+    return tg.embedding_grad_reference(grad.repeat_interleave(2, 0), ids.flatten(), len(table))
 
 
 def gradients(trainer, monkeypatch, step, batches):
     """What one training_step leaves in every .grad, or in what stands for it, before the optimizer would use it."""
     monkeypatch.setattr(trainer.optimizer, "step", lambda *_: None)
-    loss, sparse = trainer.training_step(step, batches), sparse_table(trainer)
+    loss = trainer.training_step(step, batches)
     found = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return float(loss), found | {"ngram": dense_gradient(trainer.model.ngram, sparse.grads, sparse.lookup.ids)}
+    return float(loss), found | {"ngram": dense_gradient(trainer.model.ngram, *of_the_step(trainer))}
 
 
 def plain_gradients_of(model, loss):
     """Every parameter's gradient by autograd, in a model without an optimizer."""
     table = model.ngram
 
-    def receive(grad, ids, *_):
-        found = dense_gradient(table, grad, ids.flatten())
+    def receive(grad, ids):
+        found = dense_gradient(table, grad, ids)
         table.grad = found if table.grad is None else table.grad + found
 
     table.receive = receive
@@ -220,7 +225,7 @@ def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
 
     def look_and_step(rates):
         reached.update(name for name, p in dense.items() if p.grad.abs().max() > 0)
-        assert sparse_table(trainer).grads.any(1).all(), "of every token's n-grams"
+        assert of_the_step(trainer)[0].any(1).all(), "of every token's n-grams"
         step_of(rates)
 
     trainer.optimizer.step = look_and_step
@@ -234,8 +239,7 @@ def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
 
 def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
     """The lookups that write into the optimizer's buffers, as on the GPU but for their kernel: the same training, bit for bit."""
-    def launch(kernel, grad, lookup, dense, ADD):
-        tokens, order, starts = lookup
+    def launch(kernel, grad, tokens, order, starts, dense, ADD):
         assert kernel is tg._embedding_grad_kernel and order.equal(torch.argsort(tokens, stable=True)) and starts[-1] == len(tokens)
         found = tg.embedding_grad_reference(grad, tokens, len(dense), dense.dtype)
         return dense.add_(found) if ADD else dense.copy_(found)
@@ -243,7 +247,7 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
     monkeypatch.setattr(tg, "launch_groups", launch)
     monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: 4)
     ops, ends = tg.select_ops(CPU), []
-    for embed in (ops.embed, lambda table, lookup: tg.EmbeddingLookup.apply(F.embedding, table, *lookup)):
+    for embed in (ops.embed, lambda table, batch: tg.EmbeddingLookup.apply(F.embedding, table, batch.tokens, batch.order, batch.starts)):
         trainer = helpers.make_trainer(corpus, PRESET, replace(ops, embed=embed))
         helpers.randomise(trainer.model)
         for step, batches in enumerate(helpers.all_batches(trainer)):
@@ -267,10 +271,14 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
         backward(loss, *arguments, **options)
         passes[-1] = "done"
 
+    def gradient_of(table):
+        return (of_the_step(trainer)[0] if isinstance(table, tg.SparseTable) else table.grads).clone()
+
     def counted(reduce_):
         def counted_reduce(table):
-            events.append((table, len(passes), passes[-1], trainer.model.embedding.grad.clone(), table.grads.clone()))
+            events.append((table, len(passes), passes[-1], trainer.model.embedding.grad.clone()))
             reduce_(table)
+            events[-1] += gradient_of(table),
         return counted_reduce
 
     monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
@@ -279,7 +287,8 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
     step_of, tables = trainer.optimizer.step, trainer.optimizer.tables
 
     def keep_and_step(rates):
-        final.update({table: table.grads.clone() for table in tables})
+        assert not any(table.received for table in tables if isinstance(table, tg.SparseTable)), "nothing came later"
+        final.update({table: gradient_of(table) for table in tables})
         step_of(rates)
 
     trainer.optimizer.step = keep_and_step
