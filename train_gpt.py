@@ -182,13 +182,14 @@ class Preset:
     name: str
     model: ModelConfig
     stages: tuple[Stage, ...]
-    optimizer: OptimizerConfig
-    data: str  # folder with *_train_*.bin and *_val_*.bin
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
+    _: dataclasses.KW_ONLY
     train_tokens: int  # shards are opened in order until they hold this many
     val_tokens: int
-    val_window_tokens: int  # contiguous tokens a forward pass of the validation sees
-    val_windows_tokens: tuple[int, int]  # (short, long) attention windows of the final validation
-    target_loss: float | None
+    val_window_tokens: int = 262_144  # contiguous tokens a forward pass of the validation sees
+    val_windows_tokens: tuple[int, int] = (768, 2560)  # (short, long) attention windows of the final validation
+    target_loss: float | None = None
     status: str  # one line said at the start
     log_every_steps: int = 25
 
@@ -238,23 +239,19 @@ def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens
 
 PRESETS = {preset.name: preset for preset in (
     Preset("speedrun", GPT_SMALL, three_stages((500, 500, 500), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072, (10_240, 14_336, 28_672)),
-           OptimizerConfig(), "data/fineweb10B",
-           train_tokens=500_000_000, val_tokens=10_485_760, val_window_tokens=262_144, val_windows_tokens=(768, 2560),
-           target_loss=3.28, status="speedrun: not yet run on FineWeb"),
+           train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28, status="speedrun: not yet run on FineWeb"),
     # One pass over 94 M tokens. Half the batch of the speedrun: twice the steps lower the loss by 0.05 at the same time on one GPU (records/LOG.md).
     Preset("sprint", GPT_SMALL, three_stages((239, 239, 228), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (8192, 12_288, 24_576)),
-           OptimizerConfig(), "data/fineweb10B",
-           train_tokens=94_000_000, val_tokens=2_097_152, val_window_tokens=262_144, val_windows_tokens=(768, 2560),
-           target_loss=None, status="sprint: at most one pass over one shard"),
+           train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset("smoke", GPT_TINY, (Stage(40, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=4096),
                                Stage(36, 1024, 256, 128, 256, candidates=8192), Stage(4, 1024, 256, 128, 256, extension=True)),
-           OptimizerConfig(momentum_warmup_steps=40, momentum_cooldown_steps=10), "data/sample",
-           train_tokens=10_000_000, val_tokens=16_384, val_window_tokens=2048, val_windows_tokens=(128, 512),
-           target_loss=None, status="smoke: practice on a small public-domain sample, never on a leaderboard", log_every_steps=10),
+           OptimizerConfig(momentum_warmup_steps=40, momentum_cooldown_steps=10), "data/sample", train_tokens=10_000_000, val_tokens=16_384,
+           val_window_tokens=2048, val_windows_tokens=(128, 512), log_every_steps=10,
+           status="smoke: practice on a small public-domain sample, never on a leaderboard"),
     Preset("smoke-gpu", GPT_SMALL, (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
-           OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5), "data/sample",
-           train_tokens=10_000_000, val_tokens=65_536, val_window_tokens=65_536, val_windows_tokens=(384, 1408),
-           target_loss=None, status="smoke-gpu: 20 steps at full width, never on a leaderboard", log_every_steps=5),
+           OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5), "data/sample", train_tokens=10_000_000,
+           val_tokens=65_536, val_window_tokens=65_536, val_windows_tokens=(384, 1408), log_every_steps=5,
+           status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
 )}
 
 # ======================================================================================================================
@@ -282,14 +279,13 @@ class Ranks:
         rank, world, local = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
+        device = torch.device("cpu")
         if torch.cuda.is_available():
             if local >= torch.cuda.device_count():
                 fail("GPUs on this machine", f"at least {local + 1}", torch.cuda.device_count(), "start fewer processes", EXIT_HARDWARE)
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured in a graph
-        else:
-            device = torch.device("cpu")
         if world > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
         ranks = Ranks(rank, world, device)
@@ -1691,9 +1687,6 @@ def compile_dynamic(function: Callable) -> Callable:
 
 def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = FP8_PARTS, graphs: bool = True) -> Ops:
     """The fastest operators that this device and installation support; `names` tells which, for the log."""
-    def eager(function):
-        return function
-
     if not fast or device.type != "cuda" or triton is None:
         return Ops(
             attention=lambda q, k, v, documents, window, scale: attention_reference(q, k, v, documents.borders(len(q)), window, scale),
@@ -1701,11 +1694,11 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
             head_loss=head_loss_reference, head_loss_eval=lambda *operands: head_loss_reference(*operands).double(),
             pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.cu_seqlens, window, scale),
             orthogonalize=orthogonalize_reference, sparse_adam=sparse_adam_reference,
-            embed=lambda table, lookup: F.embedding(lookup.ids, table), compile=eager, graphs=False,
+            embed=lambda table, lookup: F.embedding(lookup.ids, table), compile=lambda function: function, graphs=False,
             names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
     has_fp8, fits = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # the MLP's kernel needs 208 KB of shared memory
     attention, head, mlp = ("fp8" if part in fp8 and able else "bf16" for part, able in zip(FP8_PARTS, (has_fp8, has_fp8, fits)))
-    region, scales = compile_dynamic if compile else eager, HeadScales() if head == "fp8" else None
+    region, scales = compile_dynamic if compile else lambda function: function, HeadScales() if head == "fp8" else None
     if compile:
         torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
@@ -2084,8 +2077,7 @@ class Block(nn.Module):
         if layer.mlp:
             self.up = declared("mlp_up", empty(config.mlp_width, width), (config.mlp_width, width))
             self.down = declared("mlp_down", empty(config.mlp_width, width), (config.mlp_width, width))
-        self.attention_in = ops.compile(attention_in)
-        self.attention_out, self.mlp_in = ops.compile(attention_out), ops.compile(mlp_in)
+        self.attention_in, self.attention_out, self.mlp_in = map(ops.compile, (attention_in, attention_out, mlp_in))
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
@@ -2131,11 +2123,9 @@ class GPT(nn.Module):
         self.ngram = declared("ngram", weight(config.ngram_rows, config.ngram_width)) if config.ngram_rows else None
         self.smear_gate = declared("smear_gate", empty(config.gate_inputs))
         self.smear = declared("scalar", empty(()))
-        def matrix(*shape, dtype=None):
-            return weight(*shape) if dtype is None else empty(*shape, dtype=dtype)
         # An empty slot keeps its number, not its parameters.
         self.skip_sources = {layer.skip_from for layer in config.layers}
-        self.blocks = nn.ModuleDict({str(slot): Block(layer, config, matrix, ops)
+        self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
         self.value_embeddings = nn.ParameterList([declared("value_embedding", table()) for _ in range(config.value_embeddings)])
         self.backout = declared("scalar", empty(())) if any(layer.backout for layer in config.layers) else None
@@ -2467,15 +2457,13 @@ def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
 
     Half of the channels turn, in pairs. At each change of the long window YaRN stretches the slow frequencies (those that turn less than 32 times
     in the window) and sharpens the softmax. Sources: arXiv 2309.00071, public record 31."""
-    frequency = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.head_width // 4)
-    scale, stages = 0.1, preset.stages[:index + 1]
-    for old, new in zip(stages, stages[1:]):
-        old, new = old.long_window_tokens, new.long_window_tokens
-        if old != new:
-            turns = old * frequency / (2 * math.pi)
-            keep = np.clip((turns - 1) / (32 - 1), 0, 1)
-            frequency = frequency * (old / new + keep * (1 - old / new))
-            scale *= 0.2 * math.log(new / old) + 1
+    frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.head_width // 4), 0.1
+    windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
+    for old, new in zip(windows, windows[1:]):
+        turns = old * frequency / (2 * math.pi)
+        keep = np.clip((turns - 1) / (32 - 1), 0, 1)
+        frequency = frequency * (old / new + keep * (1 - old / new))
+        scale *= 0.2 * math.log(new / old) + 1
     return frequency, scale
 
 def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int], positions: int, dtype: torch.dtype,
@@ -2611,12 +2599,6 @@ def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list[np.ndar
     windows = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, preset.model.vocabulary)
     return stream, starts, shard, windows, files_hash([*stream.paths, shard])
 
-class CapturedStep(NamedTuple):
-    """A CUDA graph of a training step, its inputs and its output."""
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    loss: Tensor
-
 class Trainer:
     """One compiled model, its optimizer and its data: what several runs of a process share."""
     def __init__(self, preset: Preset, ranks: Ranks, ops: Ops, clock: Clock, data: Path):
@@ -2633,7 +2615,7 @@ class Trainer:
                                    for slot in range(self.micro_slots[stage])} for stage in stages}
         self.borders = self._borders()
         self.warm = False
-        self.graphs: dict[int, CapturedStep] = {}  # by stage
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}  # of a step of each stage, with its inputs and its loss
         self.graph_pool = torch.cuda.MemPool() if ops.graphs else None  # after the graphs: it must outlive them
 
         self.model = GPT(preset.model, ops, ranks.device)
@@ -2666,14 +2648,13 @@ class Trainer:
         """Forward, backward and update over this rank's micro-batches; returns their summed loss (on the device, no synchronise; the next
         step may overwrite it)."""
         sources = [*(batch.data for batch in batches), self.rates[step], self.target_weights[step]]
-        captured = self.graphs.get(stage_index(self.preset, step))
-        inputs = captured.inputs if captured else [torch.empty_like(source, device=self.ranks.device) for source in sources]
+        if (index := stage_index(self.preset, step)) not in self.graphs:
+            return self._step(step, batches, [source.to(self.ranks.device, copy=True, non_blocking=True) for source in sources])
+        graph, inputs, loss = self.graphs[index]
         for target, source in zip(inputs, sources):
             target.copy_(source, non_blocking=True)
-        if captured is None:
-            return self._step(step, batches, inputs)
-        captured.graph.replay()
-        return captured.loss
+        graph.replay()
+        return loss
 
     def _step(self, step: int, batches: list[HostBatch], inputs: list[Tensor]) -> Tensor:
         """What a step does once its inputs are on the device: the data of each micro-batch, the rates, the weights of the targets."""
@@ -2695,7 +2676,7 @@ class Trainer:
         # Thread-local: other threads (NCCL's, the allocator of pinned memory) may go on talking to the device.
         with torch.cuda.graph(graph, pool=self.graph_pool.id, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             loss = self._step(step, batches, inputs)
-        self.graphs[stage_index(self.preset, step)] = CapturedStep(graph, inputs, loss)
+        self.graphs[stage_index(self.preset, step)] = graph, inputs, loss
 
     def evaluate(self, batch: HostBatch, geometry: Geometry) -> Tensor:
         """Summed cross-entropy of a window, in the memory that captured steps need only while they run."""
@@ -2762,9 +2743,7 @@ class Meter:
         holds one all-reduce, and an interval never spans two stages."""
         self.flush()
         ranks = self.trainer.ranks
-        sums = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked))))
-        host = torch.empty(2, pin_memory=self.cuda)
-        host.copy_(sums, non_blocking=True)
+        host = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked)))).to("cpu", non_blocking=True)
         steps = step + 1 - self.last_step
         self.tokens += steps * stage.batch_tokens
         self.pending = (step + 1, host, self.last, self.now(), steps, stage, self.tokens)
@@ -2823,7 +2802,7 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
 def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
     """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""
     preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
-    digest, profiler, index = 0, None, -1
+    digest, profiler = 0, None
     items = training_batches(trainer.stream, preset.stages, trainer.micro_slots, trainer.borders, preset.model, ranks)
     clock.intervals.clear()
     clock.switch("training")
@@ -2834,9 +2813,9 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
                 ranks.sum(torch.zeros((), device=ranks.device))  # start together, or the first collective of the trace shows who was late
                 profiler = torch.profiler.profile()
                 profiler.start()
-            if stage_index(preset, step) != index:
-                index = stage_index(preset, step)
-                stage = preset.stages[index]
+            index = stage_index(preset, step)
+            stage = preset.stages[index]
+            if step == 0 or stage_index(preset, step - 1) != index:
                 log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_slots[stage])
             micro = [next(batches) for _ in range(SLOTS // ranks.world // trainer.micro_slots[stage])]
             digest += sum(batch.digest for batch in micro)
