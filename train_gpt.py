@@ -2356,8 +2356,7 @@ def pack(slots: dict[int, list[np.ndarray]], borders: int, longest: int, model: 
 
 def slot_digest(number: int, tokens: np.ndarray) -> int:
     """64 bits that name the tokens of one slot; a run's token hash is their sum, whatever rank held which slot."""
-    digest = hashlib.blake2b(f"{number}:".encode(), digest_size=8)
-    digest.update(tokens.astype("<u2").tobytes())
+    digest = hashlib.blake2b(f"{number}:".encode() + tokens.astype("<u2").tobytes(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 def padded_borders(documents: int) -> int:
@@ -2420,18 +2419,15 @@ def stage_index(preset: Preset, step: int) -> int:
 def learning_rate(preset: Preset, step: int) -> float:
     """Relative rate: the stage's multiplier, then a linear cool-down to the final rate, which the extension keeps."""
     config, stage = preset.optimizer, preset.stages[stage_index(preset, step)]
-    if stage.extension:
-        return config.final_learning_rate
-    left = (1 - step / preset.scheduled_steps) / config.cooldown_fraction
-    return stage.learning_rate_multiplier if left >= 1 else stage.learning_rate_multiplier * left + config.final_learning_rate * (1 - left)
+    left = 0.0 if stage.extension else min((1 - step / preset.scheduled_steps) / config.cooldown_fraction, 1.0)
+    return stage.learning_rate_multiplier * left + config.final_learning_rate * (1 - left)
 
 def muon_momentum(preset: Preset, step: int) -> float:
     """Low while gradients still turn quickly (start) and while they are averaged anyway (end)."""
     config = preset.optimizer
     low, high = config.muon_momentum
-    warm = min(step / config.momentum_warmup_steps, 1.0)
-    cool = min((preset.steps - step) / config.momentum_cooldown_steps, 1.0)
-    return low + (high - low) * min(warm, cool)
+    warm, cool = step / config.momentum_warmup_steps, (preset.steps - step) / config.momentum_cooldown_steps
+    return low + (high - low) * min(warm, cool, 1.0)
 
 def step_rates(preset: Preset, step: int) -> dict[str, float]:
     """Everything an optimizer step reads: its number, Muon's rate and momentum, and Adam's step size by role, bias corrections included."""
@@ -2613,11 +2609,9 @@ class Trainer:
         self.micro_slots = {stage: micro_batch_slots(stage, ranks, micro_batch_tokens) for stage in stages}
         self.warm_slots = {stage: {slot: generated_pieces(stage.slot_tokens, stage.document_cap_tokens, seed=7 + slot)
                                    for slot in range(self.micro_slots[stage])} for stage in stages}
-        self.borders = self._borders()
-        self.warm = False
+        self.borders, self.warm = self._borders(), False
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}  # of a step of each stage, with its inputs and its loss
         self.graph_pool = torch.cuda.MemPool() if ops.graphs else None  # after the graphs: it must outlive them
-
         self.model = GPT(preset.model, ops, ranks.device)
         if recompute:
             for block in self.model.blocks.values():
@@ -2716,8 +2710,7 @@ class Trainer:
         self.evaluate(batch, self.final_geometry)
         return len(variants)
 
-@dataclass(frozen=True)
-class RunOptions:
+class RunOptions(NamedTuple):
     steps: int
     complete: bool  # neither shortened nor profiled: else it is no record
     val_every: int | None
@@ -2802,7 +2795,7 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
 def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
     """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""
     preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
-    digest, profiler = 0, None
+    digest = 0
     items = training_batches(trainer.stream, preset.stages, trainer.micro_slots, trainer.borders, preset.model, ranks)
     clock.intervals.clear()
     clock.switch("training")
@@ -2824,10 +2817,9 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
             last_of_stage = step + 1 == options.steps or stage_index(preset, step + 1) != index
             if (step + 1) % preset.log_every_steps == 0 or step == 0 or last_of_stage:
                 meter.record(step, loss, stage)
-            if profiler and step == options.profile[1]:
+            if options.profile and step == options.profile[1]:
                 ranks.beat("the trace", 10)
                 stop_profiler(profiler, options.profile_path, log)
-                profiler = None
             if options.val_every and (step + 1) % options.val_every == 0 and step + 1 < options.steps:
                 trainer.optimizer.gather()
                 clock.switch("validation")
@@ -2997,7 +2989,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
     parser.add_argument("--orthogonalize", choices=RECIPES, help="how Muon orthogonalises (default: the preset's)")
     parser.add_argument("--muon", action="store_true", help="plain Muon: no variance normalisation")
-    parser.add_argument("--stall-limit", type=float, default=120.0, metavar="SECONDS", help="end with exit code 4 when nothing progresses for so long")
+    parser.add_argument("--stall-limit", type=float, default=120, metavar="SECONDS", help="end with exit code 4 when nothing progresses for so long")
     parser.add_argument("--check", action="store_true", help="what a start would check, one line an item, then exit")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model of the last run")
     parser.add_argument("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
@@ -3027,8 +3019,8 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
     """What a start checks, a line an item; returns the exit code of the first that fails."""
     def memory() -> str:
         recompute, tokens, needed = memory_plan(preset, ranks, ops)
-        return (f"{needed / 2**30:.1f} of {torch.cuda.mem_get_info(ranks.device)[0] / 2**30:.1f} GiB that are free, micro-batches of up to {tokens:,} tokens"
-                + ", layers recomputed" * recompute) if needed else "no GPU whose memory to fit"
+        return (f"{needed / 2**30:.1f} of {torch.cuda.mem_get_info(ranks.device)[0] / 2**30:.1f} GiB that are free, micro-batches of up to "
+                f"{tokens:,} tokens" + ", layers recomputed" * recompute) if needed else "no GPU whose memory to fit"
 
     def data() -> str:
         stream, *_, digest = open_corpus(preset, arguments.data or Path(preset.data))
@@ -3074,15 +3066,15 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
         options = RunOptions(steps, not arguments.profile and arguments.stop_after is None, arguments.val_every, arguments.profile,
                              arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json")
         log = RunLog(arguments.log_dir / f"{name}.jsonl" if main_rank else None, quiet=not main_rank)
-        watchdog = Watchdog(ranks, arguments.stall_limit, lambda message: (log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE), log.close()))
+        watchdog = Watchdog(ranks, arguments.stall_limit, lambda text: (log.line("end", state=f"failed: {text}", code=EXIT_HARDWARE), log.close()))
         try:
             loss = train(trainer, seed + run, log, options, settings)
             ranks.beat("the end of the run", 10)
             if arguments.save and run == arguments.runs - 1 and main_rank:
                 save_model(arguments.save, trainer, loss, seed + run)
         except BaseException as error:
-            failure = explained(error, ranks) or error
-            log.line("end", state="interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {failure}", code=getattr(failure, "code", None))
+            cause = explained(error, ranks) or error
+            log.line("end", state="interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}", code=getattr(cause, "code", None))
             raise
         finally:
             watchdog.done.set()
