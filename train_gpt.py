@@ -44,6 +44,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,7 +92,6 @@ class Layer:
 
 class Softcap(NamedTuple):
     """z = softcap · σ((logit + shift) / temperature): bounded by (0, softcap), so softmax needs no running maximum."""
-
     softcap: float = 23.0
     shift: float = 5.0  # record 54
     temperature: float = 7.5
@@ -181,13 +181,14 @@ class Preset:
     name: str
     model: ModelConfig
     stages: tuple[Stage, ...]
-    optimizer: OptimizerConfig
-    data: str  # folder with *_train_*.bin and *_val_*.bin
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
+    _: dataclasses.KW_ONLY
     train_tokens: int  # shards are opened in order until they hold this many
     val_tokens: int
-    val_window_tokens: int  # contiguous tokens a forward pass of the validation sees
-    val_windows_tokens: tuple[int, int]  # (short, long) attention windows of the final validation
-    target_loss: float | None
+    val_window_tokens: int = 262_144  # contiguous tokens a forward pass of the validation sees
+    val_windows_tokens: tuple[int, int] = (768, 2560)  # (short, long) attention windows of the final validation
+    target_loss: float | None = None
     status: str  # one line said at the start
     log_every_steps: int = 25
 
@@ -237,23 +238,19 @@ def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens
 
 PRESETS = {preset.name: preset for preset in (
     Preset("speedrun", GPT_SMALL, three_stages((500, 500, 500), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072, (10_240, 14_336, 28_672)),
-           OptimizerConfig(), "data/fineweb10B",
-           train_tokens=500_000_000, val_tokens=10_485_760, val_window_tokens=262_144, val_windows_tokens=(768, 2560),
-           target_loss=3.28, status="speedrun: not yet run on FineWeb"),
+           train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28, status="speedrun: not yet run on FineWeb"),
     # One pass over 94 M tokens. Half the batch of the speedrun: twice the steps lower the loss by 0.05 at the same time on one GPU (records/LOG.md).
     Preset("sprint", GPT_SMALL, three_stages((239, 239, 228), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (8192, 12_288, 24_576)),
-           OptimizerConfig(), "data/fineweb10B",
-           train_tokens=94_000_000, val_tokens=2_097_152, val_window_tokens=262_144, val_windows_tokens=(768, 2560),
-           target_loss=None, status="sprint: at most one pass over one shard"),
+           train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset("smoke", GPT_TINY, (Stage(40, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=4096),
                                Stage(36, 1024, 256, 128, 256, candidates=8192), Stage(4, 1024, 256, 128, 256, extension=True)),
-           OptimizerConfig(momentum_warmup_steps=40, momentum_cooldown_steps=10), "data/sample",
-           train_tokens=10_000_000, val_tokens=16_384, val_window_tokens=2048, val_windows_tokens=(128, 512),
-           target_loss=None, status="smoke: practice on a small public-domain sample, never on a leaderboard", log_every_steps=10),
+           OptimizerConfig(momentum_warmup_steps=40, momentum_cooldown_steps=10), "data/sample", train_tokens=10_000_000, val_tokens=16_384,
+           val_window_tokens=2048, val_windows_tokens=(128, 512), log_every_steps=10,
+           status="smoke: practice on a small public-domain sample, never on a leaderboard"),
     Preset("smoke-gpu", GPT_SMALL, (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
-           OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5), "data/sample",
-           train_tokens=10_000_000, val_tokens=65_536, val_window_tokens=65_536, val_windows_tokens=(384, 1408),
-           target_loss=None, status="smoke-gpu: 20 steps at full width, never on a leaderboard", log_every_steps=5),
+           OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5), "data/sample", train_tokens=10_000_000,
+           val_tokens=65_536, val_window_tokens=65_536, val_windows_tokens=(384, 1408), log_every_steps=5,
+           status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
 )}
 
 # ======================================================================================================================
@@ -281,14 +278,13 @@ class Ranks:
         rank, world, local = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
+        device = torch.device("cpu")
         if torch.cuda.is_available():
             if local >= torch.cuda.device_count():
                 fail("GPUs on this machine", f"at least {local + 1}", torch.cuda.device_count(), "start fewer processes", EXIT_HARDWARE)
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured in a graph
-        else:
-            device = torch.device("cpu")
         if world > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
         ranks = Ranks(rank, world, device)
@@ -303,19 +299,15 @@ class Ranks:
 
     def reduce_scatter_mean(self, full: Tensor) -> Callable[[], None]:
         """Average `full` over the ranks into this rank's shard of it, in place. Returns the wait (it blocks the stream, not the host)."""
-        if self.world == 1:
-            return lambda: None
-        if self.device.type == "cuda":
+        if self.world > 1 and self.device.type == "cuda":
             return dist.reduce_scatter_tensor(self.shard(full), full, op=dist.ReduceOp.AVG, async_op=True).wait
         return self.all_reduce_mean(full)
 
     def all_reduce_mean(self, tensor: Tensor) -> Callable[[], None]:
-        if self.world == 1:
-            return lambda: None
-        if self.device.type == "cuda":
+        if self.world > 1 and self.device.type == "cuda":
             return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True).wait
-        dist.all_reduce(tensor)  # gloo has no mean
-        tensor.div_(self.world)
+        if self.world > 1:  # gloo has no mean
+            self.sum(tensor).div_(self.world)
         return lambda: None
 
     def all_gather(self, full: Tensor) -> Callable[[], None]:
@@ -409,27 +401,15 @@ class Clock:
         now = time.time()
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
 
-    def _switch(self, on: bool | None, reason: str = "") -> None:
+    def switch(self, reason: str | None) -> None:
+        """From now on the time is for `reason`, and counts if that is "training"; None stops the clock. Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = 1e3 * self.since_start()
         if self.intervals and "end_ms" not in self.intervals[-1]:
             self.intervals[-1]["end_ms"] = now
-        if on is not None:
-            self.intervals.append({"on": on, "reason": reason, "start_ms": now})
-
-    def start(self) -> None:
-        self.intervals.clear()
-        self._switch(True, "training")
-
-    def pause(self, reason: str) -> None:
-        self._switch(False, reason)
-
-    def resume(self) -> None:
-        self._switch(True, "training")
-
-    def stop(self) -> None:
-        self._switch(None)
+        if reason is not None:
+            self.intervals.append({"on": reason == "training", "reason": reason, "start_ms": now})
 
     def milliseconds(self) -> float:
         """Time on the clock, up to now if it still runs (then without a synchronise)."""
@@ -621,7 +601,6 @@ def relu_squared_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 class MlpScales(NamedTuple):
     """Static FP8 scales of the MLP and the QKV projection, value = fp8 · scale. The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28;
     weights 3.5; hidden values relu² 1792 and no less than 2^-8, pre-activations of 42 and 0.06; gradients, in e5m2, 56 and 2^-27."""
-
     input: float = 2.0 ** -4
     weight: float = 2.0 ** -7
     hidden: float = 2.0 ** 2
@@ -630,7 +609,6 @@ class MlpScales(NamedTuple):
 class HeadScales(NamedTuple):
     """Static FP8 scales, value = fp8 · scale. The default ranges: RMS-normed x reaches 28 (100 leaves room), weights
     stay under 1.6, and entries of the gradient of a summed loss under softcap / (4 · temperature) = 1."""
-
     x: float = 100 / 448
     weight: float = 1.6 / 448
     grad: float = 0.75 / 448
@@ -688,7 +666,6 @@ class OrthogonalizeRecipe:
     scaling: "frobenius" divides by safety * ||X||_F; "aol" scales every row i by (sum_j |G_ij|)^-1/2, G = X X^T, which also bounds the spectral
     norm by 1 but is tighter, and takes no pass over X (arXiv 2208.03160). It changes the polar factor a little: an equaliser of rows, not only a
     normalisation. coefficients: one (a, b, c) per step. safety: room for rounding, since a polynomial explodes above its interval."""
-
     name: str
     scaling: str
     coefficients: tuple[tuple[float, float, float], ...]
@@ -744,7 +721,6 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
 # ======================================================================================================================
 # 5. Triton kernels, each with its wrapper
 # ======================================================================================================================
-
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
 # All three products of a step are written for wide matrices. A tall X is passed as its transposed view: strides are
 # arguments, a stride of 1 is compiled in, so loads stay contiguous along whichever axis is, and X^T X needs no copy.
@@ -974,7 +950,6 @@ class PackedAttention(torch.autograd.Function):
     last_query: visible_range, shared by the layers. Neither the documents nor the window recompile anything. The softmax has no running maximum, so
     |scale q.k| must stay below 60: 2^87 is far from the limits of bf16 and fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is
     enough."""
-
     @staticmethod
     def forward(ctx, q, k, v, first_key, last_query, scale):
         (tokens, heads, width), tile = q.shape, attention_tiles(q.device)[0]
@@ -1172,7 +1147,6 @@ class ProjectHeads(torch.autograd.Function):
 
     h [T, width], weight [3 H D, width]. Beside the products one kernel each way: inductor's code took eight times what its bytes need. With `scales`
     the products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype: the path of GPUs without FP8, and of validation."""
-
     @staticmethod
     def launch(kernel, qkv, *arguments, key_offset, rows=32):
         T, _, H, D = qkv.shape
@@ -1389,7 +1363,6 @@ class HeadLoss(torch.autograd.Function):
     With `scales` the products are FP8: T, D, V and the number of candidates multiples of 16; forward e4m3 · e4m3, backward e5m2 · e4m3 without fast
     accumulation, which has been reported to turn gradients into NaN; dx and dW are bf16. The peak is the bf16 logits and the gradient in both
     layouts, 4 bytes a logit. Without, everything is in the operands' own dtype: the path of GPUs without FP8."""
-
     @staticmethod
     def forward(ctx, x, weight, columns, positions, weights, candidates, certain, log_copy, spare, cap=Softcap(), scales=None):
         ctx.targets = Targets(columns, positions, weights, candidates, certain, log_copy, spare)
@@ -1477,7 +1450,6 @@ class Fp8Mlp(torch.autograd.Function):
 
     h [T, D] RMS-normed, up and down [H, D], all bf16; T, D and H multiples of 16. Forward e4m3 · e4m3, backward e5m2 · e4m3, whose bf16 results
     take no fast accumulation. What takes part in two products needs two layouts: they sum over contiguous rows."""
-
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
         (h8, h8_t), (up8, up8_t), (down8, down8_t) = map(quantize_both, (h, up, down), (scales.input, scales.weight, scales.weight))
@@ -1647,9 +1619,6 @@ def compile_dynamic(function: Callable) -> Callable:
 
 def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = FP8_PARTS, graphs: bool = True) -> Ops:
     """The fastest operators that this device and installation support; `names` tells which, for the log."""
-    def eager(function):
-        return function
-
     if not fast or device.type != "cuda" or triton is None:
         return Ops(
             attention=lambda q, k, v, documents, window, scale: attention_reference(q, k, v, documents.cu_seqlens, window, scale),
@@ -1657,11 +1626,11 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
             head_loss=head_loss_reference, head_loss_eval=lambda *operands: head_loss_reference(*operands).double(),
             pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.cu_seqlens, window, scale),
             orthogonalize=orthogonalize_reference, sparse_adam=sparse_adam_reference,
-            embed=lambda table, documents: F.embedding(documents.tokens, table), compile=eager, graphs=False,
+            embed=lambda table, documents: F.embedding(documents.tokens, table), compile=lambda function: function, graphs=False,
             names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
     has_fp8, fits = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # the MLP's kernel needs 208 KB of shared memory
     attention, head, mlp = ("fp8" if part in fp8 and able else "bf16" for part, able in zip(FP8_PARTS, (has_fp8, has_fp8, fits)))
-    region, scales = compile_dynamic if compile else eager, HeadScales() if head == "fp8" else None
+    region, scales = compile_dynamic if compile else lambda function: function, HeadScales() if head == "fp8" else None
     if compile:
         torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
@@ -1677,7 +1646,6 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 # ======================================================================================================================
 # 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, both sharded over the ranks but for the n-gram table
 # ======================================================================================================================
-
 # Four kinds of state with the same phases: gather_ (collect what the other ranks last updated, asynchronous; `arrive` waits for it), reduce_
 # (average gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard, clear the gradient). Parameters and their gradients
 # live in a few static buffers, of which the model's parameters are views, so a phase is one large call.
@@ -1893,7 +1861,6 @@ class Optimizer:
     Order of a step: the ranks gather what the last step updated, and the model waits for a table only where it reads it; tables reduce
     from hooks while the backward pass (of the last micro-batch) still runs; after it the rest reduces, and Adam's updates hide that. The tables
     that the next step reads before any matrix are gathered at once, behind the updates of the matrices."""
-
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         rules = dict(config.rules)
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
@@ -1963,7 +1930,6 @@ class Optimizer:
 # ======================================================================================================================
 # 8. Model
 # ======================================================================================================================
-
 # Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
 # regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
 def smear_and_norm(x: Tensor, positions: Tensor, gate: Tensor, smear: Tensor) -> Tensor:
@@ -2047,8 +2013,7 @@ class Block(nn.Module):
         if layer.mlp:
             self.up = declared("mlp_up", empty(config.mlp_width, width), (config.mlp_width, width))
             self.down = declared("mlp_down", empty(config.mlp_width, width), (config.mlp_width, width))
-        self.attention_in = ops.compile(attention_in)
-        self.attention_out, self.mlp_in = ops.compile(attention_out), ops.compile(mlp_in)
+        self.attention_in, self.attention_out, self.mlp_in = map(ops.compile, (attention_in, attention_out, mlp_in))
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
@@ -2094,11 +2059,9 @@ class GPT(nn.Module):
         self.ngram = declared("ngram", weight(config.ngram_rows, config.ngram_width)) if config.ngram_rows else None
         self.smear_gate = declared("smear_gate", empty(config.gate_inputs))
         self.smear = declared("scalar", empty(()))
-        def matrix(*shape, dtype=None):
-            return weight(*shape) if dtype is None else empty(*shape, dtype=dtype)
         # An empty slot keeps its number, not its parameters.
         self.skip_sources = {layer.skip_from for layer in config.layers}
-        self.blocks = nn.ModuleDict({str(slot): Block(layer, config, matrix, ops)
+        self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
         self.value_embeddings = nn.ParameterList([declared("value_embedding", table()) for _ in range(config.value_embeddings)])
         self.backout = declared("scalar", empty(())) if any(layer.backout for layer in config.layers) else None
@@ -2209,19 +2172,17 @@ def find_shards(folder: Path, kind: str) -> list[Path]:
 class TokenStream:
     """The training shards as one stream of tokens, from its first BOS on. `borders`: where its documents start."""
     def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
-        self.paths, self.shards, borders, length = [], [], [], 0
+        self.paths, self.offsets, borders = [], [0], []  # offsets: of the shards, and the end
         for path in find_shards(folder, "train"):
-            self.paths.append(path)
-            self.shards.append(open_shard(path, vocabulary))
-            borders.append(length + np.flatnonzero(np.asarray(self.shards[-1]) == BOS))
-            length += len(self.shards[-1])
+            tokens = np.asarray(open_shard(path, vocabulary))
+            borders.append(self.offsets[-1] + np.flatnonzero(tokens == BOS))
             if not len(borders[-1]):
                 fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
-            if length >= tokens_wanted:
+            self.paths.append(path)
+            self.offsets.append(self.offsets[-1] + len(tokens))
+            if self.offsets[-1] >= tokens_wanted:
                 break
-        self.borders, self.length = np.concatenate(borders), length
-        self.offsets = np.cumsum([0, *map(len, self.shards)]).tolist()
-        self.files = [path.open("rb", buffering=0) for path in self.paths]
+        self.borders, self.length, self.files = np.concatenate(borders), self.offsets[-1], [path.open("rb", buffering=0) for path in self.paths]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens start ... start + count - 1, across shards."""
@@ -2316,8 +2277,7 @@ def pack(slots: dict[int, list[np.ndarray]], borders: int, longest: int, model: 
 
 def slot_digest(number: int, tokens: np.ndarray) -> int:
     """64 bits that name the tokens of one slot; a run's token hash is their sum, whatever rank held which slot."""
-    digest = hashlib.blake2b(f"{number}:".encode(), digest_size=8)
-    digest.update(tokens.astype("<u2").tobytes())
+    digest = hashlib.blake2b(f"{number}:".encode() + tokens.astype("<u2").tobytes(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 def padded_borders(documents: int) -> int:
@@ -2353,41 +2313,16 @@ def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) ->
         fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(stream):,}", "fetch this file again")
     return [cut_documents(np.asarray(stream[begin:min(begin + window, tokens) + 1]), window) for begin in range(0, tokens, window)]
 
-class Prefetcher:
-    """Runs an iterator in a thread, a few items ahead, and raises the thread's error where the items are used."""
-    def __init__(self, items: Iterator, depth: int = 8):
-        self.queue: queue.Queue = queue.Queue(depth)
-        self.stopping = threading.Event()
-        self.thread = threading.Thread(target=self._work, args=(items,), name="prefetch", daemon=True)
-        self.thread.start()
-
-    def _put(self, item: Any) -> bool:
-        while not self.stopping.is_set():
-            try:
-                self.queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def _work(self, items: Iterator) -> None:
-        try:
-            for item in items:
-                if not self._put(item):
-                    return
-            self._put(StopIteration())
-        except BaseException as error:  # handed over, not swallowed
-            self._put(error)
-
-    def __next__(self) -> Any:
-        item = self.queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def close(self) -> None:
-        self.stopping.set()
-        self.thread.join(timeout=5)
+def prefetched(items: Iterator, depth: int = 8) -> Iterator:
+    """The items, made a few ahead by a thread, whose error is raised where the items are used. Closing it, or its end, ends the thread."""
+    thread = ThreadPoolExecutor(1, "prefetch")
+    try:
+        ahead = collections.deque(thread.submit(next, items, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(next, items, None))
+            yield item
+    finally:
+        thread.shutdown(cancel_futures=True)  # waits for an item in the making: if its disk stands still, the watchdog does not
 
 # ======================================================================================================================
 # 10. Schedule: pure functions of the step
@@ -2402,18 +2337,15 @@ def stage_index(preset: Preset, step: int) -> int:
 def learning_rate(preset: Preset, step: int) -> float:
     """Relative rate: the stage's multiplier, then a linear cool-down to the final rate, which the extension keeps."""
     config, stage = preset.optimizer, preset.stages[stage_index(preset, step)]
-    if stage.extension:
-        return config.final_learning_rate
-    left = (1 - step / preset.scheduled_steps) / config.cooldown_fraction
-    return stage.learning_rate_multiplier if left >= 1 else stage.learning_rate_multiplier * left + config.final_learning_rate * (1 - left)
+    left = 0.0 if stage.extension else min((1 - step / preset.scheduled_steps) / config.cooldown_fraction, 1.0)
+    return stage.learning_rate_multiplier * left + config.final_learning_rate * (1 - left)
 
 def muon_momentum(preset: Preset, step: int) -> float:
     """Low while gradients still turn quickly (start) and while they are averaged anyway (end)."""
     config = preset.optimizer
     low, high = config.muon_momentum
-    warm = min(step / config.momentum_warmup_steps, 1.0)
-    cool = min((preset.steps - step) / config.momentum_cooldown_steps, 1.0)
-    return low + (high - low) * min(warm, cool)
+    warm, cool = step / config.momentum_warmup_steps, (preset.steps - step) / config.momentum_cooldown_steps
+    return low + (high - low) * min(warm, cool, 1.0)
 
 def step_rates(preset: Preset, step: int) -> dict[str, float]:
     """Everything an optimizer step reads: its number, Muon's rate and momentum, and Adam's step size by role, bias corrections included."""
@@ -2439,22 +2371,19 @@ def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
 
     Half of the channels turn, in pairs. At each change of the long window YaRN stretches the slow frequencies (those that turn less than 32 times
     in the window) and sharpens the softmax. Sources: arXiv 2309.00071, public record 31."""
-    frequency = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.head_width // 4)
-    scale, stages = 0.1, preset.stages[:index + 1]
-    for old, new in zip(stages, stages[1:]):
-        old, new = old.long_window_tokens, new.long_window_tokens
-        if old != new:
-            turns = old * frequency / (2 * math.pi)
-            keep = np.clip((turns - 1) / (32 - 1), 0, 1)
-            frequency = frequency * (old / new + keep * (1 - old / new))
-            scale *= 0.2 * math.log(new / old) + 1
+    frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.head_width // 4), 0.1
+    windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
+    for old, new in zip(windows, windows[1:]):
+        turns = old * frequency / (2 * math.pi)
+        keep = np.clip((turns - 1) / (32 - 1), 0, 1)
+        frequency = frequency * (old / new + keep * (1 - old / new))
+        scale *= 0.2 * math.log(new / old) + 1
     return frequency, scale
 
 def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int], positions: int, dtype: torch.dtype,
                     device: torch.device) -> Geometry:
     """Geometry with cosines and sines for `positions` positions; the channels that do not turn get angle 0."""
-    angle = np.zeros((positions, 2 * len(frequency)))
-    angle[:, :len(frequency)] = np.arange(positions)[:, None] * frequency
+    angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
     cos, sin = (torch.from_numpy(table).to(device, dtype) for table in (np.cos(angle), np.sin(angle)))
     return Geometry(*windows, scale, cos, sin)
 
@@ -2467,14 +2396,10 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 # ======================================================================================================================
 # 11. Run log
 # ======================================================================================================================
-def chain_hash(previous: str, line: str) -> str:
-    return hashlib.sha256((previous + line).encode()).hexdigest()[:16]
-
 class RunLog:
     """One JSON line an event, each carrying a hash of itself and the line before. A thread writes, so the clock never waits."""
     def __init__(self, path: Path | None, quiet: bool = False):
-        self.path, self.quiet, self.file, self.chain = path, quiet, None, ""
-        self.terminal = sys.stdout.isatty()
+        self.path, self.quiet, self.file, self.chain, self.terminal = path, quiet, None, "", sys.stdout.isatty()
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -2504,7 +2429,7 @@ class RunLog:
                     print(item, end="", flush=True)
             elif self.file is not None:
                 text = json.dumps(item)
-                self.chain = chain_hash(self.chain, text)
+                self.chain = hashlib.sha256((self.chain + text).encode()).hexdigest()[:16]
                 try:
                     self.file.write(f'{text[:-1]}, "chain": "{self.chain}"}}\n')
                     self.file.flush()
@@ -2588,42 +2513,30 @@ def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list[np.ndar
     windows = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, preset.model.vocabulary)
     return stream, starts, shard, windows, files_hash([*stream.paths, shard])
 
-class CapturedStep(NamedTuple):
-    """A CUDA graph of a training step, its inputs and its output."""
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    loss: Tensor
-
 class Trainer:
     """One compiled model, its optimizer and its data: what several runs of a process share."""
     def __init__(self, preset: Preset, ranks: Ranks, ops: Ops, clock: Clock, data: Path):
         self.preset, self.ranks, self.ops, self.clock = preset, ranks, ops, clock
-        vocabulary, stages = preset.model.vocabulary, preset.stages
+        stages, pin = preset.stages, ranks.device.type == "cuda"
         self.stream, self.slot_starts, validation_shard, windows, self.data_hash = open_corpus(preset, data)
         recompute, micro_batch_tokens, _ = memory_plan(preset, ranks, ops)
-        longest = max(len(piece) for pieces in windows for piece in pieces)
-        pin = ranks.device.type == "cuda"
-        borders = padded_borders(max(len(pieces) for pieces in windows))
-        mine = windows[ranks.rank::ranks.world]
-        self.validation = [pack({0: pieces}, borders, max(len(p) for p in pieces), preset.model, pin) for pieces in mine]
-        validated = np.asarray(open_shard(validation_shard, vocabulary)[:preset.val_tokens + 1])
+        self.longest, borders = max(len(piece) for pieces in windows for piece in pieces), padded_borders(max(map(len, windows)))
+        self.validation = [pack({0: pieces}, borders, max(map(len, pieces)), preset.model, pin) for pieces in windows[ranks.rank::ranks.world]]
+        validated = np.asarray(open_shard(validation_shard, preset.model.vocabulary)[:preset.val_tokens + 1])
         self.validation_hash = hashlib.sha256(validated.tobytes()).hexdigest()[:16]
         self.micro_slots = {stage: micro_batch_slots(stage, ranks, micro_batch_tokens) for stage in stages}
         self.warm_slots = {stage: {slot: generated_pieces(stage.slot_tokens, stage.document_cap_tokens, seed=7 + slot)
                                    for slot in range(self.micro_slots[stage])} for stage in stages}
-        self.borders = self._borders()
-        self.warm = False
-        self.graphs: dict[int, CapturedStep] = {}  # by stage
+        self.borders, self.warm = self._borders(), False
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}  # of a step of each stage, with its inputs and its loss
         self.graph_pool = torch.cuda.MemPool() if ops.graphs else None  # after the graphs: it must outlive them
-
         self.model = GPT(preset.model, ops, ranks.device)
         if recompute:
             for block in self.model.blocks.values():
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         self.model.reset(seed=0)
         self.optimizer = Optimizer(self.model, preset.optimizer, ranks, ops)
-        self.longest = longest
-        positions = max(longest, *(stage.document_cap_tokens for stage in stages))
+        positions = max(self.longest, *(stage.document_cap_tokens for stage in stages))
         self.geometries = [rotary_geometry(preset, index, positions, ranks.device) for index in range(len(stages))]
         self.final_geometry = rotary_geometry(preset, len(stages) - 1, positions, ranks.device, preset.val_windows_tokens)
         rates = [step_rates(preset, step) for step in range(preset.steps)]
@@ -2647,14 +2560,13 @@ class Trainer:
         """Forward, backward and update over this rank's micro-batches; returns their summed loss (on the device, no synchronise; the next
         step may overwrite it)."""
         sources = [*(batch.data for batch in batches), self.rates[step], self.target_weights[step]]
-        captured = self.graphs.get(stage_index(self.preset, step))
-        inputs = captured.inputs if captured else [torch.empty_like(source, device=self.ranks.device) for source in sources]
+        if (index := stage_index(self.preset, step)) not in self.graphs:
+            return self._step(step, batches, [source.to(self.ranks.device, copy=True, non_blocking=True) for source in sources])
+        graph, inputs, loss = self.graphs[index]
         for target, source in zip(inputs, sources):
             target.copy_(source, non_blocking=True)
-        if captured is None:
-            return self._step(step, batches, inputs)
-        captured.graph.replay()
-        return captured.loss
+        graph.replay()
+        return loss
 
     def _step(self, step: int, batches: list[HostBatch], inputs: list[Tensor]) -> Tensor:
         """What a step does once its inputs are on the device: the data of each micro-batch, the rates, the weights of the targets."""
@@ -2676,7 +2588,7 @@ class Trainer:
         # Thread-local: other threads (NCCL's, the allocator of pinned memory) may go on talking to the device.
         with torch.cuda.graph(graph, pool=self.graph_pool.id, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             loss = self._step(step, batches, inputs)
-        self.graphs[stage_index(self.preset, step)] = CapturedStep(graph, inputs, loss)
+        self.graphs[stage_index(self.preset, step)] = graph, inputs, loss
 
     def evaluate(self, batch: HostBatch, geometry: Geometry) -> Tensor:
         """Summed cross-entropy of a window, in the memory that captured steps need only while they run."""
@@ -2702,9 +2614,8 @@ class Trainer:
         pin, first, variants = self.ranks.device.type == "cuda", 0, {}
         for stage in self.preset.stages:
             batch = pack(self.warm_slots[stage], self.borders[stage], stage.document_cap_tokens, self.preset.model, pin, stage.candidates)
-            count = SLOTS // self.ranks.world // self.micro_slots[stage]
             self.ranks.beat("warm-up", 10)  # it compiles
-            variants[first] = [batch] * count
+            variants[first] = [batch] * (SLOTS // self.ranks.world // self.micro_slots[stage])
             self.training_step(first, variants[first])
             first += stage.steps
         for step, batches in reversed(variants.items()) if self.ops.graphs else ():  # the largest first: the others fit into its memory
@@ -2715,43 +2626,36 @@ class Trainer:
         self.evaluate(batch, self.final_geometry)
         return len(variants)
 
-@dataclass(frozen=True)
-class RunOptions:
-    stop_after: int | None = None  # steps; a shortened run is no record
-    val_every: int | None = None
-    profile: tuple[int, int] | None = None  # first and last step of a trace; no record either
-    profile_path: Path | None = None
+class RunOptions(NamedTuple):
+    steps: int
+    complete: bool  # neither shortened nor profiled: else it is no record
+    val_every: int | None
+    profile: tuple[int, int] | None  # first and last step of a trace
+    profile_path: Path
 
 class Meter:
     """Losses and times of the logged steps, read back one log interval later, when the device has surely finished them."""
     def __init__(self, log: RunLog, trainer: Trainer):
         self.log, self.trainer, self.cuda = log, trainer, trainer.ranks.device.type == "cuda"
         self.pending: tuple | None = None
-        self.tokens, self.last_step = 0, 0
-        self.restart()
+        self.tokens, self.last_step, self.last = 0, 0, self.now()  # `last`: the start of the interval, which a pause of the clock moves
 
-    def _now(self) -> Any:
+    def now(self) -> Any:
         if not self.cuda:
             return self.trainer.clock.milliseconds()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def restart(self) -> None:
-        """Begin a new interval (after a pause of the clock)."""
-        self.last = self._now()
-
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
         """Note the loss of `step` (0-based). Every rank calls this at the same steps, of which each stage's last is one: it
         holds one all-reduce, and an interval never spans two stages."""
         self.flush()
         ranks = self.trainer.ranks
-        sums = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked))))
-        host = torch.empty(2, pin_memory=self.cuda)
-        host.copy_(sums, non_blocking=True)
+        host = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked)))).to("cpu", non_blocking=True)
         steps = step + 1 - self.last_step
         self.tokens += steps * stage.batch_tokens
-        self.pending = (step + 1, host, self.last, self._now(), steps, stage, self.tokens)
+        self.pending = (step + 1, host, self.last, self.now(), steps, stage, self.tokens)
         self.last, self.last_step = self.pending[3], step + 1
 
     def flush(self) -> None:
@@ -2785,17 +2689,9 @@ def compiled_graphs() -> int:
 def peak_memory_mib(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) >> 20 if device.type == "cuda" else None
 
-def start_profiler(ranks: Ranks) -> torch.profiler.profile:
-    ranks.sum(torch.zeros((), device=ranks.device))  # start together, or the first collective of the trace shows who was late
-    profiler = torch.profiler.profile()
-    profiler.start()
-    return profiler
-
 def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> None:
     """Write the Chrome trace; say how busy the device was and the ten largest kernels."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    profiler.stop()
+    profiler.stop()  # waits for the device
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
     if not torch.cuda.is_available():
@@ -2803,58 +2699,55 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
         return
     spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in profiler.events()
                    if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation)
-    totals: dict[str, float] = {}
-    busy = end = 0.0
+    totals, busy, end = collections.Counter(), 0.0, 0.0
     for start, stop, name in spans:
-        totals[name] = totals.get(name, 0.0) + stop - start
+        totals[name] += stop - start
         busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
     length = end - spans[0][0]
     log.say(f"trace in {path}: {length / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %")
-    for name, time_us in sorted(totals.items(), key=lambda item: -item[1])[:10]:
+    for name, time_us in totals.most_common(10):
         log.say(f"{time_us / 1e3:10.2f} ms {100 * time_us / busy:5.1f} %  {name[:110]}")
 
-def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
-    """All steps, on the clock. Returns the digest of this rank's training tokens."""
+def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
+    """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""
     preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
-    steps = min(preset.steps, options.stop_after or preset.steps)
-    digest, profiler, index = 0, None, -1
-    clock.start()
-    batches = Prefetcher(training_batches(trainer.stream, preset.stages, trainer.micro_slots, trainer.borders, preset.model, ranks))
+    digest = 0
+    items = training_batches(trainer.stream, preset.stages, trainer.micro_slots, trainer.borders, preset.model, ranks)
+    clock.intervals.clear()
+    clock.switch("training")
     meter = Meter(log, trainer)
-    try:
-        for step in range(steps):
+    with contextlib.closing(prefetched(items)) as batches:
+        for step in range(options.steps):
             if options.profile and step == options.profile[0]:
-                profiler = start_profiler(ranks)
-            if stage_index(preset, step) != index:
-                index = stage_index(preset, step)
-                stage = preset.stages[index]
+                ranks.sum(torch.zeros((), device=ranks.device))  # start together, or the first collective of the trace shows who was late
+                profiler = torch.profiler.profile()
+                profiler.start()
+            index = stage_index(preset, step)
+            stage = preset.stages[index]
+            if step == 0 or stage_index(preset, step - 1) != index:
                 log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_slots[stage])
-            count = SLOTS // ranks.world // trainer.micro_slots[stage]
-            micro = [next(batches) for _ in range(count)]
+            micro = [next(batches) for _ in range(SLOTS // ranks.world // trainer.micro_slots[stage])]
             digest += sum(batch.digest for batch in micro)
             loss = trainer.training_step(step, micro)
             ranks.beat(f"step {step + 1}")
-            last_of_stage = step + 1 == steps or stage_index(preset, step + 1) != index
+            last_of_stage = step + 1 == options.steps or stage_index(preset, step + 1) != index
             if (step + 1) % preset.log_every_steps == 0 or step == 0 or last_of_stage:
                 meter.record(step, loss, stage)
-            if profiler and step == options.profile[1]:
+            if options.profile and step == options.profile[1]:
                 ranks.beat("the trace", 10)
                 stop_profiler(profiler, options.profile_path, log)
-                profiler = None
-            if options.val_every and (step + 1) % options.val_every == 0 and step + 1 < steps:
+            if options.val_every and (step + 1) % options.val_every == 0 and step + 1 < options.steps:
                 trainer.optimizer.gather()
-                clock.pause("validation")
+                clock.switch("validation")
                 value = trainer.validate(trainer.geometries[index])
                 log.line("val", step=step + 1, loss=round(value, 6), final=False)
                 log.say(f"step {step + 1:5d}/{preset.steps}   val loss {value:.4f} (windows of the moment)")
-                clock.resume()
-                meter.restart()
+                clock.switch("training")
+                meter.last = meter.now()
         trainer.optimizer.gather()
-        clock.stop()
+        clock.switch(None)
         meter.flush()
-    finally:
-        batches.close()
-    return digest
+    return digest, meter.tokens
 
 def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
     """Tokens a second and, where the GPU's peak is known, model-FLOP utilisation: 6 operations a matrix weight (the head's too) and token."""
@@ -2877,35 +2770,30 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
         started = clock.since_start()
         variants = trainer.warm_up()
         trainer.warm = True
-        after = trainer.initialise(seed)
-        if after != before:
+        if trainer.initialise(seed) != before:
             raise AssertionError("warm-up changed the training state")
-        log.line("warm", seconds=round(clock.since_start() - started, 3), variants=variants, graphs=compiled_graphs(), state=after,
+        log.line("warm", seconds=round(clock.since_start() - started, 3), variants=variants, graphs=compiled_graphs(), state=before,
                  peak_memory_mib=peak_memory_mib(ranks.device))
     graphs = compiled_graphs()
     gc.collect()
     gc.freeze()
     ranks.gather_objects(None)  # nobody's clock starts before the last rank has compiled
     log.say(f"first timed step {clock.since_start():.1f} s after the process started")
-    digest = timed_loop(trainer, log, options)
-    elapsed = clock.milliseconds()
-    recompiled = compiled_graphs() - graphs
-    complete = not options.profile and options.stop_after is None
+    digest, tokens = timed_loop(trainer, log, options)
+    elapsed, recompiled = clock.milliseconds(), compiled_graphs() - graphs
     value = trainer.validate(trainer.final_geometry)
     if not math.isfinite(value):
         fail("validation loss", "a finite number", value, "lower the learning rate or report this seed", EXIT_NUMERICS)
-    log.line("val", step=min(preset.steps, options.stop_after or preset.steps), loss=round(value, 6), final=True)
+    log.line("val", step=options.steps, loss=round(value, 6), final=True)
     for interval in clock.intervals:
         log.line("clock", **interval)
-    tokens = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}"
-    memory = peak_memory_mib(ranks.device)
-    state = "ok" if complete and not recompiled else "no record: " + ("compiled in the timed run" if recompiled else "shortened or profiled")
+    train_hash, memory = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", peak_memory_mib(ranks.device)
+    state = "ok" if options.complete and not recompiled else "no record: " + ("compiled in the timed run" if recompiled else "shortened or profiled")
     log.line("end", state=state, loss=round(value, 6), ms=round(elapsed, 1), peak_memory_mib=memory,
-             train_hash=tokens, val_hash=trainer.validation_hash, recompiled=recompiled)
+             train_hash=train_hash, val_hash=trainer.validation_hash, recompiled=recompiled)
     log.say(f"val loss {value:.4f} after {elapsed / 1e3:.2f} s of training, {preset.name}, seed {seed}, {ranks.world} rank(s)"
             + (f", peak memory {memory} MiB" if memory else "") + (f"; {state}" if state != "ok" else ""))
-    batches = [preset.stages[stage_index(preset, step)].batch_tokens for step in range(min(preset.steps, options.stop_after or preset.steps))]
-    log.say(f"{speed(trainer, elapsed, sum(batches))}; log: {log.path if log.file else 'none, UNLOGGED'}")
+    log.say(f"{speed(trainer, elapsed, tokens)}; log: {log.path if log.file else 'none, UNLOGGED'}")
     return value
 
 # ======================================================================================================================
@@ -3017,7 +2905,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
     parser.add_argument("--orthogonalize", choices=RECIPES, help="how Muon orthogonalises (default: the preset's)")
     parser.add_argument("--muon", action="store_true", help="plain Muon: no variance normalisation")
-    parser.add_argument("--stall-limit", type=float, default=120.0, metavar="SECONDS", help="end with exit code 4 when nothing progresses for so long")
+    parser.add_argument("--stall-limit", type=float, default=120, metavar="SECONDS", help="end with exit code 4 when nothing progresses for so long")
     parser.add_argument("--check", action="store_true", help="what a start would check, one line an item, then exit")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model of the last run")
     parser.add_argument("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
@@ -3025,12 +2913,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 def chosen_preset(arguments: argparse.Namespace) -> Preset:
-    preset, optimizer = PRESETS[arguments.preset], {}
-    if arguments.orthogonalize:
-        optimizer["orthogonalization"] = arguments.orthogonalize
-    if arguments.muon:
-        optimizer["second_moment_decay"] = None
-    return dataclasses.replace(preset, optimizer=dataclasses.replace(preset.optimizer, **optimizer))
+    preset = PRESETS[arguments.preset]
+    optimizer = dataclasses.replace(preset.optimizer, orthogonalization=arguments.orthogonalize or preset.optimizer.orthogonalization,
+                                    second_moment_decay=None if arguments.muon else preset.optimizer.second_moment_decay)
+    return dataclasses.replace(preset, optimizer=optimizer)
 
 def check_versions() -> str:
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
@@ -3049,8 +2935,8 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
     """What a start checks, a line an item; returns the exit code of the first that fails."""
     def memory() -> str:
         recompute, tokens, needed = memory_plan(preset, ranks, ops)
-        return (f"{needed / 2**30:.1f} of {torch.cuda.mem_get_info(ranks.device)[0] / 2**30:.1f} GiB that are free, micro-batches of up to {tokens:,} tokens"
-                + ", layers recomputed" * recompute) if needed else "no GPU whose memory to fit"
+        return (f"{needed / 2**30:.1f} of {torch.cuda.mem_get_info(ranks.device)[0] / 2**30:.1f} GiB that are free, micro-batches of up to "
+                f"{tokens:,} tokens" + ", layers recomputed" * recompute) if needed else "no GPU whose memory to fit"
 
     def data() -> str:
         stream, *_, digest = open_corpus(preset, arguments.data or Path(preset.data))
@@ -3071,14 +2957,13 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
 
 def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
     preset = chosen_preset(arguments)
-    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    seed = ranks.gather_objects(seed)[0]
+    seed = ranks.gather_objects(secrets.randbelow(2**31) if arguments.seed is None else arguments.seed)[0]
     fast = not arguments.reference and capability(ranks.device) >= (8, 0)
     ops = select_ops(ranks.device, fast, compile=not arguments.eager, graphs=not arguments.no_graphs,
                      fp8=[part for part in FP8_PARTS if arguments.no_fp8 not in (part, "all")])
-    last = min(preset.steps, arguments.stop_after or preset.steps) - 1
-    if arguments.profile and not 0 <= arguments.profile[0] <= arguments.profile[1] <= last:
-        fail("--profile A:B", f"0 <= A <= B <= {last}", "{}:{}".format(*arguments.profile), "name steps that the run has")
+    steps = min(preset.steps, arguments.stop_after or preset.steps)
+    if arguments.profile and not 0 <= arguments.profile[0] <= arguments.profile[1] < steps:
+        fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", "{}:{}".format(*arguments.profile), "name steps that the run has")
     main_rank = ranks.rank == 0
     if main_rank:
         chosen, (major, minor) = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items()), capability(ranks.device)
@@ -3094,17 +2979,18 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
     settings = {key: str(value) for key, value in vars(arguments).items() if value != getattr(defaults, key)}
     for run in range(arguments.runs):
         name = f"{preset.name}-w{ranks.world}-s{seed + run}-{secrets.token_hex(3)}"
-        options = RunOptions(arguments.stop_after, arguments.val_every, arguments.profile, arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json")
+        options = RunOptions(steps, not arguments.profile and arguments.stop_after is None, arguments.val_every, arguments.profile,
+                             arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json")
         log = RunLog(arguments.log_dir / f"{name}.jsonl" if main_rank else None, quiet=not main_rank)
-        watchdog = Watchdog(ranks, arguments.stall_limit, lambda message: (log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE), log.close()))
+        watchdog = Watchdog(ranks, arguments.stall_limit, lambda text: (log.line("end", state=f"failed: {text}", code=EXIT_HARDWARE), log.close()))
         try:
             loss = train(trainer, seed + run, log, options, settings)
             ranks.beat("the end of the run", 10)
             if arguments.save and run == arguments.runs - 1 and main_rank:
                 save_model(arguments.save, trainer, loss, seed + run)
         except BaseException as error:
-            failure = explained(error, ranks) or error
-            log.line("end", state="interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {failure}", code=getattr(failure, "code", None))
+            cause = explained(error, ranks) or error
+            log.line("end", state="interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}", code=getattr(cause, "code", None))
             raise
         finally:
             watchdog.done.set()

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,11 @@ def read_log(path):
 
 def only(events, kind):
     return [event for event in events if event["kind"] == kind]
+
+
+def own_threads():
+    """The threads of runs that are alive; none may outlive its run."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "run log"))]
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import threading
 import time
 from dataclasses import replace
 
@@ -325,14 +324,11 @@ def test_batches_are_the_same_whatever_the_thread_does(marked):
             yield item
 
     for depth in (1, 3):
-        fetcher = tg.Prefetcher(slowly(batches(stream, micro=2)), depth)
+        fetcher = tg.prefetched(slowly(batches(stream, micro=2)), depth)
         for batch in expected:
             time.sleep(generator.choice((0, 0, 0.002)))
             assert next(fetcher).data.equal(batch)
-        with pytest.raises(StopIteration):
-            next(fetcher)
-        fetcher.close()
-        assert not fetcher.thread.is_alive()
+        assert next(fetcher, None) is None and not helpers.own_threads()
 
 
 def test_an_error_in_the_thread_is_raised_where_batches_are_used(tiny):
@@ -341,19 +337,29 @@ def test_an_error_in_the_thread_is_raised_where_batches_are_used(tiny):
         yield 2
         raise ValueError("a disk went away")
 
-    fetcher = tg.Prefetcher(broken())
+    fetcher = tg.prefetched(broken())
     assert (next(fetcher), next(fetcher)) == (1, 2)
     with pytest.raises(ValueError, match="a disk went away"):
         next(fetcher)
-    fetcher.close()
+    assert not helpers.own_threads()
 
 
-def test_closing_does_not_wait_for_a_full_queue(tiny):
-    fetcher = tg.Prefetcher(iter(range(1000)), depth=2)
-    assert next(fetcher) == 0
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_closing_waits_for_one_item_only(tiny, seconds):
+    """Neither for those that are planned nor for room."""
+    made = []
+
+    def items():
+        for number in range(1000):
+            made.append(number)
+            yield number
+            time.sleep(seconds)
+
+    fetcher = tg.prefetched(items(), depth=8)
+    assert next(fetcher) == 0 and len(helpers.own_threads()) == 1
     started = time.monotonic()
     fetcher.close()
-    assert not fetcher.thread.is_alive() and time.monotonic() - started < 2
+    assert not helpers.own_threads() and time.monotonic() - started < 2 and len(made) <= 9
 
 
 def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch, capsys):
@@ -370,7 +376,7 @@ def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch
     assert said.startswith("train_gpt: file: expected ") and "found 'input/output error'; fix: " in said and said.count("\n") == 1
     events = helpers.read_log(next(tmp_path.glob("*.jsonl")))
     assert events[-1]["kind"] == "end" and events[-1]["state"].startswith("failed: file: ") and events[-1]["code"] == 2
-    assert not [thread for thread in threading.enumerate() if thread.name in ("prefetch", "run log")]
+    assert not helpers.own_threads()
 
 
 # ---- bad shards, each through main() ---------------------------------------------------------------------------------
