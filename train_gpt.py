@@ -105,15 +105,12 @@ class ModelConfig:
     layers: tuple[Layer, ...]
     value_embeddings: int
     ngram_rows: int  # of the hashed table of the last two and three tokens, added in every layer (records 62, 92); 0: none
-    ngram_width: int  # how many leading channels of the stream it is added to
     gate_inputs: int = 12  # leading channels that the smear gate and the attention gates read
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()
     pointer_width: int = 0  # of the head that copies an earlier token of the document, see pointer_reference; 0: none
-    pointer_window_tokens: int = 2048  # how far back it may point in training
-    pointer_val_window_tokens: int = 2048
-    pointer_scale: float = 128 ** -0.5
+    pointer_window_tokens: int = 2048  # how far back it may point
     rotary_base: float = 1024.0
     dtype: str = "bfloat16"  # of weights and activations; scalars and gates are float32 always
 
@@ -215,9 +212,9 @@ LAYERS = (
     Layer(value_embedding=3),
     Layer(value_embedding=4, window="long", key_offset=True),
 )
-GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**21, ngram_width=768,
+GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**21,
                         pointer_width=128)
-GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=16384, ngram_width=96,
+GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=16384,
                        pointer_width=64, dtype="float32", layers=(
     Layer(value_embedding=0),
     Layer(value_embedding=1, window="long", key_offset=True),
@@ -552,10 +549,9 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
 def visible_range(cu_seqlens: Tensor, window: int | Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Who sees whom, as two int32 [tokens] arrays: query i sees keys first_key[i] ... i, key j is seen by queries j ... last_query[j].
 
-    Documents are cu_seqlens[n] ... cu_seqlens[n + 1] - 1 (int32 [N + 1], from 0 to tokens; empty documents are allowed anywhere, so the end may be
-    padded with `tokens`). Inside one, query i sees key j when i - window <= j <= i. Both arrays never decrease: that is all the kernels need to
-    know of documents and windows. `window` (>= 0) is an int or an int32 tensor of no dimensions; the host never waits, so the call can be captured
-    in a CUDA graph. Compute it once a batch and share it among layers."""
+    Documents are cu_seqlens[n] ... cu_seqlens[n + 1] - 1 (int32 [N + 1], from 0 to tokens; empty ones are allowed anywhere, so the end may be padded
+    with `tokens`). Inside one, query i sees key j when i - window <= j <= i; `window` >= 0, an int or an int32 tensor of no dimensions. Both arrays
+    never decrease: that is all the kernels need to know of documents and windows. The host never waits: a CUDA graph can capture the call."""
     position = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
     next_document = torch.searchsorted(cu_seqlens, position, right=True)
     before = position - cu_seqlens[next_document - 1]
@@ -676,16 +672,13 @@ class OrthogonalizeRecipe:
 RECIPES = {recipe.name: recipe for recipe in (
     # Muon's first polynomial: steep at 0, never settles at 1 (singular values end in .68..1.20).
     OrthogonalizeRecipe("quintic", "frobenius", ((3.4445, -4.7750, 2.0315),) * 5),
-    # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves (arXiv 2505.16932). Above an
-    # input of 1.02 it diverges: keep the safety.
+    # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves (arXiv 2505.16932). Above 1.02 it diverges: keep the safety.
     OrthogonalizeRecipe("polar-express", "frobenius", (
         (8.156554524902461, -22.48329292557795, 15.878769915207462), (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393), (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)), safety=1.02),
-    # Turbo-Muon (arXiv 2512.04632), coefficients of flash-newton-schulz. Of the published four-step tables the most
-    # accurate on gaussian matrices (.034 | .094; the two of the speedrun's PR #155: .096 | .134 and .111 | .128),
-    # and it stays within .94..1.05 from .01 up to 1.1. The later table of that PR gains 9 % on log-uniform spectra
-    # but maps 1 to .35 and 1.003 to 0, and AOL does reach 1 on matrices near rank one, as momentum is.
+    # Turbo-Muon (arXiv 2512.04632), coefficients of flash-newton-schulz: of the published four-step tables the most accurate on gaussian matrices,
+    # and within .94..1.05 from .01 up to 1.1. AOL does reach 1 on matrices near rank one, as momentum is; another table maps that to .35.
     OrthogonalizeRecipe("turbo", "aol", ((4.6051, -9.6552, 5.6769), (4.7505, -6.0861, 2.1790), (2.7763, -2.3190, 0.5523), (2.4231, -2.2861, 0.8193))),
 )}
 
@@ -724,19 +717,17 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
 # All three products of a step are written for wide matrices. A tall X is passed as its transposed view: strides are
 # arguments, a stride of 1 is compiled in, so loads stay contiguous along whichever axis is, and X^T X needs no copy.
-GPU_MULTIPROCESSORS = 132  # H100 and H200 SXM
 
 def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symmetric: bool) -> dict:
     """Fixed launch configuration (tile rows, columns, depth; warps, stages) for [batch, rows, columns] outputs.
 
     Large tiles reuse more of what they load; small ones are for batches that could not fill the GPU otherwise (three 768 x 768 Gram matrices are 63
-    large tiles), and for fp32, whose large tiles exceed the shared memory. Gates with a handful of rows get tiny ones: their odd strides rule out
-    wide loads, and bigger tiles of scalar loads would spill."""
+    large tiles), and for fp32, whose large tiles exceed the shared memory; tiny ones for few rows: with odd strides bigger ones would spill."""
     if rows <= 32:
         return dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=3)
     tile_rows, tile_columns = -(-rows // 128), -(-columns // 128)
     tiles = batch * (tile_rows * (tile_rows + 1) // 2 if symmetric else tile_rows * tile_columns)
-    if tiles >= 1.5 * GPU_MULTIPROCESSORS and dtype.itemsize == 2:
+    if tiles >= 1.5 * 132 and dtype.itemsize == 2:  # the multiprocessors of an H100 or H200
         return dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4)
     return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=4)
 
@@ -801,9 +792,8 @@ def add_product(B: Tensor, X: Tensor, a: float, out: Tensor, tiles: dict | None 
 def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Near-orthogonal factor of each matrix of [batch, M, N] (fp32 or bf16), computed and returned in dtype.
 
-    Agrees with orthogonalize_reference up to rounding; the input is left as it is. Three launches a step after the scaling; buffers are taken once
-    and swapped; nothing waits for the GPU, so a CUDA graph can capture it. "aol" squares unscaled entries in dtype: bf16 has the range of fp32, but
-    in fp16 they must not be tiny."""
+    Agrees with orthogonalize_reference up to rounding; the input is left as it is. Three launches a step after the scaling; a CUDA graph can capture
+    them. "aol" squares unscaled entries in dtype: bf16 has the range of fp32, but in fp16 they must not be tiny."""
     tall = matrices.size(-2) > matrices.size(-1)
     X = matrices.mT if tall else matrices
     n = X.size(1)
@@ -832,11 +822,9 @@ def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dt
 # at 64 x 64 four fifths are visible (49,152 tokens, window 640: 368 of 452 a query); 128 x 128 would execute 538.
 #
 # A program loads its own tiles through pointers, all at once, and the steps (`*_steps`) through tensor descriptors (TMA), which spare the
-# registers of the addresses: 138 instead of 242 for the forward; 255 without spills, two programs a multiprocessor, for the backward.
-#
-# The backward recomputes p twice (7 products instead of 5) so that every output has one writer: no atomics, bitwise reproducible. One
-# launch for all three gradients takes 280 us where two take 306 (mean of ten cells, H200): its programs find each other's operands in L2.
-# Bytes moved, with one operand of T H D values as the unit: forward 4, delta 2, gradients 7 (11 without L2).
+# registers of the addresses: 138 instead of 242 for the forward; 255 without spills, two programs a multiprocessor, for the backward. That
+# recomputes p twice (7 products instead of 5) so that every output has one writer: no atomics, bitwise reproducible. One launch for all three
+# gradients takes 280 us where two take 306 (mean of ten cells, H200). Operands of T H D values moved: forward 4, delta 2, gradients 7.
 
 @jit
 def load_rows(x, row, head, stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr):
@@ -947,9 +935,8 @@ class PackedAttention(torch.autograd.Function):
     """Causal attention within packed documents and a sliding window; the result of attention_reference.
 
     q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; bf16 or fp32, widths of a power of two up to 128; views of one buffer need no copy. first_key,
-    last_query: visible_range, shared by the layers. Neither the documents nor the window recompile anything. The softmax has no running maximum, so
-    |scale q.k| must stay below 60: 2^87 is far from the limits of bf16 and fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is
-    enough."""
+    last_query: visible_range, shared by the layers. Documents and window recompile nothing. The softmax has no running maximum, so |scale q.k| must
+    stay below 60: 2^87 is far from the limits of bf16 and fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is enough."""
     @staticmethod
     def forward(ctx, q, k, v, first_key, last_query, scale):
         (tokens, heads, width), tile = q.shape, attention_tiles(q.device)[0]
@@ -1113,8 +1100,7 @@ def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, inverse_scal
 def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
                              dqkv_ptr, dqkv_t, dvalue_ptr, dgates_ptr, inverse_scale, T,
                              H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
-    """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head; q and k are normalised again rather than kept. FP8 in both layouts takes
-    the bytes of bf16 in one."""
+    """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head, from q and k normalised again. FP8 in both layouts takes bf16's bytes."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < T
     position = tl.load(positions_ptr + rows, valid, other=0)
@@ -1172,7 +1158,7 @@ class ProjectHeads(torch.autograd.Function):
     def backward(ctx, *grads):
         (h, weight, qkv, *others), scales = ctx.saved_tensors, ctx.scales
         dvalue, dgates = (None if x is None else torch.empty_like(x) for x in others[:2])
-        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, qkv, *others, *(g.contiguous() for g in grads), key_offset=ctx.key_offset)
+        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, qkv, *others, *map(Tensor.contiguous, grads), key_offset=ctx.key_offset)
         T, rows = qkv.flatten(1).shape
         if scales:
             dqkv, dqkv_t = (qkv.new_empty(*shape, dtype=torch.float8_e5m2) for shape in ((T, rows), (rows, T)))
@@ -1206,7 +1192,7 @@ def _store_transposed(out_ptr, tile, rows, cols, R, C):
 
 @jit
 def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out = in * inverse_scale, saturated at +-LIMIT, [R, C] in out's dtype; out_t [C, R] the same, if there is one."""
+    """out = in * inverse_scale, saturated at +-LIMIT, [R, C] in out's dtype; out_t [C, R] the same."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
@@ -1214,8 +1200,7 @@ def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.
     tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
     tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets, tile, inside)
-    if out_t_ptr is not None:
-        _store_transposed(out_t_ptr, tile, rows, cols, R, C)
+    _store_transposed(out_t_ptr, tile, rows, cols, R, C)
 
 @jit
 def _transpose_kernel(in_ptr, out_ptr, R, C, ROWS: tl.constexpr, COLS: tl.constexpr):
@@ -1303,21 +1288,13 @@ def _tiles(rows, cols, shape):
     return triton.cdiv(cols, shape["COLS"]), triton.cdiv(rows, shape["ROWS"])
 
 def transposed(matrix):
-    """A contiguous transposed copy [C, R] of a contiguous matrix [R, C].
+    """A contiguous transposed copy [C, R] of a contiguous FP8 matrix [R, C].
 
     For the head's gradient a kernel of its own: Triton 3.6 computes every element once for each layout that is stored, and those with their two
     exponentials are dear (16,384 tokens: 1.31 ms at once against 1.03); where elements are cheap, one kernel stores both."""
     R, C = matrix.shape
     out, shape = matrix.new_empty(C, R), dict(ROWS=128, COLS=128)
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[matrix.element_size()]
-    _transpose_kernel[_tiles(R, C, shape)](matrix.view(bits), out.view(bits), R, C, **shape, num_warps=8)
-    return out
-
-def quantize(tensor, scale, dtype=torch.float8_e4m3fn):
-    """FP8 copy of a matrix / scale, contiguous and saturated."""
-    R, C = tensor.shape
-    out, shape = tensor.new_empty(R, C, dtype=dtype), dict(ROWS=8, COLS=512)
-    _quantize_kernel[_tiles(R, C, shape)](tensor.contiguous(), out, None, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max, **shape, num_warps=4)
+    _transpose_kernel[_tiles(R, C, shape)](matrix.view(torch.int8), out.view(torch.int8), R, C, **shape, num_warps=8)
     return out
 
 def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
@@ -1368,7 +1345,7 @@ class HeadLoss(torch.autograd.Function):
         ctx.targets = Targets(columns, positions, weights, candidates, certain, log_copy, spare)
         ctx.cap, ctx.scales, ctx.shape = cap, scales, weight.shape
         if scales:
-            weight = quantize(weight, scales.weight)
+            weight, _ = quantize_both(weight, scales.weight)
         saved, total = [], 0.0
         for rows, part in ctx.targets.parts():
             ids, head = part.candidates, weight
@@ -1475,9 +1452,8 @@ def fp8_mlp(h, up, down):
 RUN = 32  # sorted positions summed by one program; a token's ragged ends are then at most 2 · (RUN - 1) rows
 
 def sort_ids(ids, rows):
-    """Positions of `ids` (NumPy, below rows and 2^16) grouped by id, (order, starts), by the loader: id v stands at the positions
-    order[starts[v]:starts[v + 1]], ascending. 16-bit keys make NumPy's stable sort a radix sort, half a millisecond for 65536 tokens; torch's
-    embedding backward would sort them on the GPU, again for every table."""
+    """Positions of `ids` (NumPy, below rows and 2^16) grouped by id, by the loader: (order, starts), id v at order[starts[v]:starts[v + 1]], ascending.
+    16-bit keys make NumPy's stable sort a radix sort, half a millisecond for 65536 tokens; torch's embedding backward would sort for every table."""
     order, starts = np.argsort(ids.astype(np.uint16), kind="stable"), np.zeros(rows + 1, np.int32)
     np.cumsum(np.bincount(ids, minlength=rows), out=starts[1:])
     return order.astype(np.int32), starts
@@ -1628,8 +1604,8 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
             orthogonalize=orthogonalize_reference, sparse_adam=sparse_adam_reference,
             embed=lambda table, documents: F.embedding(documents.tokens, table), compile=lambda function: function, graphs=False,
             names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
-    has_fp8, fits = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # the MLP's kernel needs 208 KB of shared memory
-    attention, head, mlp = ("fp8" if part in fp8 and able else "bf16" for part, able in zip(FP8_PARTS, (has_fp8, has_fp8, fits)))
+    able, hopper = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # with TMA and 208 KB of shared memory, or more
+    attention, head, mlp = ("fp8" if part in fp8 and fits else "bf16" for part, fits in zip(FP8_PARTS, (hopper, able, hopper)))
     region, scales = compile_dynamic if compile else lambda function: function, HeadScales() if head == "fp8" else None
     if compile:
         torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
@@ -1728,15 +1704,11 @@ class Stateful:
             if name != "weights":
                 tensor.zero_()
 
-    def gathered(self) -> None:
-        """Overlaid by the wait of a gather that is under way."""
-
     def gather_(self) -> None:
         self.gathered = self.ranks.all_gather(self.weights)
 
     def arrive(self) -> None:
-        self.gathered()
-        vars(self).pop("gathered", None)
+        vars(self).pop("gathered", lambda: None)()
 
 class MatrixBank(Stateful):
     """All hidden matrices of one shape: [N, rows, columns], N padded with zero matrices to a multiple of the slots."""
@@ -1943,7 +1915,7 @@ def enter_layer(x: Tensor, x0: Tensor, ngram: Tensor | None, skip: Tensor | None
     if skip is not None:
         x = x + torch.sigmoid(skip_weight) * skip
     x = residual[0] * x + residual[1] * x0
-    return x if ngram is None else x + residual[2] * F.pad(ngram, (0, x.size(1) - ngram.size(1)))
+    return x if ngram is None else x + residual[2] * ngram
 
 def attention_in(x: Tensor, x0: Tensor, ngram: Tensor | None, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None,
                  residual: Tensor, scales: Tensor, qkv: Tensor, gate: Tensor, value_gate: Tensor | None):
@@ -2056,7 +2028,7 @@ class GPT(nn.Module):
         weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary, config.width)
         self.embedding = declared("embedding", table())
-        self.ngram = declared("ngram", weight(config.ngram_rows, config.ngram_width)) if config.ngram_rows else None
+        self.ngram = declared("ngram", weight(config.ngram_rows, config.width)) if config.ngram_rows else None
         self.smear_gate = declared("smear_gate", empty(config.gate_inputs))
         self.smear = declared("scalar", empty(()))
         # An empty slot keeps its number, not its parameters.
@@ -2113,22 +2085,23 @@ class GPT(nn.Module):
                 backout = x
         return self.leave_network(x, backout, self.backout)
 
-    def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor, window: int) -> tuple[Tensor, Tensor, Targets, Softcap]:
+    def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
         """What the loss takes. What the softmax gives to the first id past the vocabulary, the pointer may give to other tokens."""
-        h, log_copy = self.features(documents, geometry), None
+        h, log_copy, config = self.features(documents, geometry), None, self.config
         if self.pointer is not None:
-            log_copy = self.ops.pointer(self.pointer_in(h, arrived(self.pointer)), documents, window, self.config.pointer_scale)
-        spare = self.config.vocabulary if documents.candidates is None else 0
+            qk = self.pointer_in(h, arrived(self.pointer))
+            log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_width ** -0.5)
+        spare = config.vocabulary if documents.candidates is None else 0
         targets = Targets(documents.columns, documents.positions, weights, documents.candidates, documents.certain, log_copy, spare)
-        return h, arrived(self.head), targets, self.config.softcap
+        return h, arrived(self.head), targets, config.softcap
 
     def forward(self, documents: Documents, geometry: Geometry, target_weights: Tensor) -> Tensor:
-        return self.ops.head_loss(*self.predictions(documents, geometry, target_weights, self.config.pointer_window_tokens))
+        return self.ops.head_loss(*self.predictions(documents, geometry, target_weights))
 
     @torch.no_grad()
     def evaluate(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Summed cross-entropy without gradients, full vocabulary, float32 log-probabilities."""
-        return self.ops.head_loss_eval(*self.predictions(documents, geometry, self.smear.new_ones(1), self.config.pointer_val_window_tokens))
+        return self.ops.head_loss_eval(*self.predictions(documents, geometry, self.smear.new_ones(1)))
 
     @torch.no_grad()
     def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
@@ -2136,8 +2109,8 @@ class GPT(nn.Module):
         h, spare = self.features(documents, geometry), self.config.vocabulary
         p = softcapped(F.linear(h[-1], self.head).float(), self.config.softcap).softmax(-1)
         if self.pointer is not None:
-            q, k = pointer_in(h[-1 - self.config.pointer_val_window_tokens:], self.pointer).float().unbind(1)
-            shares = F.pad(self.config.pointer_scale * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
+            q, k = pointer_in(h[-1 - self.config.pointer_window_tokens:], self.pointer).float().unbind(1)
+            shares = F.pad(self.config.pointer_width ** -0.5 * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
             ids = F.pad(documents.columns[-len(k):-1], (0, 1), value=spare)
             p = p.index_fill(0, ids[-1:].long(), 0).index_add(0, ids, p[spare] * shares)
         return p
@@ -2495,7 +2468,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
         room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
     meta = Ranks(ranks.rank, ranks.world, torch.device("meta"))
     state = sum(tensor.nbytes for tensor in Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops).state().values())
-    state += 2 * preset.model.ngram_width * max(stage.batch_tokens for stage in preset.stages)  # the gradients that SparseTable gathers
+    state += 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages)  # the gradients that SparseTable gathers
     slot = max(stage.slot_tokens for stage in preset.stages)
     for recompute, per_token in ((False, {"fp8": 504_000, "bf16": 560_000}.get(ops.names["mlp"], 1_050_000)), (True, 245_000)):
         most = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time

@@ -85,8 +85,7 @@ def ending_losses(model: tg.GPT, content: dict[str, Any], documents: list[tuple[
     pieces = [np.array(tokens, dtype=np.uint16) for tokens, _ in documents]
     longest = max(map(len, pieces))
     batch = tg.pack({0: pieces}, len(pieces), longest, model.config, pin=False).to(device)
-    one, window = torch.ones(1, device=device), model.config.pointer_val_window_tokens
-    features, head, targets, cap = model.predictions(batch, tg.saved_geometry(content, model, longest), one, window)
+    features, head, targets, cap = model.predictions(batch, tg.saved_geometry(content, model, longest), torch.ones(1, device=device))
     stops = np.cumsum([len(piece) - 1 for piece in pieces])  # a document's last token is only a target
     losses = []
     for stop, (_, length) in zip(stops.tolist(), documents):

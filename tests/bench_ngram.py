@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
-D = 48 if DRY else tg.GPT_SMALL.ngram_width
+D = 48 if DRY else tg.GPT_SMALL.width
 SHAPES = [(1, 2)] if DRY else [(rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 2, 4)]  # ROWS, num_warps
 
 

@@ -124,7 +124,7 @@ def state_bytes(world):
 def test_state_is_summed_exactly(ranked, world):
     """Against the tensors that the ranks of a real run held."""
     state = torch.load(ranked / f"{world}-{world - 1}.pt")["state"]
-    gathered = 2 * PRESET.model.ngram_width * PRESET.stages[-1].batch_tokens  # not kept from step to step
+    gathered = 2 * PRESET.model.width * PRESET.stages[-1].batch_tokens  # not kept from step to step
     assert state_bytes(world) == sum(tensor.nbytes for tensor in state.values()) + gathered
 
 

@@ -183,7 +183,7 @@ def geometry_of(positions):
 
 def losses(model, pieces, **options):
     """The loss of each token: the first target weights of its position alone."""
-    h, head, targets, cap = model.predictions(packed(pieces, **options), geometry_of(60), torch.ones(1), DOUBLE.pointer_window_tokens)
+    h, head, targets, cap = model.predictions(packed(pieces, **options), geometry_of(60), torch.ones(1))
     rows = [(targets._replace(columns=torch.where(torch.arange(len(h)) == t, targets.columns, -1))) for t in range(len(h))]
     return torch.stack([tg.head_loss_reference(h, head, row, cap) for row in rows])
 
@@ -191,7 +191,7 @@ def losses(model, pieces, **options):
 @pytest.mark.parametrize("window", [3, 2048])
 def test_probabilities_add_up(tiny, window):
     """Over all ids that may come next: exp(-loss) is next_token's probability, and these sum to one over the padded vocabulary."""
-    model, piece = random_model(replace(DOUBLE, pointer_val_window_tokens=window)), document(30, seed=1)
+    model, piece = random_model(replace(DOUBLE, pointer_window_tokens=window)), document(30, seed=1)
     for stop in (1, 2, 17, 30):
         p = model.next_token(packed([piece[:stop + 1]]), geometry_of(60))
         assert float(p.sum()) == pytest.approx(1, abs=1e-6)
