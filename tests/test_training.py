@@ -428,7 +428,7 @@ def test_training_learns(corpus, tiny):
     start = trainer.validate(trainer.final_geometry)
     for step, batches in enumerate(helpers.all_batches(trainer)):
         trainer.training_step(step, batches)
-    assert start == pytest.approx(np.log(512), abs=0.03)  # a little less: the pointer copies from the start
+    assert np.log(512) - 0.1 < start < np.log(512) + 0.03  # the pointer copies from the start
     assert trainer.validate(trainer.final_geometry) < start - 0.5
 
 
