@@ -89,7 +89,6 @@ class Layer:
 
 class Softcap(NamedTuple):
     """z = softcap · σ((logit + shift) / temperature): bounded by (0, softcap), so softmax needs no running maximum."""
-
     softcap: float = 23.0
     shift: float = 5.0  # record 54
     temperature: float = 7.5
@@ -602,7 +601,6 @@ def relu_squared_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 class MlpScales(NamedTuple):
     """Static FP8 scales of the MLP, value = fp8 · scale. The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28; weights
     3.5; hidden values relu² 1792 and no less than 2^-8, pre-activations of 42 and 0.06; gradients, in e5m2, 56 and 2^-27."""
-
     input: float = 2.0 ** -4
     weight: float = 2.0 ** -7
     hidden: float = 2.0 ** 2
@@ -611,7 +609,6 @@ class MlpScales(NamedTuple):
 class HeadScales(NamedTuple):
     """Static FP8 scales, value = fp8 · scale. The default ranges: RMS-normed x reaches 28 (100 leaves room), weights
     stay under 1.6, and entries of the gradient of a summed loss under softcap / (4 · temperature) = 1."""
-
     x: float = 100 / 448
     weight: float = 1.6 / 448
     grad: float = 0.75 / 448
@@ -656,7 +653,6 @@ class OrthogonalizeRecipe:
     scaling: "frobenius" divides by safety * ||X||_F; "aol" scales every row i by (sum_j |G_ij|)^-1/2, G = X X^T, which also bounds the spectral
     norm by 1 but is tighter, and takes no pass over X (arXiv 2208.03160). It changes the polar factor a little: an equaliser of rows, not only a
     normalisation. coefficients: one (a, b, c) per step. safety: room for rounding, since a polynomial explodes above its interval."""
-
     name: str
     scaling: str
     coefficients: tuple[tuple[float, float, float], ...]
@@ -1018,7 +1014,6 @@ class PackedAttention(torch.autograd.Function):
     last_query: visible_range, shared by the layers. Neither the documents nor the window recompile anything. The softmax has no running maximum, so
     |scale q.k| must stay below 60: 2^87 is far from the limits of bf16 and fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is
     enough."""
-
     @staticmethod
     def forward(ctx, q, k, v, first_key, last_query, scale):
         if scale * q.size(2) >= 60:
@@ -1183,6 +1178,7 @@ def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.
 
 @jit
 def _transpose_kernel(in_ptr, out_ptr, R, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out [C, R] = in [R, C] transposed."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     tile = tl.load(in_ptr + rows[:, None].to(tl.int64) * C + cols[None, :], (rows < R)[:, None] & (cols < C)[None, :], other=0)
@@ -1317,7 +1313,6 @@ class HeadLoss(torch.autograd.Function):
     With `scales` the products are FP8: T, D, V and the number of candidates multiples of 16; forward e4m3 · e4m3, backward e5m2 · e4m3 without fast
     accumulation, which has been reported to turn gradients into NaN; dx and dW are bf16. The peak is the bf16 logits and the gradient in both
     layouts, 4 bytes a logit. Without, everything is in the operands' own dtype: the path of GPUs without FP8."""
-
     @staticmethod
     def forward(ctx, x, weight, columns, positions, weights, candidates, certain, cap=Softcap(), scales=None):
         ctx.targets, ctx.cap, ctx.scales, ctx.shape = Targets(columns, positions, weights, candidates, certain), cap, scales, weight.shape
@@ -1399,7 +1394,6 @@ class Fp8Mlp(torch.autograd.Function):
 
     h [T, D] RMS-normed, up and down [H, D], all bf16; T, D and H multiples of 16. Forward e4m3 · e4m3, backward e5m2 · e4m3 without fast
     accumulation, results bf16. What takes part in two products needs two layouts: they sum over contiguous rows."""
-
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
         (h8, h8_t), (up8, up8_t), (down8, down8_t) = map(quantize_both, (h, up, down), (scales.input, scales.weight, scales.weight))
@@ -1413,7 +1407,7 @@ class Fp8Mlp(torch.autograd.Function):
         (h8_t, hidden8, up8_t, down8), scales = ctx.saved_tensors, ctx.scales
         g8, g8_t = quantize_both(grad_output, scales.grad, torch.float8_e5m2)
         dhidden = fp8_matmul_nt(g8, down8, scales.grad, scales.weight, fast_accum=False)
-        # Not with both transposed copies from one kernel, which saves a tenth: Triton 3.6 stores wrong ones (records/LOG.md).
+        # Not with both transposed copies from one kernel, a fifth faster: Triton 3.6 stores wrong ones in most forms of it (records/LOG.md).
         dpre8 = flat_fp8(_relu_squared_grad_kernel, torch.float8_e5m2, [dhidden, hidden8], scales.hidden, 1.0 / scales.grad)
         dh = fp8_matmul_nt(dpre8, up8_t, scales.grad, scales.weight, fast_accum=False)
         dup = fp8_matmul_nt(transposed(dpre8), h8_t, scales.grad, scales.input, fast_accum=False)
@@ -1504,7 +1498,7 @@ class DirectGradient:
     the parameter's hooks are called all the same, after the last lookup of a backward pass. Through autograd it would be written, added to zeros and
     read again: five passes over a mostly empty table."""
     begun: bool = False  # .grad holds a part of the sum already; else it is overwritten
-    used: bool = False
+    used: bool = False  # once written to, so overwritten in the next step: nothing else need clear it
 
 class EmbeddingLookup(torch.autograd.Function):
     """`EmbeddingLookup.apply(table, *lookup)`: table[ids], [T, D] of a [V, D] table; one Lookup serves all tables of the same ids."""
@@ -1763,7 +1757,6 @@ class Optimizer:
     Order of a step: the ranks gather what the last step updated, and the model waits for a table only where it reads it; tables reduce
     from hooks while the backward pass (of the last micro-batch) still runs; after it the rest reduces, and Adam's updates hide that. The tables
     that the next step reads before any matrix are gathered at once, behind the updates of the matrices."""
-
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         rules = dict(config.rules)
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
