@@ -1204,6 +1204,7 @@ def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.
 
 @jit
 def _transpose_kernel(in_ptr, out_ptr, R, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out [C, R] = in [R, C] transposed."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     tile = tl.load(in_ptr + rows[:, None].to(tl.int64) * C + cols[None, :], (rows < R)[:, None] & (cols < C)[None, :], other=0)
