@@ -1307,8 +1307,7 @@ def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
 
 @functools.cache
 def unit(scale, device):
-    """A scale on the device, 0-d float32, with storage of its own: cuBLAS refuses one that is not 16-byte aligned. Made once, by the
-    warm-up: a fill for each product was a twentieth of all launches."""
+    """A 0-d float32 scale with storage of its own (cuBLAS wants 16-byte alignment), made once: a fill a product was a twentieth of all launches."""
     return torch.full((), scale, device=device)
 
 def row_losses(logits, targets, vocabulary, cap, fast=False):
