@@ -677,8 +677,7 @@ RECIPES = {recipe.name: recipe for recipe in (
         (8.156554524902461, -22.48329292557795, 15.878769915207462), (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393), (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)), safety=1.02),
-    # Turbo-Muon (arXiv 2512.04632), coefficients of flash-newton-schulz: of the published four-step tables the most accurate on gaussian matrices,
-    # and within .94..1.05 from .01 up to 1.1. AOL does reach 1 on matrices near rank one, as momentum is; another table maps that to .35.
+    # Turbo-Muon (arXiv 2512.04632): of the published four-step tables the most accurate on gaussian matrices, within .94..1.05 from .01 up to 1.1.
     OrthogonalizeRecipe("turbo", "aol", ((4.6051, -9.6552, 5.6769), (4.7505, -6.0861, 2.1790), (2.7763, -2.3190, 0.5523), (2.4231, -2.2861, 0.8193))),
 )}
 
@@ -1157,8 +1156,9 @@ class ProjectHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         (h, weight, qkv, *others), scales = ctx.saved_tensors, ctx.scales
-        dvalue, dgates = (None if x is None else torch.empty_like(x) for x in others[:2])
-        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, qkv, *others, *map(Tensor.contiguous, grads), key_offset=ctx.key_offset)
+        dvalue, dgates = (x if x is None else torch.empty_like(x) for x in others[:2])
+        known = _split_heads_grad_kernel, qkv, *others, *map(Tensor.contiguous, grads)
+        launch = functools.partial(ProjectHeads.launch, *known, key_offset=ctx.key_offset)
         T, rows = qkv.flatten(1).shape
         if scales:
             dqkv, dqkv_t = (qkv.new_empty(*shape, dtype=torch.float8_e5m2) for shape in ((T, rows), (rows, T)))
@@ -1452,7 +1452,7 @@ def fp8_mlp(h, up, down):
 RUN = 32  # sorted positions summed by one program; a token's ragged ends are then at most 2 · (RUN - 1) rows
 
 def sort_ids(ids, rows):
-    """Positions of `ids` (NumPy, below rows and 2^16) grouped by id, by the loader: (order, starts), id v at order[starts[v]:starts[v + 1]], ascending.
+    """Positions of `ids` (NumPy, below rows and 2^16) grouped by id, by the loader: (order, starts), v at order[starts[v]:starts[v + 1]], ascending.
     16-bit keys make NumPy's stable sort a radix sort, half a millisecond for 65536 tokens; torch's embedding backward would sort for every table."""
     order, starts = np.argsort(ids.astype(np.uint16), kind="stable"), np.zeros(rows + 1, np.int32)
     np.cumsum(np.bincount(ids, minlength=rows), out=starts[1:])
