@@ -1085,19 +1085,28 @@ def _norm_grad(in_ptr, first_grad, second_grad, rows, valid, stride, D: tl.const
     return (first_grad - first * mean) * scale, (second_grad - second * mean) * scale
 
 @jit
-def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, inverse_scale, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """D columns of dqkv [T, W], in both layouts if there is an out_t, a descriptor of [W, T]: the bits of e5m2. A descriptor, because to a pointer
-    the transposed copy of what was just loaded is computed apart, in another layout, and Triton 3.6 then stores wrong values."""
+def _e5m2_bits(x, PTX: tl.constexpr):
+    """x in e5m2, saturated, as int8. By hand into 32-bit registers: where the bytes of Triton's 16-bit pairs are stored apart, as transposing does,
+    ptxas (of Triton 3.6 and 3.7, sm_90) reads half of them from the stack pointer."""
+    if PTX:
+        return tl.inline_asm_elementwise("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; "
+                                         "mov.b32 $0, {a, b};}", "=r,f,f,f,f", [x], tl.int8, is_pure=True, pack=4)
+    else:
+        return tl.clamp(x, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
+
+@jit
+def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, inverse_scale, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+                    PTX: tl.constexpr):
+    """D columns of dqkv [T, W]; with out_t, a descriptor of [W, T], in e5m2 and both layouts."""
     if out_t is not None:
-        first = tl.clamp(first * inverse_scale, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
-        second = tl.clamp(second * inverse_scale, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
+        first, second = _e5m2_bits(first * inverse_scale, PTX), _e5m2_bits(second * inverse_scale, PTX)
         out_t.store([column, tl.program_id(1) * ROWS], tl.trans(first))
         out_t.store([column + D // 2, tl.program_id(1) * ROWS], tl.trans(second))
     _store_halves(out_ptr + column, first, second, rows, rows < T, W, D)
 
 @jit
 def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-                             dqkv_ptr, dqkv_t, dvalue_ptr, dgates_ptr, inverse_scale, T,
+                             dqkv_ptr, dqkv_t, dvalue_ptr, dgates_ptr, inverse_scale, PTX: tl.constexpr, T,
                              H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
     """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head, from q and k normalised again. FP8 in both layouts takes bf16's bytes."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -1107,7 +1116,7 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
     qkv_ptr += head * D
     first, second = _load_halves(dq_ptr + head * D, rows, valid, H * D, D)
     first, second = _norm_grad(qkv_ptr, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, head * D, T, inverse_scale, 3 * H * D, D, ROWS)
+    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, head * D, T, inverse_scale, 3 * H * D, D, ROWS, PTX)
     first, second = _load_halves(dk_ptr + head * D, rows, valid, H * D, D)
     if OFFSET:  # the still channels of a key are those of the next token
         still = tl.arange(0, D // 2)[None, :] >= D // 4
@@ -1117,9 +1126,9 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
         first = tl.where(still, tl.where(own, first, 0.0) + after, first)
         second = tl.where(still, tl.where(own, second, 0.0) + after2, second)
     first, second = _norm_grad(qkv_ptr + H * D, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (H + head) * D, T, inverse_scale, 3 * H * D, D, ROWS)
+    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (H + head) * D, T, inverse_scale, 3 * H * D, D, ROWS, PTX)
     first, second = _load_halves(dv_ptr + head * D, rows, valid, H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (2 * H + head) * D, T, inverse_scale, 3 * H * D, D, ROWS)
+    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (2 * H + head) * D, T, inverse_scale, 3 * H * D, D, ROWS, PTX)
     if value_ptr is not None:
         more, more2 = _load_halves(value_ptr + head * D, rows, valid, H * D, D)
         gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
@@ -1163,12 +1172,12 @@ class ProjectHeads(torch.autograd.Function):
         if scales:
             dqkv, dqkv_t = (qkv.new_empty(*shape, dtype=torch.float8_e5m2) for shape in ((T, rows), (rows, T)))
             bits_t = TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [qkv.size(3) // 2, 64])
-            launch(dqkv.view(torch.int8), bits_t, dvalue, dgates, 1.0 / scales.grad, rows=64)
+            launch(dqkv.view(torch.int8), bits_t, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, rows=64)
             dh = fp8_matmul_nt(dqkv, weight, scales.grad, scales.weight, fast_accum=False)
             dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False)
         else:
             dqkv = qkv.new_empty(T, rows)
-            launch(dqkv, None, dvalue, dgates, 1.0)
+            launch(dqkv, None, dvalue, dgates, 1.0, False)
             dh, dweight = dqkv @ weight, dqkv.T @ h
         return dh, dweight, dvalue, dgates, *(None,) * 5
 
@@ -1289,10 +1298,7 @@ def _tiles(rows, cols, shape):
     return triton.cdiv(cols, shape["COLS"]), triton.cdiv(rows, shape["ROWS"])
 
 def transposed(matrix):
-    """A contiguous transposed copy [C, R] of a contiguous FP8 matrix [R, C].
-
-    For the head's gradient a kernel of its own: Triton 3.6 computes every element once for each layout that is stored, and those with their two
-    exponentials are dear (16,384 tokens: 1.31 ms at once against 1.03); where elements are cheap, one kernel stores both."""
+    """A contiguous transposed copy [C, R] of a contiguous FP8 matrix [R, C]; the head's gradient is dearer computed once for each layout."""
     R, C = matrix.shape
     out, shape = matrix.new_empty(C, R), dict(ROWS=128, COLS=128)
     _transpose_kernel[_tiles(R, C, shape)](matrix.view(torch.int8), out.view(torch.int8), R, C, **shape, num_warps=8)
@@ -1446,7 +1452,7 @@ class Fp8Mlp(torch.autograd.Function):
 
 def fp8_mlp(h, up, down):
     """Fp8Mlp in training; validation computes what the reference computes, as head_loss_eval does."""
-    return Fp8Mlp.apply(h, up, down) if torch.is_grad_enabled() else relu_squared_mlp(h, up, down)
+    return Fp8Mlp.apply(h, up, down) if torch.is_grad_enabled() else F.linear(h, up).relu_().square_() @ down  # in place: 262,144 tokens
 
 # ---- embedding gradient, sparse update -------------------------------------------------------------------------------
 RUN = 32  # sorted positions summed by one program; a token's ragged ends are then at most 2 · (RUN - 1) rows

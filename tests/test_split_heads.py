@@ -246,8 +246,8 @@ def gradients_of_qkv(leaves, turn, grads, scale=None, rows=64, key_offset=False)
     out, out_t = qkv.new_empty(T, size, dtype=E5M2 if scale else torch.float32), qkv.new_empty(size, T, dtype=E5M2) if scale else None
     bits = (out.view(torch.int8), tg.TensorDescriptor.from_tensor(out_t.view(torch.int8), [qkv.size(3) // 2, rows])) if scale else (out, None)
     others = [None if x is None else torch.empty_like(x) for x in (value, gates)]
-    tg.ProjectHeads.launch(tg._split_heads_grad_kernel, qkv, value, gates, *turn, *grads, *bits, *others, 1.0 / (scale or 1.0), rows=rows,
-                           key_offset=key_offset)
+    tg.ProjectHeads.launch(tg._split_heads_grad_kernel, qkv, value, gates, *turn, *grads, *bits, *others, 1.0 / (scale or 1.0),
+                           qkv.is_cuda, rows=rows, key_offset=key_offset)
     return out, out_t
 
 
