@@ -1916,19 +1916,23 @@ def smear_and_norm(x: Tensor, positions: Tensor, gate: Tensor, smear: Tensor) ->
     amount = smear * torch.sigmoid((x[:, :len(gate)] * gate).sum(-1, keepdim=True))
     return norm(x + amount.to(x.dtype) * previous)
 
-def enter_layer(x: Tensor, x0: Tensor, ngram: Tensor | None, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> Tensor:
-    """Residual stream at the start of a layer: the U-Net skip, then a mix with the normalised embedding x0 and that of the last few tokens."""
+def layer_inputs(x0: Tensor, ngram: Tensor | None, *residuals: Tensor) -> list[Tensor]:
+    """What each layer adds to its stream: a mix of the normalised embedding x0 and that of the last few tokens. Made at once, so that one kernel, not
+    two additions a layer by autograd, sums the gradients of both."""
+    return [r[1] * x0 if ngram is None else r[1] * x0 + r[2] * ngram for r in residuals]
+
+def enter_layer(x: Tensor, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> Tensor:
+    """Residual stream at the start of a layer: the U-Net skip, then layer_inputs' mix."""
     if skip is not None:
         x = x + torch.sigmoid(skip_weight) * skip
-    x = residual[0] * x + residual[1] * x0
-    return x if ngram is None else x + residual[2] * ngram
+    return residual[0] * x + mix
 
-def attention_in(x: Tensor, x0: Tensor, ngram: Tensor | None, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None,
-                 residual: Tensor, scales: Tensor, qkv: Tensor, gate: Tensor, value_gate: Tensor | None):
+def attention_in(x: Tensor, mix: Tensor, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None, residual: Tensor, scales: Tensor,
+                 qkv: Tensor, gate: Tensor, value_gate: Tensor | None):
     """Up to the projection: residual stream and normalised [T, width], weight, gates [T, H] of the heads' outputs and of the value embedding.
 
     scales[0] multiplies the weight instead of V (q and k are normalised anyway): 2304 rows instead of T (record 47)."""
-    x = enter_layer(x, x0, ngram, skip, skip_weight, residual)
+    x = enter_layer(x, mix, skip, skip_weight, residual)
     h = norm(x)
     inputs = gate.size(1)
     gates, value_gates = torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype))), None
@@ -1947,9 +1951,9 @@ def attention_out(x: Tensor, y: Tensor, v: Tensor | None, gates: Tensor, share: 
     x = x + F.linear((y * gates[:, :, None]).flatten(1), scales[1] * out)
     return x, norm(x)
 
-def mlp_in(x: Tensor, x0: Tensor, ngram: Tensor | None, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+def mlp_in(x: Tensor, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
     """A layer without attention up to its MLP: the stream, and normalised."""
-    x = enter_layer(x, x0, ngram, skip, skip_weight, residual)
+    x = enter_layer(x, mix, skip, skip_weight, residual)
     return x, norm(x)
 
 def leave_network(x: Tensor, backout: Tensor | None, amount: Tensor | None) -> Tensor:
@@ -2011,18 +2015,17 @@ class Block(nn.Module):
             self.up.uniform_(-bound, bound, generator=generator)
             self.down.zero_()
 
-    def forward(self, x: Tensor, x0: Tensor, ngram: Tensor | None, skip: Tensor | None, value: Tensor | None, documents: Documents,
-                geometry: Geometry) -> Tensor:
+    def forward(self, x: Tensor, mix: Tensor, skip: Tensor | None, value: Tensor | None, documents: Documents, geometry: Geometry) -> Tensor:
         layer = self.layer
         if layer.attention:
-            x, h, weight, gates, value_gates = self.attention_in(x, x0, ngram, skip, value, self.skip_weight, self.residual, self.scales, self.qkv,
+            x, h, weight, gates, value_gates = self.attention_in(x, mix, skip, value, self.skip_weight, self.residual, self.scales, self.qkv,
                                                                  self.gate, self.value_gate)
             turn = documents.positions, geometry.cos, geometry.sin
             q, k, v = self.ops.project_heads(h, weight, value, value_gates, *turn, layer.key_offset)
             y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale)
             x, h = self.attention_out(x, y, v if layer.exclusive else None, gates, self.share, self.scales, self.out)
         else:
-            x, h = self.mlp_in(x, x0, ngram, skip, self.skip_weight, self.residual)
+            x, h = self.mlp_in(x, mix, skip, self.skip_weight, self.residual)
         return x + self.ops.mlp(h, self.up, self.down) if layer.mlp else x
 
 class GPT(nn.Module):
@@ -2046,7 +2049,8 @@ class GPT(nn.Module):
         self.head = declared("head", table())
         shape = config.pointer_width, config.width
         self.pointer = declared("pointer", weight(2 * shape[0], shape[1]), shape) if config.pointer_width else None
-        self.smear_and_norm, self.leave_network, self.pointer_in = map(ops.compile, (smear_and_norm, leave_network, pointer_in))
+        self.smear_and_norm, self.layer_inputs, self.leave_network, self.pointer_in = map(
+            ops.compile, (smear_and_norm, layer_inputs, leave_network, pointer_in))
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids, table).sum(1))
 
     @torch.no_grad()
@@ -2078,13 +2082,13 @@ class GPT(nn.Module):
         for parameter in self.blocks.parameters():
             arrived(parameter)
         skips: dict[int | None, Tensor | None] = {None: None}
-        backout = None
-        for slot, block in self.blocks.items():
+        backout, mixes = None, self.layer_inputs(x0, ngram, *(block.residual for block in self.blocks.values()))
+        for (slot, block), mix in zip(self.blocks.items(), mixes):
             layer = block.layer
             # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
             table = None if layer.value_embedding is None else arrived(self.value_embeddings[layer.value_embedding])
             value = None if table is None else self.ops.embed(table, documents)
-            x = block(x, x0, ngram, skips[layer.skip_from], value, documents, geometry)
+            x = block(x, mix, skips[layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
                 skips[int(slot)] = x
             if layer.backout:
