@@ -212,8 +212,11 @@ LAYERS = (
     Layer(value_embedding=3),
     Layer(value_embedding=4, window="long", key_offset=True),
 )
-GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**21,
-                        pointer_width=128)
+GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**21, pointer_width=128)
+# One pass over 94 M tokens wants less (records/LOG.md): attention in four layers fewer, one layer fewer, narrower MLPs.
+GPT_SPRINT = ModelConfig(width=768, heads=6, head_width=128, mlp_width=2560, value_embeddings=3, ngram_rows=2**21, pointer_width=128, layers=(
+    LAYERS[0], LAYERS[1], LAYERS[2], Layer(attention=False), LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7],
+    Layer(attention=False, backout=True), Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
 GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=16384,
                        pointer_width=64, dtype="float32", layers=(
     Layer(value_embedding=0),
@@ -237,7 +240,7 @@ PRESETS = {preset.name: preset for preset in (
     Preset("speedrun", GPT_SMALL, three_stages((500, 500, 500), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072, (10_240, 14_336, 28_672)),
            train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28, status="speedrun: not yet run on FineWeb"),
     # One pass over 94 M tokens. Half the batch of the speedrun: twice the steps lower the loss by 0.05 at the same time on one GPU (records/LOG.md).
-    Preset("sprint", GPT_SMALL, three_stages((239, 239, 228), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (8192, 12_288, 24_576)),
+    Preset("sprint", GPT_SPRINT, three_stages((239, 239, 228), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (6144, 10_240, 16_384)),
            train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset("smoke", GPT_TINY, (Stage(40, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=4096),
                                Stage(36, 1024, 256, 128, 256, candidates=8192), Stage(4, 1024, 256, 128, 256, extension=True)),
@@ -938,7 +941,7 @@ class PackedAttention(torch.autograd.Function):
     stay below 60: 2^87 is far from the limits of bf16 and fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is enough."""
     @staticmethod
     def forward(ctx, q, k, v, first_key, last_query, scale):
-        (tokens, heads, width), tile = q.shape, attention_tiles(q.device)[0]
+        (tokens, heads, width), tile, ctx.scale = q.shape, attention_tiles(q.device)[0], scale
         if scale * width >= 60:
             raise ValueError(f"attention without running maximum: expected scale * head width < 60, found {scale:g} * {width}")
         q, k, v = map(with_aligned_rows, (q, k, v))
@@ -947,7 +950,6 @@ class PackedAttention(torch.autograd.Function):
             q, steps_of(k, tile), steps_of(v, tile), q.stride(0), k.stride(0), v.stride(0), out, lse, first_key, tokens, scale * math.log2(math.e),
             DK=width, DV=v.size(2), **tile)
         ctx.save_for_backward(q, k, v, out, lse, first_key, last_query)
-        ctx.scale = scale
         return out
 
     @staticmethod
@@ -1095,19 +1097,17 @@ def _e5m2_bits(x, PTX: tl.constexpr):
         return tl.clamp(x, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
 
 @jit
-def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, inverse_scale, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-                    PTX: tl.constexpr):
+def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, factor, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
     """D columns of dqkv [T, W]; with out_t, a descriptor of [W, T], in e5m2 and both layouts."""
     if out_t is not None:
-        first, second = _e5m2_bits(first * inverse_scale, PTX), _e5m2_bits(second * inverse_scale, PTX)
+        first, second = _e5m2_bits(first * factor, PTX), _e5m2_bits(second * factor, PTX)
         out_t.store([column, tl.program_id(1) * ROWS], tl.trans(first))
         out_t.store([column + D // 2, tl.program_id(1) * ROWS], tl.trans(second))
     _store_halves(out_ptr + column, first, second, rows, rows < T, W, D)
 
 @jit
-def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-                             dqkv_ptr, dqkv_t, dvalue_ptr, dgates_ptr, inverse_scale, PTX: tl.constexpr, T,
-                             H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
+def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, dqkv_t, dvalue_ptr,
+                             dgates_ptr, factor, PTX: tl.constexpr, T, H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
     """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head, from q and k normalised again. FP8 in both layouts takes bf16's bytes."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < T
@@ -1116,7 +1116,7 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
     qkv_ptr += head * D
     first, second = _load_halves(dq_ptr + head * D, rows, valid, H * D, D)
     first, second = _norm_grad(qkv_ptr, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, head * D, T, inverse_scale, 3 * H * D, D, ROWS, PTX)
+    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, head * D, T, factor, 3 * H * D, D, ROWS, PTX)
     first, second = _load_halves(dk_ptr + head * D, rows, valid, H * D, D)
     if OFFSET:  # the still channels of a key are those of the next token
         still = tl.arange(0, D // 2)[None, :] >= D // 4
@@ -1126,9 +1126,9 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
         first = tl.where(still, tl.where(own, first, 0.0) + after, first)
         second = tl.where(still, tl.where(own, second, 0.0) + after2, second)
     first, second = _norm_grad(qkv_ptr + H * D, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (H + head) * D, T, inverse_scale, 3 * H * D, D, ROWS, PTX)
+    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (H + head) * D, T, factor, 3 * H * D, D, ROWS, PTX)
     first, second = _load_halves(dv_ptr + head * D, rows, valid, H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (2 * H + head) * D, T, inverse_scale, 3 * H * D, D, ROWS, PTX)
+    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (2 * H + head) * D, T, factor, 3 * H * D, D, ROWS, PTX)
     if value_ptr is not None:
         more, more2 = _load_halves(value_ptr + head * D, rows, valid, H * D, D)
         gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
@@ -1166,8 +1166,8 @@ class ProjectHeads(torch.autograd.Function):
     def backward(ctx, *grads):
         (h, weight, qkv, *others), scales = ctx.saved_tensors, ctx.scales
         dvalue, dgates = (x if x is None else torch.empty_like(x) for x in others[:2])
-        known = _split_heads_grad_kernel, qkv, *others, *map(Tensor.contiguous, grads)
-        launch = functools.partial(ProjectHeads.launch, *known, key_offset=ctx.key_offset)
+        known = qkv, *others, *map(Tensor.contiguous, grads)
+        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, *known, key_offset=ctx.key_offset)
         T, rows = qkv.flatten(1).shape
         if scales:
             dqkv, dqkv_t = (qkv.new_empty(*shape, dtype=torch.float8_e5m2) for shape in ((T, rows), (rows, T)))
@@ -1268,8 +1268,8 @@ def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certai
     tl.store(lse_ptr + row, lse)
 
 @jit
-def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, lse_ptr, copied_ptr, factor_ptr, out_ptr,
-                      T, V, vocabulary, spare, softcap, shift, temperature,
+def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, lse_ptr, copied_ptr, factor_ptr, out_ptr, T, V, vocabulary,
+                      spare, softcap, shift, temperature,
                       K: tl.constexpr, FAST: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """d loss / d logit = Σ_k w_k (exp(z - lse) - 1[column = target k]) · s (1 - s) · softcap / temperature, times *factor.
     Per logit 2 bytes are read and 1 (FP8) or 2 (bf16) written. Reference: head_loss_reference."""
@@ -1613,8 +1613,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     able, hopper = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # with TMA and 208 KB of shared memory, or more
     attention, head, mlp = ("fp8" if part in fp8 and fits else "bf16" for part, fits in zip(FP8_PARTS, (hopper, able, hopper)))
     region, scales = compile_dynamic if compile else lambda function: function, HeadScales() if head == "fp8" else None
-    if compile:
-        torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
+    torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
         attention=lambda q, k, v, documents, window, scale: PackedAttention.apply(q, k, v, *documents.ranges(window), scale),
         pointer=lambda qk, documents, window, scale: PointerLogCopy.apply(qk, documents.columns, *documents.ranges(window), scale),
@@ -1917,8 +1916,7 @@ def smear_and_norm(x: Tensor, positions: Tensor, gate: Tensor, smear: Tensor) ->
     return norm(x + amount.to(x.dtype) * previous)
 
 def layer_inputs(x0: Tensor, ngram: Tensor | None, *residuals: Tensor) -> list[Tensor]:
-    """What each layer adds to its stream: a mix of the normalised embedding x0 and that of the last few tokens. Made at once, so that one kernel, not
-    two additions a layer by autograd, sums the gradients of both."""
+    """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
     return [r[1] * x0 if ngram is None else r[1] * x0 + r[2] * ngram for r in residuals]
 
 def enter_layer(x: Tensor, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> Tensor:
@@ -2082,7 +2080,8 @@ class GPT(nn.Module):
         for parameter in self.blocks.parameters():
             arrived(parameter)
         skips: dict[int | None, Tensor | None] = {None: None}
-        backout, mixes = None, self.layer_inputs(x0, ngram, *(block.residual for block in self.blocks.values()))
+        backout, residuals = None, [block.residual for block in self.blocks.values()]  # without gradients a mix at a time: windows are long
+        mixes = self.layer_inputs(x0, ngram, *residuals) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, r)[0] for r in residuals)
         for (slot, block), mix in zip(self.blocks.items(), mixes):
             layer = block.layer
             # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
@@ -2480,7 +2479,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     state = sum(tensor.nbytes for tensor in Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops).state().values())
     state += 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages)  # the gradients that SparseTable gathers
     slot = max(stage.slot_tokens for stage in preset.stages)
-    for recompute, per_token in ((False, {"fp8": 504_000, "bf16": 560_000}.get(ops.names["mlp"], 1_050_000)), (True, 245_000)):
+    for recompute, per_token in ((False, {"fp8": 504_000, "bf16": 560_000}.get(ops.names["mlp"], 1_050_000)), (True, 262_000)):
         most = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time
         tokens = max(micro_batch_slots(stage, ranks, most) * stage.slot_tokens for stage in preset.stages)
         needed = state + max(tokens * per_token, 28_000 * preset.val_window_tokens)
@@ -2634,9 +2633,8 @@ class Meter:
         """Note the loss of `step` (0-based). Every rank calls this at the same steps, of which each stage's last is one: it
         holds one all-reduce, and an interval never spans two stages."""
         self.flush()
-        ranks = self.trainer.ranks
+        ranks, steps = self.trainer.ranks, step + 1 - self.last_step
         host = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked)))).to("cpu", non_blocking=True)
-        steps = step + 1 - self.last_step
         self.tokens += steps * stage.batch_tokens
         self.pending = (step + 1, host, self.last, self.now(), steps, stage, self.tokens)
         self.last, self.last_step = self.pending[3], step + 1
@@ -2646,8 +2644,7 @@ class Meter:
         KeyboardInterrupt if a rank was asked to stop."""
         if self.pending is None:
             return
-        step, host, before, after, steps, stage, tokens = self.pending
-        self.pending = None
+        (step, host, before, after, steps, stage, tokens), self.pending = self.pending, None
         if self.cuda:
             after.synchronize()
         elapsed = before.elapsed_time(after) if self.cuda else after - before
@@ -2693,8 +2690,7 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
 
 def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
     """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""
-    preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
-    digest = 0
+    preset, ranks, clock, digest = trainer.preset, trainer.ranks, trainer.clock, 0
     items = training_batches(trainer.stream, preset.stages, trainer.micro_slots, trainer.borders, preset.model, ranks)
     clock.intervals.clear()
     clock.switch("training")
@@ -2705,8 +2701,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
                 ranks.sum(torch.zeros((), device=ranks.device))  # start together, or the first collective of the trace shows who was late
                 profiler = torch.profiler.profile()
                 profiler.start()
-            index = stage_index(preset, step)
-            stage = preset.stages[index]
+            stage = preset.stages[index := stage_index(preset, step)]
             if step == 0 or stage_index(preset, step - 1) != index:
                 log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_slots[stage])
             micro = [next(batches) for _ in range(SLOTS // ranks.world // trainer.micro_slots[stage])]
@@ -2751,8 +2746,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
         fail("initial state", "the same on every rank", "differences", "use GPUs of one kind", EXIT_HARDWARE)
     if not trainer.warm:
         started = clock.since_start()
-        variants = trainer.warm_up()
-        trainer.warm = True
+        variants, trainer.warm = trainer.warm_up(), True
         if trainer.initialise(seed) != before:
             raise AssertionError("warm-up changed the training state")
         log.line("warm", seconds=round(clock.since_start() - started, 3), variants=variants, graphs=compiled_graphs(), state=before,
@@ -2791,9 +2785,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
         "model": json.dumps(dataclasses.asdict(preset.model)),
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_windows_tokens},
         "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
-        "provenance": {"val_loss": loss, "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]),
-                       **machine_facts(trainer.ranks.device)},
-    }
+        "provenance": dict(val_loss=loss, seed=seed, preset=preset.name, script=files_hash([Path(__file__)]), **machine_facts(trainer.ranks.device))}
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -2925,8 +2917,7 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
         stream, *_, digest = open_corpus(preset, arguments.data or Path(preset.data))
         return f"{stream.consumed(preset.stages):,} of {stream.length:,} training tokens in {len(stream.paths)} shards, SHA-256 {digest[:16]}"
 
-    checks = {"versions": check_versions, "memory": memory, "data": data,
-              "log": lambda: check_folder(arguments.log_dir, 10),
+    checks = {"versions": check_versions, "memory": memory, "data": data, "log": lambda: check_folder(arguments.log_dir, 10),
               "model": lambda: check_folder(arguments.save.parent, 1000 + preset.model.ngram_rows // 500) if arguments.save else "not kept"}
     code = 0
     for name, check in checks.items():
@@ -2947,8 +2938,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
     steps = min(preset.steps, arguments.stop_after or preset.steps)
     if arguments.profile and not 0 <= arguments.profile[0] <= arguments.profile[1] < steps:
         fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", "{}:{}".format(*arguments.profile), "name steps that the run has")
-    main_rank = ranks.rank == 0
-    if main_rank:
+    if main_rank := ranks.rank == 0:
         chosen, (major, minor) = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items()), capability(ranks.device)
         device = machine_facts(ranks.device)["device"] + (f", capability {major}.{minor}" if major else ", no GPU")
         print(f"{preset.status}\n{ranks.world} rank(s), {device}, {chosen}", flush=True)

@@ -110,6 +110,9 @@ def test_layer_table_of_the_record():
     assert [i for i, l in enumerate(layers) if l.window == "long"] == [4, 11]
     assert {i: l.skip_from for i, l in enumerate(layers) if l.skip_from is not None} == {7: 4}
     assert [i for i, l in enumerate(layers) if l.backout] == [8]
+    sprint = tg.GPT_SPRINT.layers
+    assert [i for i, l in enumerate(sprint) if l.attention] == [1, 2, 4, 6, 9, 11] and [i for i, l in enumerate(sprint) if not l.mlp] == [0, 10]
+    assert [l.value_embedding for l in sprint if l.value_embedding is not None] == list(range(tg.GPT_SPRINT.value_embeddings))
 
 
 def test_step_rates():
