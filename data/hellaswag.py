@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
@@ -81,18 +80,18 @@ def read_questions(path: Path) -> list[Question]:
 
 
 @torch.no_grad()
-def ending_losses(model: tg.GPT, content: dict[str, Any], documents: list[tuple[list[int], int]], device: torch.device) -> list[torch.Tensor]:
-    """For each (tokens, length of its ending) the losses of the ending's tokens, nats: one packed forward pass for all."""
+def ending_losses(model: tg.GPT, content: dict[str, Any], documents: list[tuple[list[int], int]], device: torch.device) -> list[float]:
+    """For each (tokens, length of its ending) the summed loss of the ending's tokens, nats: one packed forward pass for all."""
     pieces = [np.array(tokens, dtype=np.uint16) for tokens, _ in documents]
     longest = max(map(len, pieces))
     batch = tg.pack({0: pieces}, len(pieces), longest, model.config, pin=False).to(device)
-    features = model.features(batch, tg.saved_geometry(content, model, 2 * longest))
+    features, head, targets, cap = model.predictions(batch, tg.saved_geometry(content, model, longest), torch.ones(1, device=device))
     stops = np.cumsum([len(piece) - 1 for piece in pieces])  # a document's last token is only a target
     losses = []
     for stop, (_, length) in zip(stops.tolist(), documents):
         part = slice(stop - length, stop)
-        logits = tg.softcapped(F.linear(features[part], model.head).float(), model.config.softcap)
-        losses.append(F.cross_entropy(logits, batch.columns[part].long(), reduction="none").cpu())
+        own = {name: tensor[part] for name in ("columns", "positions", "log_copy") if (tensor := getattr(targets, name)) is not None}
+        losses.append(float(tg.head_loss_reference(features[part], head, targets._replace(**own), cap)))
     return losses
 
 
@@ -104,7 +103,7 @@ def evaluate(model: tg.GPT, content: dict[str, Any], questions: list[Question], 
         for ending in question.endings:
             tokens = encode(" " + ending)
             documents.append(([*context, *tokens], len(tokens)))
-    losses: list[torch.Tensor] = []
+    losses: list[float] = []
     while len(losses) < len(documents):
         stop, room = len(losses), BATCH_TOKENS
         while stop < len(documents) and (room := room - len(documents[stop][0])) >= 0 or stop == len(losses):
@@ -114,10 +113,10 @@ def evaluate(model: tg.GPT, content: dict[str, Any], questions: list[Question], 
             print(f"\r{len(losses) / len(documents):4.0%}", end="", file=sys.stderr, flush=True)
     right, at = np.zeros(2), 0
     for question in questions:
-        own = losses[at:at + len(question.endings)]
-        at += len(own)
-        for rule, score in enumerate((torch.sum, torch.mean)):
-            right[rule] += min(range(len(own)), key=lambda ending: float(score(own[ending]))) == question.label
+        own = slice(at, at := at + len(question.endings))
+        sums, lengths = losses[own], [length for _, length in documents[own]]
+        for rule, scores in enumerate((sums, [loss / length for loss, length in zip(sums, lengths)])):
+            right[rule] += scores.index(min(scores)) == question.label
     return tuple((right / len(questions)).tolist())
 
 

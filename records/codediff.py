@@ -42,11 +42,11 @@ def bare_lines(source: str) -> list[str]:
 def sections(source: str, code_only: bool = False) -> dict[str, list[str]]:
     """{title: lines} in the order of the script; what stands before the first banner is "top"."""
     rows, kept = source.splitlines(), bare_lines(source) if code_only else source.splitlines()
-    found, title = {"top": []}, "top"
+    found, title, closing = {"top": []}, "top", -1
     for number, row in enumerate(rows):
         following = rows[number + 1] if number + 1 < len(rows) else ""
-        if BANNER.match(row) and not BANNER.match(following) and (match := TITLE.match(following)):
-            title = match[1].strip()
+        if number != closing and BANNER.match(row) and not BANNER.match(following) and (match := TITLE.match(following)):
+            title, closing = match[1].strip(), number + 2  # a comment right after the second rule is no title
             found.setdefault(title, [])
         if kept[number] or not code_only:
             found[title].append(kept[number])

@@ -63,6 +63,11 @@ class Folder(NamedTuple):
         paths = [self.path / "runs" / f"{arm}-s{seed}.jsonl" for seed in self.record["plan"]["seeds"]]
         return [read_run(path) for path in paths if path.exists()]
 
+    @property
+    def started(self) -> str:
+        """When the first run began, ISO 8601 in UTC, or the day of the plan: what orders records, those of one day too."""
+        return min((str(run.head.get("started", "")) for run in self.runs("a")), default=self.record["date"])
+
 
 def many(item: str, brackets: str) -> str:
     """Pattern of a JSON array or object of one or more items."""
@@ -200,8 +205,8 @@ No runs yet.
 
 def newest(home: Path, track: str) -> str | None:
     """The latest record of a track whose runs are done."""
-    folders = [load(path) for path in all_folders(home)]
-    return max((f.path.name for f in folders if f.record["track"] == track and f.record["means"]), default=None)
+    finished = [folder for folder in map(load, all_folders(home)) if folder.record["track"] == track and folder.record["means"]]
+    return max(finished, key=lambda folder: folder.started).path.name if finished else None
 
 
 def choose_parent(home: Path, parent: str | None, track_name: str | None) -> str | None:

@@ -217,7 +217,7 @@ def leaderboard_table(folders: list[Folder], records: str) -> str:
         if track.practice:
             continue
         rows, first_with = [], {}
-        for folder in sorted((f for f in folders if f.record["track"] == name), key=lambda f: f.path.name):
+        for folder in sorted((f for f in folders if f.record["track"] == name), key=lambda f: f.started):
             rows.append(leaderboard_row(folder, first_with, records))
             first_with.setdefault(folder.record["scripts"]["a"], folder.path.name)
         head = "| date | record | time (s) | val loss | n | hardware | kind | gain |\n|---|---|---|---|---|---|---|---|"
@@ -246,6 +246,6 @@ def leaderboard(check: bool) -> int:
     print("\n".join(f"{path.name}: {'stale' if check else 'rewritten'}" for path in stale) or "tables are up to date")
     ranked = [folder for folder in folders if not folder.track.practice]
     if ranked and (HOME.parent / SCRIPT).exists():
-        newest = max(ranked, key=lambda folder: folder.path.name)
+        newest = max(ranked, key=lambda folder: folder.started)
         print(f"distance of {SCRIPT} from {newest.path.name}:\n{summary(changes((HOME.parent / SCRIPT).read_text(), newest.script('a').read_text()))}")
     return int(check and bool(stale))

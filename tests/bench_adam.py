@@ -20,8 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
-TABLES = {"embedding, value embedding, head": (64, 48), "bigram": (320, 48)} if DRY else {
-    "embedding, value embedding, head": (50_304, 768), "bigram": (251_520, 768)}
+TABLES = {"embedding, value embedding, head": (64, 48) if DRY else (50_304, 768)}
 BYTES, BETAS, EPSILON = 14, (0.75, 0.95), 1e-10
 
 

@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 if "--cpu-dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -40,23 +41,31 @@ CELLS = [
 DRY_CELLS = [(96, "40", 20, 1, 1), (150, "<64", 50, 1, 1)]
 
 
-def tiles(text, tma=True):
-    """Tiles from words such as 64x64w4s2: tokens a program owns x tokens a step, warps, stages."""
-    return [tg.Tile(*map(int, re.split("[xws]", word)), tma) for word in text.split()]
-
-
-# Compiled for sm_90 at width 128 (Triton 3.6.0 and 3.7.1) none of these spills more than 16 bytes, but for the backward at 64x64 through
-# pointers (144). Left out because they spill hundreds: 64x128w4 and 128x128w8 for the backward, 128x64w4 everywhere.
-POINTERS = tiles("64x64w4s2 64x32w4s2", tma=False)
+# Tokens a program owns x tokens a step, warps, stages. Compiled for sm_90 at width 128 (Triton 3.6.0 and 3.7.1) none of these spills more than
+# 16 bytes. Left out because they spill hundreds: 64x128w4 and 128x128w8 for the backward, 128x64w4 everywhere.
 TILES = {
-    "forward": tiles("64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s2 128x64w8s3 128x32w8s2 128x128w8s2") + POINTERS,
-    "backward": tiles("64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2") + POINTERS,
+    "forward": "64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s2 128x64w8s3 128x32w8s2 128x128w8s2".split(),
+    "backward": "64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2".split(),
 }
-DRY_TILES = {name: tiles("32x32w4s2") + tiles("16x32w4s2", tma=False) for name in TILES}
+DRY_TILES = {name: ["32x32w4s2", "16x32w4s2"] for name in TILES}
 
 
-def tile_name(tile):
-    return f"{tile.own}x{tile.step}w{tile.warps}s{tile.stages}{'' if tile.tma else ' (pointers)'}"
+def with_tile(word, call):
+    """A call that takes this tile instead of the fixed one: 64x32w4s2 is 64 tokens a program, 32 a step, 4 warps, 2 stages."""
+    tile = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), map(int, re.split("[xws]", word))))
+
+    def run():
+        with patch.object(tg, "attention_tiles", lambda device: (tile, tile)):
+            return call()
+
+    return run
+
+
+class Context:
+    """Stands in for autograd's, so that one pass can be called without the other."""
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
 
 
 def boundaries(tokens, documents, device):
@@ -84,14 +93,15 @@ class Cell:
         self.cu_seqlens, self.documents, self.longest = boundaries(tokens, documents, device)
         self.tokens, self.window, self.device = tokens, window, device
         self.ranges = tg.visible_range(self.cu_seqlens, window, tokens)
-        self.tiles = dict(zip(("forward", "backward"), tg.attention_tiles(self.q, self.k, self.v, self.dout)))
-        self.out, self.lse = self.call("forward")()
+        self.context = Context()
+        self.forward(self.context)
+
+    def forward(self, context):
+        return tg.PackedAttention.forward(context, self.q, self.k, self.v, *self.ranges, SCALE)
 
     def call(self, name, tile=None):
-        tile, inputs = tile or self.tiles[name], (self.q, self.k, self.v)
-        if name == "forward":
-            return lambda: tg.attention_forward(*inputs, self.ranges[0], SCALE, tile)
-        return lambda: tg.attention_backward(*inputs, self.out, self.lse, self.dout, *self.ranges, SCALE, tile)
+        call = (lambda: self.forward(Context())) if name == "forward" else lambda: tg.PackedAttention.backward(self.context, self.dout)
+        return with_tile(tile, call) if tile else call
 
     def ceilings(self):
         """Least microseconds of (forward, backward): 2 and 5 products of the visible scores at 790 TFLOP/s, or 4 and 7 operands at 4.27 TB/s."""
@@ -187,7 +197,7 @@ def compile_all(table, workers):
         failures = list(pool.map(compile_one, *zip(*jobs)))
     for (name, tile), failure in zip(jobs, failures):
         if failure:
-            print(f"left out: {name} {tile_name(tile)}: {failure}")
+            print(f"left out: {name} {tile}: {failure}")
     print(f"compiled {len(jobs)} kernels in {time.perf_counter() - start:.0f} s with {workers} processes", flush=True)
     good = {job for job, failure in zip(jobs, failures) if not failure}
     return {name: [tile for tile in found if (name, tile) in good] for name, found in table.items()}
@@ -199,11 +209,11 @@ def report_fixed(cells, device):
         cell = Cell(tokens, documents, window, device)
         rival = varlen(cell)
         rivals = [eager_microseconds(call, device) for call in rival] if rival else [float("nan")] * 2
-        ours = [microseconds(cell.call(name), device) for name in cell.tiles]
+        ours = [microseconds(cell.call(name), device) for name in TILES]
         columns = [f"{own:7.1f} {floor:7.1f} {other:7.1f} {fa3:4d} {own / fa3:6.2f}"
                    for own, floor, other, fa3 in zip(ours, cell.ceilings(), rivals, flash, strict=True)]
         print(f"{tokens:6d} {cell.documents:3d} {window:5d} | {' | '.join(columns)}", flush=True)
-    print("fixed tiles:", {name: tile_name(tile) for name, tile in cell.tiles.items()})
+    print("fixed tiles:", *tg.attention_tiles(torch.device(device)))
 
 
 def report_errors(cells, device):
@@ -226,11 +236,11 @@ def sweep(cells, table, device):
             for tile, value in times.items():
                 logs[name, tile] += torch.tensor(value).log().item() / len(cells)
             best = sorted(times, key=times.get)[:3]
-            print(f"  {name:8} " + " | ".join(f"{tile_name(tile)} {times[tile]:.1f}" for tile in best), flush=True)
+            print(f"  {name:8} " + " | ".join(f"{tile} {times[tile]:.1f}" for tile in best), flush=True)
     print("geometric mean over the cells, us")
     for name, found in table.items():
         mean = {tile: torch.tensor(logs[name, tile]).exp().item() for tile in found}
-        print(f"  {name:8} " + " | ".join(f"{tile_name(tile)} {mean[tile]:.1f}" for tile in sorted(mean, key=mean.get)[:6]))
+        print(f"  {name:8} " + " | ".join(f"{tile} {mean[tile]:.1f}" for tile in sorted(mean, key=mean.get)[:6]))
 
 
 def main():

@@ -40,9 +40,9 @@ def head_loss(x, weight, targets, scales=None):
     return tg.HeadLoss.apply(x, weight, *targets, CAP, scales)
 
 
-def zipf(T, rows=V):
+def zipf(T):
     """Ids of tokens, the commonest a few percent of all."""
-    return (rows * np.random.default_rng(0).power(0.28, T)).astype(np.int64)
+    return (V * np.random.default_rng(0).power(0.28, T)).astype(np.int64)
 
 
 def make_operands(T, count=None, weights=(1.0,)):
@@ -72,7 +72,7 @@ def time_pieces(T, x, weight, targets):
     x, weight = x.detach(), weight.detach()
     one = torch.ones((), device=DEVICE)
     logits = x @ weight.T
-    _, lse = tg.row_losses(logits, targets, V, CAP)
+    _, *rows = tg.row_losses(logits, targets, V, CAP)
     table = {}
 
     def piece(name, run, gigabytes=None):
@@ -88,11 +88,16 @@ def time_pieces(T, x, weight, targets):
     if not DRY:  # the interpreter knows no inline assembly
         piece("row losses, hardware tanh", lambda: tg.row_losses(logits, targets, V, CAP, True), 2 * T * V / 1e9)
     piece("row losses, exact", lambda: tg.row_losses(logits, targets, V, CAP), 2 * T * V / 1e9)
+    pointed = targets._replace(log_copy=torch.full((T,), -2.0, device=DEVICE), spare=V - 1)
+    piece("row losses, exact, with a pointer", lambda: tg.row_losses(logits, pointed, V, CAP), 2 * T * V / 1e9)
     for K in (1, 3):
         several = targets._replace(weights=torch.ones(K, device=DEVICE))
-        grad8 = lambda: tg.head_grad(logits, several, V, lse, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)  # noqa: B023, E731
+        grad8 = lambda: tg.head_grad(logits, several, V, *rows, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)  # noqa: B023, E731
         piece(f"gradient to one byte, K = {K}", grad8, 3 * T * V / 1e9)
-    grad16 = lambda: tg.head_grad(logits, targets, V, lse, one, CAP, torch.bfloat16)  # noqa: E731
+    copied = tg.row_losses(logits, pointed, V, CAP)[1:]
+    grad8 = lambda: tg.head_grad(logits, pointed, V, *copied, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)  # noqa: E731
+    piece("gradient to one byte, K = 1, with a pointer", grad8, 3 * T * V / 1e9)
+    grad16 = lambda: tg.head_grad(logits, targets, V, *rows, one, CAP, torch.bfloat16)  # noqa: E731
     piece("gradient to bf16", grad16, 4 * T * V / 1e9)
     g8 = grad8()
     piece("its transposed copy", lambda: tg.transposed(g8), 2 * T * V / 1e9)
@@ -130,17 +135,17 @@ def time_paths(operands, paths, exactly=True):
               + " | ".join(errors) + f" | {peak:.1f} |", flush=True)
 
 
-def time_embedding(T, rows):
+def time_embedding(T):
     """Prints a row a method: one table's gradient for Zipf-like ids."""
-    ids = zipf(T, rows)
+    ids, rows = zipf(T), V
     start = time.perf_counter()
     sort = tg.sort_ids(ids, rows)
     host = (time.perf_counter() - start) * 1e3
-    lookup = tg.Lookup(*(torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (ids, *sort)))
+    tokens, order, starts = lookup = [torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (ids, *sort)]
     grad, dense = torch.randn(T, D, device=DEVICE).bfloat16(), torch.empty(rows, D, dtype=torch.bfloat16, device=DEVICE)
-    exactly, counts = tg.embedding_grad_reference(grad.double(), lookup.ids, rows), lookup.starts.diff()
-    runs = {"ours": lambda: tg.embedding_grad(grad, *lookup, dense),
-            "torch embedding_dense_backward": lambda: torch.ops.aten.embedding_dense_backward(grad, lookup.ids, rows, -1, False)}
+    exactly, counts = tg.embedding_grad_reference(grad.double(), tokens, rows), starts.diff()
+    runs = {"ours": lambda: (tg.launch_groups(tg._embedding_grad_kernel, grad, *lookup, dense, ADD=False), dense)[1],
+            "torch embedding_dense_backward": lambda: torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)}
     case = f"{T} | {rows} ({int((counts > 0).sum())}, {int(counts.max())})"
     print(f"| {case} | sort_ids (host) | {host:.3f} | | | |")
     for name, run in runs.items():
@@ -171,7 +176,7 @@ def main():
         time_paths(operands, paths | more)
         with torch.no_grad():
             columns[T] = time_pieces(T, *operands)
-            columns[T]["evaluation, bf16"] = milliseconds(lambda: tg.head_loss_eval(*operands[:2], operands[2].columns, CAP)), 2 * T * V * D / 1e12, "bf16 TFLOP/s"  # noqa: B023
+            columns[T]["evaluation, bf16"] = milliseconds(lambda: tg.head_loss_eval(*operands, CAP)), 2 * T * V * D / 1e12, "bf16 TFLOP/s"  # noqa: B023
         print(f"{T} tokens done after {time.perf_counter() - begin:.0f} s", file=sys.stderr)
         del operands
 
@@ -181,8 +186,7 @@ def main():
         print(f"| {piece} | " + " | ".join(f"{ms:.3f} ({work / ms * 1e3:.0f} {unit}, {100 * work / ms * 1e3 / CEILINGS[unit]:.0f} %)" for ms, work, unit in cells) + " |")
     print("\n| tokens | rows (ids, most frequent) | embedding gradient | ms | GB/s | ceiling ms | error |\n" + "|---" * 7 + "|")
     for T in options.tokens:
-        for rows in (V, 5 * V):
-            time_embedding(T, rows)
+        time_embedding(T)
     print(f"\n{time.perf_counter() - begin:.0f} s in all")
 
 

@@ -5,11 +5,12 @@
     python tests/bench_mlp.py --cpu-dry-run         tiny sizes, interpreted kernels (whose FP8 casts are coarse): it runs through
     python tests/bench_mlp.py --diagnose 0,20,111,339 --preset sprint --data DIR --seed 1
         trains with the options that follow and prints, for the first micro-batch of those steps and every layer, how large
-        what is rounded to FP8 is (add --no-fp8 mlp to see it in a bf16 training)
+        what is rounded to FP8 is, in the QKV projections too (add --no-fp8 mlp or attention to see it in a bf16 training)
 
 Device times are those of CUDA graphs replayed (medians), which also proves that the operators can be captured; host times are
 what it takes to enqueue the same work without a graph. Errors are Frobenius norms relative to a float64 result of the same
-bf16 operands. Ceilings: 4.27 TB/s (rates above it come from the L2 cache), 790 TFLOP/s in bf16 and 1500 in FP8.
+bf16 operands. Ceilings: 4.27 TB/s (rates above it come from the L2 cache), 790 TFLOP/s in bf16 and 1500 in FP8. The bytes of a product
+with an epilogue are the epilogue's.
 """
 
 import argparse
@@ -28,7 +29,6 @@ if DRY:
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 
 sys.path.append(str(Path(__file__).parent.parent))
 import train_gpt as tg
@@ -39,66 +39,6 @@ LAYERS = sum(layer.mlp for layer in tg.LAYERS)
 REPEATS, SCALES = (1 if DRY else 10), tg.MlpScales()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STEP_TOKENS = 131_072
-
-
-# ---- alternatives ----------------------------------------------------------------------------------------------------
-@triton.jit
-def _opaque(bits, BARRIER: tl.constexpr):
-    """The same bits, from an instruction that the compiler cannot see through: meant to stop it from computing them twice."""
-    if BARRIER:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int8, is_pure=False, pack=4)
-    else:
-        return bits
-
-
-@triton.jit
-def _grad_both_kernel(dhidden_ptr, hidden_ptr, dpre_ptr, dpre_t_ptr, hidden_t_ptr, R, C, hidden_scale, inverse_scale,
-                      LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BARRIER: tl.constexpr):
-    """_relu_squared_grad_kernel and the transposed copies of dpre and hidden in one: 6 bytes an element instead of 8."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    inside, inside_t = (rows < R)[:, None] & (cols < C)[None, :], (cols < C)[:, None] & (rows < R)[None, :]
-    offsets, offsets_t = rows[:, None].to(tl.int64) * C + cols[None, :], cols[:, None].to(tl.int64) * R + rows[None, :]
-    hidden_bits = _opaque(tl.load(hidden_ptr + offsets, inside, other=0), BARRIER)
-    positive = tl.sqrt(hidden_bits.to(tl.float8e4nv, bitcast=True).to(tl.float32) * hidden_scale)
-    dhidden = tl.load(dhidden_ptr + offsets, inside, other=0.0).to(tl.float32)
-    dpre = tl.clamp(dhidden * (2.0 * inverse_scale) * positive, -LIMIT, LIMIT).to(tl.float8e5)
-    dpre_bits = _opaque(dpre.to(tl.int8, bitcast=True), BARRIER)
-    tl.store(dpre_ptr + offsets, dpre_bits, inside)
-    tl.store(dpre_t_ptr + offsets_t, tl.trans(dpre_bits), inside_t)
-    tl.store(hidden_t_ptr + offsets_t, tl.trans(hidden_bits), inside_t)
-
-
-def grad_both(dhidden, hidden8, rows, cols, warps, barrier):
-    """(dpre8, dpre8 transposed, hidden8 transposed)."""
-    R, C = dhidden.shape
-    outs = [dhidden.new_empty(*shape, dtype=torch.int8) for shape in ((R, C), (C, R), (C, R))]
-    _grad_both_kernel[triton.cdiv(C, cols), triton.cdiv(R, rows)](
-        dhidden, hidden8.view(torch.int8), *outs, R, C, SCALES.hidden, 1 / SCALES.grad, LIMIT=torch.finfo(E5M2).max,
-        ROWS=rows, COLS=cols, BARRIER=barrier, num_warps=warps)
-    return outs[0].view(E5M2), outs[1].view(E5M2), outs[2].view(E4M3)
-
-
-def bf16_backward(grad, h, pre, up, down):
-    positive = pre.relu()
-    dpre = (grad @ down.T) * 2 * positive
-    return dpre @ up, dpre.T @ h, positive.square().T @ grad
-
-
-class Fp8ForwardMlp(torch.autograd.Function):
-    """FP8 forward, bf16 backward: no e5m2 and no transposed activations, but bf16 products and 2 bytes a hidden value kept."""
-    backward_region = staticmethod(bf16_backward)  # main() compiles it
-
-    @staticmethod
-    def forward(ctx, h, up, down):
-        pre = tg.fp8_matmul_nt(tg.quantize(h, SCALES.input), tg.quantize(up, SCALES.weight), SCALES.input, SCALES.weight, True)
-        hidden8 = tg.flat_fp8(tg._relu_squared_kernel, E4M3, [pre], 1 / SCALES.hidden)
-        ctx.save_for_backward(h, pre, up, down)
-        return tg.fp8_matmul_nt(hidden8, tg.quantize_both(down, SCALES.weight)[1], SCALES.hidden, SCALES.weight, True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Fp8ForwardMlp.backward_region(grad, *ctx.saved_tensors)
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
@@ -148,46 +88,43 @@ def make_operands(T):
 
 
 def time_pieces(T, operands, grad):
-    """{name: (ms, work, unit)} of every kernel and matrix product of Fp8Mlp, in its order, and of alternatives."""
+    """{name: (ms, {unit: work})} of every kernel and matrix product of Fp8Mlp, in its order, and for comparison."""
     h, up, down = (operand.detach() for operand in operands)
-    table, one = {}, torch.ones((), device=DEVICE)
+    table, one, multiprocessors = {}, torch.ones((), device=DEVICE), tg.multiprocessors
 
-    def piece(name, run, gigabytes=None):
-        work, unit = (gigabytes / 1e9, "GB/s") if gigabytes else (2 * T * D * H / 1e12, "TFLOP/s")
-        table[name] = milliseconds(run), work, unit
+    def piece(name, run, size=0, flop=0):
+        table[name] = milliseconds(run), {unit: work for unit, work in (("TFLOP/s", flop / 1e12), ("GB/s", size / 1e9)) if work}
         return run()
 
-    def product(name, a, b, fast=False):
-        return piece(name, lambda: tg.fp8_matmul_nt(a, b, one, one, fast))
+    def product(name, run, size=0):
+        return piece(name, run, size, 2 * T * D * H)
+
+    def matmul(name, a, b, fast=False):
+        return product(name, lambda: tg.fp8_matmul_nt(a, b, one, one, fast))
 
     h8, h8_t = piece("quantise h, both layouts", lambda: tg.quantize_both(h, SCALES.input), 4 * T * D)
     up8, up8_t = piece("quantise up, both layouts (down the same)", lambda: tg.quantize_both(up, SCALES.weight), 4 * H * D)
     down8, down8_t = tg.quantize_both(down, SCALES.weight)
-    pre = product("pre = h up^T", h8, up8, True) * SCALES.input * SCALES.weight
-    hidden8 = piece("relu^2", lambda: tg.flat_fp8(tg._relu_squared_kernel, E4M3, [pre], 1 / SCALES.hidden), 3 * T * H)
-    product("out = hidden down", hidden8, down8_t, True)
+    hidden = lambda: tg.mlp_product(h8, up8, (SCALES.input * SCALES.weight) ** 2 / SCALES.hidden)  # noqa: E731
+    hidden8, hidden8_t = product("hidden = relu(h up^T)^2, both layouts", hidden, 2 * T * H)
+    matmul("out = hidden down", hidden8, down8_t, True)
     g8, g8_t = piece("quantise g, both layouts", lambda: tg.quantize_both(grad, SCALES.grad, E5M2), 4 * T * D)
-    dhidden = product("dhidden = g down^T", g8, down8) * SCALES.grad * SCALES.weight
-    gradient = lambda: tg.flat_fp8(tg._relu_squared_grad_kernel, E5M2, [dhidden, hidden8], SCALES.hidden, 1 / SCALES.grad)  # noqa: E731
-    dpre8 = piece("dpre", gradient, 4 * T * H)
-    dpre8_t = piece("transposed dpre (hidden the same)", lambda: tg.transposed(dpre8), 2 * T * H)
-    hidden8_t = tg.transposed(hidden8)
-    product("dh = dpre up", dpre8, up8_t)
-    product("dup = dpre^T h", dpre8_t, h8_t)
-    product("ddown = hidden^T g", hidden8_t, g8_t)
+    gradient = lambda: tg.mlp_product(g8, down8, 2 * SCALES.weight * SCALES.hidden ** 0.5, hidden8)  # noqa: E731
+    dpre8, dpre8_t = product("dpre = g down^T 2 relu(pre), both layouts", gradient, 3 * T * H)
+    matmul("dh = dpre up", dpre8, up8_t)
+    matmul("dup = dpre^T h", dpre8_t, h8_t)
+    matmul("ddown = hidden^T g", hidden8_t, g8_t)
     out = grad.clone()
     piece("x + mlp", lambda: out + grad, 6 * T * D)
-    piece("(bf16) pre", lambda: h @ up.T)
-    piece("(bf16) out", lambda: pre @ down)
-    piece("(bf16) dup", lambda: dhidden.T @ h)
-
-    wanted = [t.view(torch.uint8) for t in (dpre8, dpre8_t, hidden8_t)]
-    for rows, cols, warps in ((128, 64, 4), (128, 64, 8), (64, 64, 4)):
-        for barrier in (False,) if DRY else (False, True):  # the interpreter knows no inline assembly
-            run = lambda: grad_both(dhidden, hidden8, rows, cols, warps, barrier)  # noqa: E731
-            same = all(torch.equal(a.view(torch.uint8), b) for a, b in zip(run(), wanted))
-            name = f"(alternative) dpre and both transposed at once, {rows}x{cols}, {warps} warps{', opaque' * barrier}"
-            piece(name if same else f"{name} **WRONG RESULT**", run, 6 * T * H)
+    matmul("(cuBLAS) h up^T in bf16", h8, up8, True)
+    matmul("(cuBLAS) g down^T in bf16", g8, down8)
+    tg.multiprocessors = lambda device: 3 * multiprocessors(device)  # of use where communication holds some multiprocessors
+    product("(3 programs a multiprocessor) hidden", hidden, 2 * T * H)
+    product("(3 programs a multiprocessor) dpre", gradient, 3 * T * H)
+    tg.multiprocessors = multiprocessors
+    pre = product("(bf16) pre", lambda: h @ up.T)
+    product("(bf16) out", lambda: pre @ down)
+    product("(bf16) dup", lambda: pre.T @ h)
     return table
 
 
@@ -231,10 +168,10 @@ def spread(values, scale, dtype):
 
 
 class Watch:
-    """Stands in for ops.mlp, computes the same and, in chosen steps of the timed loop, what its FP8 scales would meet."""
+    """Stands in for ops.mlp and ops.project_heads, computes the same and, in chosen steps of the timed loop, what their FP8 scales would meet."""
 
     def __init__(self, steps):
-        self.steps, self.step, self.live, self.calls, self.rows = steps, None, False, 0, {}
+        self.steps, self.step, self.live, self.calls, self.projections, self.rows = steps, None, False, 0, 0, {}
 
     def note(self, layer, name, values, scale, dtype):
         self.rows[self.step, name, layer] = spread(values, scale, dtype), scale * torch.finfo(dtype).max
@@ -257,27 +194,44 @@ class Watch:
             return out
         return watched
 
+    def wrap_projection(self, project_heads):
+        """In chosen steps the reference instead: its projection has a gradient that can be looked at."""
+        def watched(h, weight, *rest):
+            layer, self.projections = self.projections, self.projections + 1
+            if not (self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.attentions):
+                return project_heads(h, weight, *rest)
+
+            def backward(grad):
+                for name, part in zip("qkv", grad.chunk(3, 1)):
+                    self.note(layer, f"d{name}", part, SCALES.grad, E5M2)
+            self.note(layer, "qkv", weight, SCALES.weight, E4M3)
+            qkv = F.linear(h, weight)
+            qkv.register_hook(backward)
+            return tg.split_heads_reference(qkv, *rest)
+        return watched
+
     def train(self, arguments):
         """The trainer's own main with this in the place of its MLP; nothing else of it changes."""
         select_ops, timed_loop, training_step = tg.select_ops, tg.timed_loop, tg.Trainer.training_step
 
         def watched_ops(*args, **options):
             ops = select_ops(*args, **options)
-            return replace(ops, mlp=self.wrap(ops.mlp))
+            return replace(ops, mlp=self.wrap(ops.mlp), project_heads=self.wrap_projection(ops.project_heads))
 
         def watched_loop(trainer, *rest):
             self.live, self.layers = True, sum(layer.mlp for layer in trainer.preset.model.layers)
+            self.attentions = sum(layer.attention for layer in trainer.preset.model.layers)
             return timed_loop(trainer, *rest)
 
         def watched_step(trainer, step, *rest):
-            self.step, self.calls = step, 0
+            self.step, self.calls, self.projections = step, 0, 0
             return training_step(trainer, step, *rest)
 
         tg.select_ops, tg.timed_loop, tg.Trainer.training_step = watched_ops, watched_loop, watched_step
         return tg.main(arguments)
 
     def report(self):
-        print(f"\nlayers count the MLPs from 0; scales {SCALES._asdict()}; lost: norm of what became 0 / norm of all\n")
+        print(f"\nlayers count the MLPs, or the projections, from 0; scales {SCALES._asdict()}; lost: norm of what became 0 / norm of all\n")
         print("| step | tensor | layer | rms | 99.9 % | amax | limit / amax | saturated | flushed to 0 | lost |\n" + "|---" * 10 + "|")
         for (step, name, layer), ((rms, percentile, amax, saturated, flushed, lost), limit) in sorted(self.rows.items()):
             room = limit / amax if amax else float("inf")
@@ -297,9 +251,10 @@ def print_tables(columns, paths):
     print("| piece |" + "".join(f" {T} |" for T in columns) + "\n|---|" + "---|" * len(columns))
     for piece in dict.fromkeys(piece for table in columns.values() for piece in table):
         cells = []
-        for ms, work, unit in (table[piece] for table in columns.values()):
-            peak = 4270 if unit == "GB/s" else 790 if "bf16" in piece else 1500
-            cells.append(f"{ms:.4f} ({work / ms * 1e3:.0f} {unit}, {100 * work / ms * 1e3 / peak:.0f} %)")
+        for ms, works in (table[piece] for table in columns.values()):
+            peaks = {"GB/s": 4270, "TFLOP/s": 790 if piece.startswith("(bf16)") else 1500}
+            rates = (f"{work / ms * 1e3:.0f} {unit}, {100 * work / ms * 1e3 / peaks[unit]:.0f} %" for unit, work in works.items())
+            cells.append(f"{ms:.4f} ({'; '.join(rates)})")
         print(f"| {piece} | " + " | ".join(cells) + " |")
     print(f"\n| tokens | path | forward ms | forward + backward ms | {LAYERS} layers, {STEP_TOKENS} tokens | host ms | GB | out | dh | dup | ddown |\n" + "|---" * 11 + "|")
     for T, rows in paths.items():
@@ -328,8 +283,7 @@ def main():
         parser.error(f"unknown: {' '.join(training)}")
 
     compiled = (lambda function: function) if DRY else tg.compile_dynamic
-    Fp8ForwardMlp.backward_region = staticmethod(compiled(bf16_backward))
-    applies = {"bf16, compiled": compiled(tg.relu_squared_mlp), "**fp8**": tg.Fp8Mlp.apply, "fp8 forward, bf16 backward": Fp8ForwardMlp.apply}
+    applies = {"bf16, compiled": compiled(tg.relu_squared_mlp), "**fp8**": tg.Fp8Mlp.apply}
     columns, paths = {}, {}
     for T in options.tokens:
         operands, grad = make_operands(T)

@@ -1,12 +1,14 @@
-"""Times and errors of SplitHeads on one GPU, against the bytes that must move and torch.compile of the reference.
+"""Times and errors on one GPU of the way to attention: QKV projection, split into heads, and back, in FP8 and in bf16.
 
-    python tests/bench_split_heads.py                       under 40 s on an H200; no new torch.compile is begun after 20 s
-    python tests/bench_split_heads.py --sweep               rows a program and warps of the kernels instead
+    python tests/bench_split_heads.py                       under 30 s on an H200
+    python tests/bench_split_heads.py --compiled            torch.compile of the reference besides: half a minute more
+    python tests/bench_split_heads.py --sweep               tokens a program and warps of the kernels instead
     python tests/bench_split_heads.py --cpu-dry-run         tiny sizes, interpreted kernels: proves that it runs through
 
-Microseconds, medians over replays of a CUDA graph; backward is what it adds to a forward. The ceiling is the time that the bytes need at
-4.27 TB/s, in units of T H D elements: forward 4 (with a value 7, paired without one 6: v is interleaved), backward 8 (10).
-Errors are Frobenius norms relative to float64, the largest of the outputs and the largest of the gradients.
+Microseconds, medians over replays of a CUDA graph. First table: the whole path; backward is what it adds to a forward. Its ceiling is the time of
+the products alone at 790 TFLOP/s in bf16 and 1500 in FP8. Errors are Frobenius norms relative to float64, the largest of the outputs and the
+largest of the gradients. Second table: the kernels alone, against the bytes that must move at 4.27 TB/s, in units of T H D elements of two bytes:
+forward 4 (with a value 7), backward 8 (10), in FP8 too: two layouts of half the size.
 """
 
 import argparse
@@ -16,29 +18,33 @@ from pathlib import Path
 
 import bench_mlp  # first: it chooses between interpreter and GPU
 import torch
+import torch.nn.functional as F
 
 sys.path.append(str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
-HEADS, WIDTH, LONGEST = (2, 16, 20) if DRY else (6, 128, 3072)
+MODEL_WIDTH, HEADS, WIDTH, LONGEST = (32, 2, 16, 20) if DRY else (768, 6, 128, 3072)
 BYTES_PER_MICROSECOND = 4.27e6
-KINDS = {"plain": (), "paired": ("paired",), "key offset": ("key_offset",), "value": ("value",), "paired, value": ("paired", "value")}
+KINDS = {"plain": (), "key offset": ("key_offset",), "value": ("value",)}
 
 
 def make_operands(T, kind):
-    """([qkv, value, value_gates], [positions, cos, sin, paired, key_offset], gradients of q, k, v)."""
+    """([h, weight, value, value_gates], [positions, cos, sin, key_offset], gradients of q, k, v), of the sizes that training has, roughly."""
     generator = torch.Generator(DEVICE).manual_seed(T)
-    random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator).bfloat16()  # noqa: E731
+    random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)  # noqa: E731
     flags = KINDS[kind]
-    leaves = [random(T, 3, HEADS, WIDTH)]
+    leaves = [F.rms_norm(random(T, MODEL_WIDTH), (MODEL_WIDTH,)), random(3 * HEADS * WIDTH, MODEL_WIDTH) * 0.5 * MODEL_WIDTH ** -0.5]
     leaves += [random(T, HEADS * WIDTH), 2 * torch.sigmoid(random(T, HEADS))] if "value" in flags else [None, None]
     positions = torch.arange(T, device=DEVICE, dtype=torch.int32) % LONGEST % 391  # documents of 391 tokens and fewer
     frequency = 1024.0 ** -torch.linspace(0, 1, WIDTH // 4).double().numpy()
-    turn = tg.geometry_tables(frequency, 0.1, (1, 1), 2 * LONGEST, torch.bfloat16, torch.device(DEVICE))
-    shape = (2 * T, HEADS // 2, WIDTH) if "paired" in flags else (T, HEADS, WIDTH)
-    return ([None if x is None else x.requires_grad_() for x in leaves],
-            [positions, turn.cos, turn.sin, "paired" in flags, "key_offset" in flags], [random(*shape) for _ in range(3)])
+    turn = tg.geometry_tables(frequency, 0.1, (1, 1), LONGEST, torch.bfloat16, torch.device(DEVICE))
+    return ([None if x is None else x.bfloat16().requires_grad_() for x in leaves],
+            [positions, turn.cos, turn.sin, "key_offset" in flags], [(random(T, HEADS, WIDTH) * 1e-3).bfloat16() for _ in range(3)])
+
+
+def reference(h, weight, *rest):
+    return tg.split_heads_reference(F.linear(h, weight), *rest)
 
 
 def both(function, leaves, rest, grads):
@@ -46,71 +52,75 @@ def both(function, leaves, rest, grads):
     return *(out.detach() for out in outs), *torch.autograd.grad(outs, [x for x in leaves if x is not None], grads)
 
 
-def needed_bytes(T, kind):
-    """(forward, backward)."""
-    value, element = "value" in KINDS[kind], 2 * T * HEADS * WIDTH
-    forward = 7 if value else 6 if "paired" in KINDS[kind] else 4
-    return forward * element + 4 * T, (10 if value else 8) * element + 4 * T
-
-
-def errors(function, leaves, rest, grads):
-    wide = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
-    tables = [rest[0], *(x.double() for x in rest[1:3]), *rest[3:]]
-    want = both(tg.split_heads_reference, wide, tables, [g.double() for g in grads])
-    found = [float((a.double() - b).norm() / b.norm()) for a, b in zip(both(function, leaves, rest, grads), want, strict=True)]
-    return max(found[:3]), max(found[3:])
-
-
-def row(name, T, kind, function):
+def time_paths(paths, T, kind):
     leaves, rest, grads = make_operands(T, kind)
-    error = errors(function, leaves, rest, grads)
-    with torch.no_grad():
+    wide = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
+    want = both(reference, wide, [rest[0], *(x.double() for x in rest[1:3]), *rest[3:]], [g.double() for g in grads])
+    for name, function in paths.items():
+        errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(both(function, leaves, rest, grads), want, strict=True)]
+        # With gradients on, as in training: for them FP8 makes its transposed copies. Nothing runs backward here.
         forward = 1e3 * bench_mlp.milliseconds(lambda: function(*leaves, *rest))
-    whole = 1e3 * bench_mlp.milliseconds(lambda: both(function, leaves, rest, grads))
-    cells = [str(T), kind, name]
-    for us, size in zip((forward, whole - forward), needed_bytes(T, kind)):
-        cells += [f"{us:.1f}", f"{size / us / 1e3:.0f}", f"{size / BYTES_PER_MICROSECOND:.1f}"]
-    print("| " + " | ".join(cells) + " | {:.1e} | {:.1e} |".format(*error), flush=True)
+        whole = 1e3 * bench_mlp.milliseconds(lambda: both(function, leaves, rest, grads))
+        product = 2 * T * MODEL_WIDTH * 3 * HEADS * WIDTH / (1500e6 if "fp8" in name else 790e6)
+        print(f"| {T} | {kind} | {name} | {forward:.1f} | {product:.1f} | {whole - forward:.1f} | {2 * product:.1f} | {whole:.1f} | "
+              f"{max(errors[:3]):.1e} | {max(errors[3:]):.1e} |", flush=True)
 
 
-def sweep(T):
-    """Ours with other rows a program and warps."""
-    for rows in (16, 32, 64):
-        for warps in (4, 8):
-            def launch(kernel, qkv, *arguments, paired, key_offset):
-                T, _, H, D = qkv.shape
-                kernel[H, tg.triton.cdiv(T, rows)](qkv, *arguments, T, H=H, D=D, PAIRED=paired, OFFSET=key_offset, ROWS=rows, num_warps=warps)  # noqa: B023
-            tg.SplitHeads.launch = staticmethod(launch)
-            for kind in ("key offset", "value"):
-                row(f"{rows} rows, {warps} warps", T, kind, tg.SplitHeads.apply)
+@torch.no_grad()
+def time_kernels(T, kind, tiles=((None, None),)):
+    """The kernels alone, with other tokens a program and warps if `tiles` has some."""
+    (h, weight, value, gates), (*turn, key_offset), grads = make_operands(T, kind)
+    flags, scale = dict(key_offset=key_offset), tg.MlpScales().grad
+    qkv = F.linear(h, weight).view(T, 3, HEADS, WIDTH)
+    outs, others = [torch.empty_like(qkv[:, 0]) for _ in range(3)], [None if x is None else torch.empty_like(x) for x in (value, gates)]
+    dqkv8, dqkv8_t = (torch.empty(*shape, dtype=torch.int8, device=DEVICE) for shape in (qkv.flatten(1).shape, qkv.flatten(1).T.shape))
+    known, dqkv = (qkv, value, gates, *turn), torch.empty_like(qkv)
+    element, split_gradient = 2 * T * HEADS * WIDTH, tg._split_heads_grad_kernel
+    forward, backward = element * (7 if value is not None else 4), element * (10 if value is not None else 8)
+    for rows, warps in tiles:
+        bits_t = tg.TensorDescriptor.from_tensor(dqkv8_t, [WIDTH // 2, rows or 64])
+
+        def run(kernel, *arguments, **default):
+            if rows is None:
+                return tg.ProjectHeads.launch(kernel, *known, *arguments, **flags, **default)
+            return kernel[HEADS, tg.triton.cdiv(T, rows)](  # noqa: B023
+                *known, *arguments, T, H=HEADS, D=WIDTH, OFFSET=key_offset, ROWS=rows, num_warps=warps)  # noqa: B023
+
+        for name, size, call in (
+                ("split", forward, lambda: run(tg._split_heads_kernel, *outs)),
+                ("gradient, bf16", backward, lambda: run(split_gradient, *grads, dqkv, None, *others, 1.0, False)),
+                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, *grads, dqkv8, bits_t, *others, 1 / scale, True, rows=64))):  # noqa: B023
+            us, tile = 1e3 * bench_mlp.milliseconds(call), "" if rows is None else f", {rows} tokens, {warps} warps"
+            name += tile + " **WRONG RESULT**" * ("fp8" in name and not torch.equal(dqkv8.T, dqkv8_t))
+            print(f"| {T} | {kind} | {name} | {us:.1f} | {size / us / 1e3:.0f} | {size / BYTES_PER_MICROSECOND:.1f} |", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[45] if DRY else [16_384, 32_768, 49_152])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[48] if DRY else [16_384, 65_536])
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--cpu-dry-run", action="store_true")
     options = parser.parse_args()
     if not DRY and not torch.cuda.is_available():
         sys.exit("needs a CUDA device; --cpu-dry-run proves that the benchmark runs through")
     begin = time.perf_counter()
-    print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {HEADS} heads of {WIDTH}\n")
-    print("| tokens | kind | path | forward us | GB/s | ceiling us | backward us | GB/s | ceiling us | error | of gradients |\n" + "|---" * 11 + "|")
-    if options.sweep or DRY:
-        original = tg.SplitHeads.launch
-        sweep(options.tokens[-1])
-        tg.SplitHeads.launch = staticmethod(original)
+    print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {HEADS} heads of {WIDTH}")
     if not options.sweep:
+        paths = {"**fp8**": lambda *operands: tg.ProjectHeads.apply(*operands, tg.MlpScales()), "bf16": tg.ProjectHeads.apply}
+        if options.compiled:
+            torch._dynamo.config.recompile_limit = 64
+            paths["bf16, torch.compile"] = reference if DRY else tg.compile_dynamic(reference)
+        columns = "tokens", "kind", "path", "forward us", "product us", "backward us", "products us", "both us", "error", "of gradients"
+        print("\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
         for kind in KINDS:
             for T in options.tokens:
-                row("**ours**", T, kind, tg.SplitHeads.apply)
-        torch._dynamo.config.recompile_limit = 64
-        compiled = (lambda function: function) if DRY else tg.compile_dynamic
-        for kind in list(KINDS)[:4]:
-            if time.perf_counter() - begin < 20:
-                function = compiled(tg.split_heads_reference)
-                for T in options.tokens[::2]:
-                    row("torch.compile", T, kind, function)
+                time_paths(paths, T, kind)
+    print("\n| tokens | kind | kernel | us | GB/s | ceiling us |\n" + "|---" * 6 + "|")
+    tiles = [(rows, warps) for rows in (32, 64, 128) for warps in (4, 8, 16) if 4 <= rows // warps <= 16]
+    for kind in ("key offset", "value") if options.sweep else KINDS:
+        for T in options.tokens:
+            time_kernels(T, kind, *[tiles] * (options.sweep or DRY))
     print(f"\n{time.perf_counter() - begin:.0f} s in all")
 
 

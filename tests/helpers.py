@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,9 @@ CPU = torch.device("cpu")
 L = tg.Layer
 # An empty slot, every feature at least once, and the three kinds of layers: both halves, attention only, MLP only.
 MODEL = tg.ModelConfig(
-    width=32, heads=2, head_width=16, mlp_width=64, value_embeddings=2, bigram_rows=512, bigram_width=24, vocabulary=VOCABULARY,
+    width=32, heads=2, head_width=16, mlp_width=64, value_embeddings=2, ngram_rows=1024, pointer_width=16, vocabulary=VOCABULARY,
     padded_vocabulary=512, dtype="float32",
-    layers=(L(attention=False, mlp=False), L(value_embedding=1, paired=True), L(value_embedding=0, window="long", key_offset=True),
+    layers=(L(attention=False, mlp=False), L(value_embedding=1), L(value_embedding=0, window="long", key_offset=True),
             L(attention=False, skip_from=1), L(mlp=False, backout=True, exclusive=True), L(value_embedding=1, skip_from=2, window="long")))
 PRESET = tg.Preset(
     "tiny", MODEL,
@@ -45,12 +46,12 @@ def write_shard(path, tokens, magic=tg.SHARD_MAGIC, version=tg.SHARD_VERSION, co
 
 
 def documents(tokens, seed):
-    """About `tokens` tokens of documents of 2 to 90 tokens, where a token tells something about the next one."""
+    """About `tokens` tokens of documents of 2 to 90 tokens, where a token tells something about the next one, and which repeat themselves."""
     random, pieces = np.random.default_rng(seed), []
     while sum(map(len, pieces)) < tokens:
         length = int(np.clip(random.lognormal(3.0, 0.8), 1, 89))
         steps = random.integers(1, 5, length)
-        pieces.append(np.concatenate([[BOS], (random.integers(BOS) + np.cumsum(steps)) % BOS]))
+        pieces.append(np.concatenate([[BOS], (random.integers(BOS) + np.cumsum(steps) % 25) % BOS]))
     return np.concatenate(pieces)
 
 
@@ -103,6 +104,11 @@ def read_log(path):
 
 def only(events, kind):
     return [event for event in events if event["kind"] == kind]
+
+
+def own_threads():
+    """The threads of runs that are alive; none may outlive its run."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "run log"))]
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------

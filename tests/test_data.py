@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import threading
 import time
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ from helpers import BOS, CPU, VOCABULARY, tg, write_shard
 
 MARK = 59_999  # the BOS of the corpus whose other tokens are all different, so that a token tells its place
 STAGES = (tg.Stage(3, 512, 40, 8, 16, candidates=128), tg.Stage(2, 1024, 100, 8, 16), tg.Stage(2, 768, 40, 8, 16))
-MODEL = replace(helpers.MODEL, vocabulary=60_000, padded_vocabulary=60_032, bigram_rows=70_001)
+MODEL = replace(helpers.MODEL, vocabulary=60_000, padded_vocabulary=60_032, ngram_rows=140_002)
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def by_slot(stream, world=1, micro=8):
                     documents = views(next(flat))
                     assert len(documents.columns) == stage.slot_tokens * len(slots)
                     assert set(range(0, len(documents.columns), stage.slot_tokens)) <= set(documents.cu_seqlens.tolist()), "no document spans slots"
-                    parts = (x.view(len(slots), -1).numpy() for x in (documents.tokens.ids, next_tokens(documents), documents.positions))
+                    parts = (x.view(len(slots), -1).numpy() for x in (documents.tokens, next_tokens(documents), documents.positions))
                     found.update(zip(((step, slot) for slot in slots), zip(*parts)))
                 step += 1
         assert next(flat, None) is None
@@ -176,31 +175,30 @@ def test_packed_layout(marked):
         assert len(cu_seqlens) == 961 and cu_seqlens[0] == 0 and cu_seqlens[-1] == len(positions) and (np.diff(cu_seqlens) >= 0).all()
         assert (np.unique(cu_seqlens)[:-1] == np.flatnonzero(positions == 0)).all()
         assert np.diff(cu_seqlens).max() <= batch.longest
-        for lookup, rows in ((documents.tokens, MODEL.padded_vocabulary), (documents.bigrams, MODEL.bigram_rows)):
-            assert (lookup.order == torch.argsort(lookup.ids, stable=True)).all() and len(lookup.starts) == rows + 1
-            assert (lookup.starts.diff() == torch.bincount(lookup.ids, minlength=rows)).all() and lookup.starts[0] == 0
-        assert (documents.bigrams.ids.numpy() == tg.hash_bigrams(documents.tokens.ids.numpy(), positions, MODEL.bigram_rows)).all()
-        parts = [x for x in (*documents.tokens, *documents.bigrams, documents.columns, documents.positions, documents.cu_seqlens, documents.candidates,
-                             documents.certain) if x is not None]
+        ids, order, starts = documents.tokens, documents.order, documents.starts
+        assert (order == torch.argsort(ids, stable=True)).all() and len(starts) == MODEL.padded_vocabulary + 1
+        assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all() and starts[0] == 0
+        assert (documents.ngrams.numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
+        parts = [x for x in vars(documents).values() if isinstance(x, torch.Tensor)]
         assert all(part.dtype == torch.int32 and part.data_ptr() % 16 == 0 for part in parts)
         assert [part.numel() for part in parts] == [size for size in batch.sizes if size]
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 3), (1,), (2, 2, 7, 1, 1)])
 def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
-    """Without bigrams too; each part written is each part read."""
+    """Each part written is each part read; without a table of n-grams nothing fails."""
     pieces = [np.arange(length + 1, dtype=np.uint16) for length in lengths]
-    for model in (helpers.MODEL, replace(helpers.MODEL, bigram_rows=0)):
+    for model in (helpers.MODEL, replace(helpers.MODEL, ngram_rows=0)):
         documents = views(tg.pack({3: pieces}, len(pieces) + 2, max(lengths), model, pin=False, candidates=11))
         flat = [i for length in lengths for i in range(length)]
-        assert documents.tokens.ids.tolist() == documents.positions.tolist() == flat
+        assert documents.tokens.tolist() == documents.positions.tolist() == flat
         assert next_tokens(documents).tolist() == [i + 1 for i in flat]
         assert documents.cu_seqlens.tolist() == [0, *itertools.accumulate(lengths), *[sum(lengths)] * 2]
-        assert documents.certain.tolist() == [max(lengths)] and documents.candidates.shape == (1, 11)
-        assert documents.tokens.starts[-1] == len(flat) and len(documents.bigrams.ids) == len(flat) * (model.bigram_rows > 0)
+        assert documents.certain.tolist() == [max(lengths) + 1] and documents.candidates.shape == (1, 11)  # the spare id's too
+        assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (len(flat), 2)
 
 
-@pytest.mark.parametrize("rows", [1, 300, 65_536, 65_537, 250_000])
+@pytest.mark.parametrize("rows", [1, 300, 65_536])
 def test_sorted_ids(rows):
     ids = np.random.default_rng(rows).integers(0, rows, 20_000)
     order, starts = tg.sort_ids(ids, rows)
@@ -208,15 +206,35 @@ def test_sorted_ids(rows):
     assert (starts == np.searchsorted(ids[order], np.arange(rows + 1))).all()
 
 
-def test_bigrams_depend_on_the_pair_alone():
-    """The same row for the same two tokens anywhere, another for other or swapped ones; the last row where a document starts and nowhere else."""
-    tokens, positions = np.array([7, 50_000, 8, 50_000, 8, 7, 50_000, 7]), np.array([0, 1, 2, 0, 1, 2, 3, 4])
-    rows = tg.hash_bigrams(tokens.astype(np.uint16), positions, 251_520)
-    assert rows[0] == rows[3] == 251_519 and rows[1] == rows[6] and rows[2] == rows[4]
-    assert len(set(rows)) == 5 and rows.min() >= 0
-    random_tokens = np.random.default_rng(0).integers(0, 50_257, 100_000)
-    spread = np.bincount(tg.hash_bigrams(random_tokens, np.arange(100_000), 1001), minlength=1001)
-    assert spread[1000] == 1 and spread[:1000].min() > 50 and spread[:1000].max() < 200
+def ngram_rows_of(piece, rows):
+    """Rows of a piece's tokens by Python's integers, which cannot overflow."""
+    half, x = rows // 2, [int(token) for token in piece]
+    for i in range(len(x)):
+        pair = (36313 * x[i] ^ 27191 * x[i - 1]) % (half - 1) if i > 0 else half - 1
+        triple = (17351 * x[i] ^ 60961 * x[i - 1] ^ 45259 * x[i - 2]) % (half - 1) if i > 1 else half - 1
+        yield [pair, half + triple]
+
+
+@pytest.mark.parametrize("rows", [6, 1024, 140_002, 2**19, 2**23])
+def test_ngrams(rows):
+    """The formula, across documents of all lengths, with the largest tokens there are."""
+    random = np.random.default_rng(rows)
+    pieces = [random.integers(0, 65_536, length + 1).astype(np.uint16) for length in (1, 2, 3, 1, 40, 300)] + [np.full(5, 65_535, np.uint16)]
+    tokens, positions = np.concatenate([piece[:-1] for piece in pieces]), np.concatenate([np.arange(len(piece) - 1) for piece in pieces])
+    found = tg.hash_ngrams(tokens, positions, rows)
+    assert found.dtype == np.int32 and found.tolist() == [row for piece in pieces for row in ngram_rows_of(piece[:-1], rows)]
+
+
+def test_ngrams_depend_on_their_tokens_alone():
+    """The same rows for the same tokens anywhere, others for other or swapped ones; evenly spread over both halves, whose last rows are for starts."""
+    tokens, positions = np.array([7, 50_000, 8, 50_000, 8, 7, 50_000, 8]), np.array([0, 1, 2, 0, 1, 2, 3, 4])
+    pair, triple = tg.hash_ngrams(tokens.astype(np.uint16), positions, 2**21).T
+    assert pair[0] == pair[3] == 2**20 - 1 and pair[1] == pair[6] and pair[2] == pair[4] == pair[7] and len(set(pair)) == 4
+    assert triple[0] == triple[1] == triple[3] == triple[4] == 2**21 - 1 and triple[2] == triple[7] and len(set(triple)) == 4
+    random_tokens = np.random.default_rng(0).integers(0, 50_257, 100_000).astype(np.uint16)
+    for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2002).T):
+        spread = np.bincount(rows - 1001 * column, minlength=1001)
+        assert spread[1000] == column + 1 and spread[:1000].min() > 50 and spread[:1000].max() < 200
 
 
 def test_targets_further_ahead_stay_in_their_document(marked):
@@ -306,14 +324,11 @@ def test_batches_are_the_same_whatever_the_thread_does(marked):
             yield item
 
     for depth in (1, 3):
-        fetcher = tg.Prefetcher(slowly(batches(stream, micro=2)), depth)
+        fetcher = tg.prefetched(slowly(batches(stream, micro=2)), depth)
         for batch in expected:
             time.sleep(generator.choice((0, 0, 0.002)))
             assert next(fetcher).data.equal(batch)
-        with pytest.raises(StopIteration):
-            next(fetcher)
-        fetcher.close()
-        assert not fetcher.thread.is_alive()
+        assert next(fetcher, None) is None and not helpers.own_threads()
 
 
 def test_an_error_in_the_thread_is_raised_where_batches_are_used(tiny):
@@ -322,19 +337,29 @@ def test_an_error_in_the_thread_is_raised_where_batches_are_used(tiny):
         yield 2
         raise ValueError("a disk went away")
 
-    fetcher = tg.Prefetcher(broken())
+    fetcher = tg.prefetched(broken())
     assert (next(fetcher), next(fetcher)) == (1, 2)
     with pytest.raises(ValueError, match="a disk went away"):
         next(fetcher)
-    fetcher.close()
+    assert not helpers.own_threads()
 
 
-def test_closing_does_not_wait_for_a_full_queue(tiny):
-    fetcher = tg.Prefetcher(iter(range(1000)), depth=2)
-    assert next(fetcher) == 0
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_closing_waits_for_one_item_only(tiny, seconds):
+    """Neither for those that are planned nor for room."""
+    made = []
+
+    def items():
+        for number in range(1000):
+            made.append(number)
+            yield number
+            time.sleep(seconds)
+
+    fetcher = tg.prefetched(items(), depth=8)
+    assert next(fetcher) == 0 and len(helpers.own_threads()) == 1
     started = time.monotonic()
     fetcher.close()
-    assert not fetcher.thread.is_alive() and time.monotonic() - started < 2
+    assert not helpers.own_threads() and time.monotonic() - started < 2 and len(made) <= 9
 
 
 def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch, capsys):
@@ -351,7 +376,7 @@ def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch
     assert said.startswith("train_gpt: file: expected ") and "found 'input/output error'; fix: " in said and said.count("\n") == 1
     events = helpers.read_log(next(tmp_path.glob("*.jsonl")))
     assert events[-1]["kind"] == "end" and events[-1]["state"].startswith("failed: file: ") and events[-1]["code"] == 2
-    assert not [thread for thread in threading.enumerate() if thread.name in ("prefetch", "run log")]
+    assert not helpers.own_threads()
 
 
 # ---- bad shards, each through main() ---------------------------------------------------------------------------------

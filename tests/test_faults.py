@@ -40,7 +40,7 @@ def at_read(number, action):
     read_of, reads = tg.TokenStream.read, []
 
     def read(stream, *arguments):
-        if threading.current_thread().name == "prefetch":
+        if threading.current_thread().name.startswith("prefetch"):
             reads.append(arguments)
             if len(reads) == number:
                 action(stream)

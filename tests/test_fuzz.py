@@ -85,7 +85,7 @@ def test_batches_from_any_shard(path, raw, slot_tokens, steps, candidates):
 
     if found := judged(read, tg.Failure):
         stream, batches = found
-        assert [token for batch in batches for token in batch.tokens.ids.tolist()] == stream.read(stream.borders[0], steps * stage.batch_tokens).tolist()
+        assert [token for batch in batches for token in batch.tokens.tolist()] == stream.read(stream.borders[0], steps * stage.batch_tokens).tolist()
 
 
 @cases(1000)

@@ -223,8 +223,9 @@ def test_cautious_decay(role):
 
 # ---- who owns what ---------------------------------------------------------------------------------------------------
 def owners(optimizer):
-    """(owner, its weights, its gradients) of every group."""
-    return [(item, item.weights, item.grads) for item in (*optimizer.banks, optimizer.scalars, *optimizer.tables)]
+    """(owner, its weights, its gradients) of every group; the gradients of a sparse table are those of its parameter: none."""
+    return [(item, item.weights, None if isinstance(item, tg.SparseTable) else item.grads)
+            for item in (*optimizer.banks, optimizer.scalars, *optimizer.tables)]
 
 
 def test_every_parameter_is_in_exactly_one_group():
@@ -239,17 +240,18 @@ def test_every_parameter_is_in_exactly_one_group():
         mine = [(o, g) for o, w, g in owners(optimizer) if w.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()]
         assert len(mine) == 1, name
         owner, grads = mine[0]
-        assert parameter.grad.untyped_storage().data_ptr() == grads.untyped_storage().data_ptr(), name
-        assert parameter.grad.storage_offset() == parameter.storage_offset() and parameter.is_contiguous() and parameter.grad.is_contiguous()
         rule = RULES[parameter.role]
-        kind = tg.MatrixBank if isinstance(rule, tg.MuonRule) else tg.AdamTable if rule.sharded else tg.AdamScalars
+        kind = tg.MatrixBank if isinstance(rule, tg.MuonRule) else tg.AdamTable if rule.sharded else tg.SparseTable if rule.sparse else tg.AdamScalars
         assert type(owner) is kind, name
-        assert parameter.data_ptr() % 16 == parameter.grad.data_ptr() % 16 == 0, f"{name}: compiled code takes it for aligned"
+        for tensor, storage in ((parameter, parameter.untyped_storage()), *([] if grads is None else [(parameter.grad, grads.untyped_storage())])):
+            assert tensor.untyped_storage().data_ptr() == storage.data_ptr() and tensor.is_contiguous(), name
+            assert tensor.storage_offset() == parameter.storage_offset(), name
+            assert tensor.data_ptr() % 16 == 0, f"{name}: compiled code takes it for aligned"
         span = set(range(parameter.storage_offset(), parameter.storage_offset() + tg.aligned(parameter.numel())))
         assert not span & claimed.setdefault(id(owner), set()), f"{name} overlaps another"
         claimed[id(owner)] |= span
     muon = {name for name, p in model.named_parameters() if isinstance(RULES[p.role], tg.MuonRule)}
-    assert muon == {name for name, p in model.named_parameters() if name.split(".")[-1] in ("qkv", "out", "up", "down")}
+    assert muon == {name for name, p in model.named_parameters() if name.split(".")[-1] in ("qkv", "out", "up", "down", "pointer")}
     for owner, weights, _ in owners(optimizer):
         assert type(owner) is tg.MatrixBank or len(claimed[id(owner)]) == weights.numel(), "weights without a parameter"
         assert not isinstance(owner, tg.MatrixBank) or len(weights) % tg.SLOTS == 0
@@ -295,10 +297,11 @@ def test_the_state_is_complete(corpus, tiny):
 
 
 def test_state_hash_sees_values_and_places():
-    state = {"a": torch.randn(4, 5), "b": torch.randn(6).bfloat16(), "c": torch.tensor(1.0)}
+    state = {"a": torch.randn(4, 5), "b": torch.randn(6).bfloat16(), "c": torch.tensor(1.0), "long": torch.randn(70_000, 2)}
     digest = tg.state_hash(state)
     assert digest == tg.state_hash(dict(reversed(state.items())))
     for change in (lambda s: s["a"][2, 3:4].neg_(), lambda s: s["b"].copy_(s["b"].flip(0)), lambda s: s["c"].add_(1e-7),
+                   lambda s: s["long"].copy_(s["long"].roll(1 << 16, 0)), lambda s: s["long"][-1].neg_(),
                    lambda s: s["a"].copy_(s["a"].flip(0)), lambda s: s["a"].copy_(s["a"].flip(1))):
         changed = {name: tensor.clone() for name, tensor in state.items()}
         change(changed)

@@ -12,7 +12,7 @@ import torch
 
 import train_gpt as tg
 
-INTERPRETED = type(tg.symmetric_product_kernel).__name__ == "InterpretedFunction"
+INTERPRETED = type(tg.product_kernel).__name__ == "InterpretedFunction"
 COMPILED = tg.triton is not None and not INTERPRETED and torch.cuda.is_available()
 DEVICE = "cuda" if COMPILED else "cpu"
 needs_kernels = pytest.mark.skipif(not (INTERPRETED or COMPILED), reason="needs triton, interpreted or with a GPU")

@@ -143,7 +143,7 @@ def finished(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     make_quick(patch)
     root = make_repository(tmp_path_factory.mktemp("finished"))
-    base = make(root, "base")
+    base = make(root, "start")
     runner.run_plan(base, None)
     (root / "train_gpt.py").write_text(FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 98.0"))
     child = make(root, "child", parent=base.name)
@@ -634,6 +634,7 @@ import math  # why
 # ==============================
 # 2. Model: attention
 # ==============================
+# A comment of the section, which is no title
 def f(x):
     """What."""
     return "# no comment"  # but this is
@@ -699,7 +700,7 @@ def test_leaderboard_command(clone):
     assert call(clone, "leaderboard").returncode == 0
     done = call(clone, "leaderboard", "--check")
     assert done.returncode == 0 and "distance of train_gpt.py from" in done.stdout and "in 0 of" in done.stdout
-    assert re.search(r"\[child\]\(.*_child/\) \| 5\.\d\d \| 5\.00\d\d \| 3 \| 1 x fake \| ml \| -0\.\d+ s \(-[12]\.\d\d %\) against .*_base", readme.read_text())
+    assert re.search(r"\[child\]\(.*_child/\) \| 5\.\d\d \| 5\.00\d\d \| 3 \| 1 x fake \| ml \| -0\.\d+ s \(-[12]\.\d\d %\) against .*_start", readme.read_text())
     readme.write_text(re.sub(r"\| 5\.\d\d \|", "| 4.00 |", readme.read_text()))
     assert call(clone, "leaderboard", "--check").returncode == 1
     first_log(named(clone, "child")).unlink()
@@ -708,14 +709,14 @@ def test_leaderboard_command(clone):
 
 
 def test_diff_command(clone):
-    done = call(clone, "diff", str(named(clone, "child")), str(named(clone, "base")))
+    done = call(clone, "diff", str(named(clone, "child")), str(named(clone, "start")))
     assert done.returncode == 0 and "+1     -1  Imports" in done.stdout and "-LOSS, MS = 5.0, 100.0" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["plot.svg", "plot.png"])
 def test_plot_command(clone, name):
     pytest.importorskip("matplotlib")
-    for runs in ([], [str(named(clone, "child")), str(named(clone, "base"))]):
+    for runs in ([], [str(named(clone, "child")), str(named(clone, "start"))]):
         done = call(clone, "plot", *runs, "--out", name)
         assert done.returncode == 0, done.stderr
         assert (clone / name).stat().st_size > 5000

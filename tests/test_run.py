@@ -29,7 +29,7 @@ def run(corpus, tiny, tmp_path, capsys):
         code = tg.main(["--preset", "tiny", "--data", str(corpus), "--log-dir", str(folder), *map(str, options)])
         logs = [read_log(path) for path in set(folder.glob("*.jsonl")) - before]
         out, err = capsys.readouterr()
-        assert not [thread.name for thread in threading.enumerate() if thread.name in ("prefetch", "run log")]
+        assert not helpers.own_threads()
         return types.SimpleNamespace(code=code, logs=sorted(logs, key=lambda log: log[0]["seed"]), out=out, err=err)
     return call
 
@@ -102,25 +102,21 @@ def test_the_clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(tg.time, "perf_counter", lambda: now[0])
     clock = tg.Clock(CPU)
-    for action, seconds in ((clock.start, 2.0), (lambda: clock.pause("validation"), 5.0), (clock.resume, 1.5)):
-        action()
+    for reason, seconds in (("training", 2.0), ("validation", 5.0), ("training", 1.5)):
+        clock.switch(reason)
         now[0] += seconds
     assert clock.milliseconds() == pytest.approx(3500)
-    clock.stop()
+    clock.switch(None)
     now[0] += 10
     assert clock.milliseconds() == pytest.approx(3500)
     assert [i["on"] for i in clock.intervals] == [True, False, True] and all("end_ms" in i for i in clock.intervals)
-    clock.start()
-    assert clock.milliseconds() == 0 and len(clock.intervals) == 1
 
 
 def test_nothing_is_read_or_written_on_the_clock(run, monkeypatch):
     """No validation, no warm-up and no log file inside: the main thread opens nothing between start and stop."""
     opened, live = [], [True]
-    start, stop = tg.Clock.start, tg.Clock.stop
-    inside = []
-    monkeypatch.setattr(tg.Clock, "start", lambda clock: (start(clock), inside.append(1)))
-    monkeypatch.setattr(tg.Clock, "stop", lambda clock: (inside.clear(), stop(clock)))
+    switch, inside = tg.Clock.switch, []
+    monkeypatch.setattr(tg.Clock, "switch", lambda clock, reason: (inside.clear(), switch(clock, reason), reason == "training" and inside.append(1)))
     main = threading.get_ident()
     sys.addaudithook(lambda event, arguments: event == "open" and live and inside and threading.get_ident() == main and opened.append(arguments[0]))
     assert run("--seed", 3).code == 0

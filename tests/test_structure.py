@@ -179,7 +179,8 @@ def tree_of(name):
     return node
 
 
-@pytest.mark.parametrize("name", ["GPT.forward", "GPT.features", "GPT.evaluate", "Block.forward", "Optimizer", "MatrixBank", "AdamTable", "AdamScalars"])
+@pytest.mark.parametrize("name", ["GPT.forward", "GPT.features", "GPT.evaluate", "Block.forward", "Optimizer", "MatrixBank", "AdamTable",
+                                  "SparseTable", "AdamScalars"])
 def test_roles_come_from_tables(name):
     """No layer number and no parameter name is compared where the model runs or parameters are updated."""
     for node in ast.walk(tree_of(name)):

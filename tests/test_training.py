@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import helpers
 from helpers import BOS, CPU, MODEL, PRESET, L, only, read_log, relative, tg
@@ -50,8 +51,7 @@ def influence(config, lengths, windows, borders=None):
     return torch.stack(columns, dim=1)
 
 
-TABLES = {"tiny": MODEL.layers, "record's": tg.LAYERS, "paired": (L(paired=True),), "key offset": (L(key_offset=True),),
-          "paired with key offset": (L(paired=True, key_offset=True),), "exclusive": (L(exclusive=True, value_embedding=0),)}
+TABLES = {"tiny": MODEL.layers, "record's": tg.LAYERS, "key offset": (L(key_offset=True),), "exclusive": (L(exclusive=True, value_embedding=0),)}
 
 
 @pytest.mark.parametrize("layers", TABLES.values(), ids=TABLES)
@@ -68,18 +68,17 @@ def test_no_attention_across_documents_or_into_the_future(tiny, layers):
 
 REACHES = {  # how far a table of layers sees with windows of 3 and 7
     "short, long, MLP, short": ((L(value_embedding=0), L(window="long"), L(attention=False, skip_from=0), L(backout=True)), 3 + 7 + 3),
-    "paired": ((L(paired=True),), 4 // 2), "long paired, short": ((L(window="long", paired=True), L()), 8 // 2 + 3),  # two rows a token
-    "key offset": ((L(key_offset=True),), 3 + 1), "paired with key offset": ((L(paired=True, window="long", key_offset=True),), 8 // 2 + 1),
+    "key offset": ((L(key_offset=True),), 3 + 1), "long with key offset, short": ((L(window="long", key_offset=True), L()), 7 + 1 + 3),
     "exclusive": ((L(window="long", exclusive=True),), 7),
 }
 
 
 @pytest.mark.parametrize("layers, reach", REACHES.values(), ids=REACHES)
 def test_windows_bound_what_is_seen(tiny, layers, reach):
-    """The reach of the network is the sum of its layers', and one for the smear and the token pairs."""
+    """The reach of the network is the sum of its layers', and two for the token triples."""
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
-    seen = influence(replace(DOUBLE, layers=layers, value_embeddings=1), [40], windows=(3, 7))
-    assert seen.equal((distance >= 0) & (distance <= reach + 1))
+    seen = influence(replace(DOUBLE, layers=layers, value_embeddings=1, ngram_rows=2**16), [40], windows=(3, 7))  # no two triples in one row
+    assert seen.equal((distance >= 0) & (distance <= reach + 2))
 
 
 def test_layers_use_what_their_table_says(tiny):
@@ -97,25 +96,52 @@ def test_layers_use_what_their_table_says(tiny):
     base = features()
     assert base.equal(features())
     for name, parameter in random_model(MODEL).named_parameters():
-        if name == "head":
+        if name in ("head", "pointer"):  # they come after the features
             continue
 
         def zero(model):
             dict(model.named_parameters())[name].detach().fill_(-50.0 if "skip_weight" in name else 0.0)  # a skip passes through a sigmoid
 
         assert not base.allclose(features(zero)), name
-    for change in ({"window": "short"}, {"paired": True}, {"key_offset": True}):
+    for change in ({"window": "short"}, {"key_offset": True}):
         assert not base.allclose(features(**change)), change
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
+def sparse_table(trainer):
+    (table,) = [table for table in trainer.optimizer.tables if isinstance(table, tg.SparseTable)]
+    return table
+
+
+def of_the_step(trainer):
+    """The gradient of the sums and the ids that were added, of all micro-batches; before the update, which lets go of them."""
+    return [full for full, _ in sparse_table(trainer).reduced]
+
+
+def dense_gradient(table, grad, ids):
+    """Of a table [rows, D] whose rows ids [T, 2] were added in pairs, from the gradient [T, D] of the sums."""
+    return tg.embedding_grad_reference(grad.repeat_interleave(2, 0), ids.flatten(), len(table))
+
+
 def gradients(trainer, monkeypatch, step, batches):
-    """What one training_step leaves in every .grad before the optimizer would use it."""
+    """What one training_step leaves in every .grad, or in what stands for it, before the optimizer would use it."""
     monkeypatch.setattr(trainer.optimizer, "step", lambda *_: None)
-    for parameter in trainer.model.parameters():
-        parameter.grad.zero_()
     loss = trainer.training_step(step, batches)
-    return float(loss), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    found = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return float(loss), found | {"ngram": dense_gradient(trainer.model.ngram, *of_the_step(trainer))}
+
+
+def plain_gradients_of(model, loss):
+    """Every parameter's gradient by autograd, in a model without an optimizer."""
+    table = model.ngram
+
+    def receive(grad, ids):
+        found = dense_gradient(table, grad, ids)
+        table.grad = found if table.grad is None else table.grad + found
+
+    table.receive = receive
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="step {}".format)
@@ -132,8 +158,7 @@ def plain_gradients(corpus, request):
             pieces = tg.cut_documents(stream.read(start, stage.slot_tokens + 1), stage.document_cap_tokens)
             batch = tg.pack({slot: pieces}, len(pieces), stage.document_cap_tokens, DOUBLE, pin=False, candidates=stage.candidates)
             losses.append(model(batch.to(CPU), geometry, weights))
-        names, parameters = zip(*model.named_parameters())
-        return step, float(sum(losses).detach()), dict(zip(names, torch.autograd.grad(sum(losses) / 8, parameters)))
+        return step, float(sum(losses).detach()), plain_gradients_of(model, sum(losses) / 8)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 8])
@@ -151,13 +176,29 @@ def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_
     assert min(float(g.norm()) for g in expected.values()) > 0
 
 
+def test_accumulation_trains_the_same_table(corpus, tiny, monkeypatch):
+    """The n-grams' gradients lie where they would without accumulation: all steps leave the same weights, second moments and steps."""
+    ends = []
+    for slots in (8, 4, 1):
+        monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)  # noqa: B023
+        trainer = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE))
+        helpers.randomise(trainer.model)
+        for step, batches in enumerate(helpers.all_batches(trainer)):
+            assert len(batches) == 8 // slots
+            trainer.training_step(step, batches)
+        ends.append(sparse_table(trainer).state())
+    errors = [relative(end[name], ends[0][name]) for end in ends for name in ends[0]]
+    assert max(errors) < 1e-5, errors
+    assert ends[0]["last"].unique().tolist() == [0, 1, 2, 3, 4, 5], "the tokens of each step are its own"
+
+
 def test_candidates_that_are_all_columns_change_nothing(tiny):
     """In another order, each target certain and each other standing for itself: loss and gradients of the full softmax."""
-    model, pieces = random_model(DOUBLE), pieces_of([20, 12], np.random.default_rng(3))
-    results = []
+    pieces, results = pieces_of([20, 12], np.random.default_rng(3)), []
     for candidates in (None, MODEL.padded_vocabulary):
+        model = random_model(DOUBLE)
         loss = model(packed(pieces, candidates=candidates), geometry_of(DOUBLE, 20), torch.tensor([1.0, 0.5]))
-        results.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+        results.append((loss.detach(), *plain_gradients_of(model, loss).values()))
     assert all(relative(a, b) < 1e-9 for a, b in zip(*results))
 
 
@@ -177,41 +218,44 @@ def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
     trainer = helpers.make_trainer(corpus)
     trainer.initialise(3)
     parameters = dict(trainer.model.named_parameters())
-    storage = {name: (p.data_ptr(), p.grad.data_ptr()) for name, p in parameters.items()}
+    dense = {name: p for name, p in parameters.items() if p.grad is not None}
+    storage = {name: (p.data_ptr(), p.grad.data_ptr()) for name, p in dense.items()}
     reached, start = set(), {name: p.detach().clone() for name, p in parameters.items()}
     step_of = trainer.optimizer.step
 
     def look_and_step(rates):
-        reached.update(name for name, p in parameters.items() if p.grad.abs().max() > 0)
+        reached.update(name for name, p in dense.items() if p.grad.abs().max() > 0)
+        assert of_the_step(trainer)[0].any(1).all(), "of every token's n-grams"
         step_of(rates)
 
     trainer.optimizer.step = look_and_step
     for step, batches in enumerate(helpers.all_batches(trainer)[:4]):
         trainer.training_step(step, batches)
-    assert reached == set(parameters)
-    assert not any(p.grad.any() for p in parameters.values()), "cleared after its use"
-    assert storage == {name: (p.data_ptr(), p.grad.data_ptr()) for name, p in parameters.items()}
+    assert reached == set(dense) == set(parameters) - {"ngram"}
+    assert not any(p.grad.any() for p in dense.values()), "cleared after its use"
+    assert storage == {name: (p.data_ptr(), p.grad.data_ptr()) for name, p in dense.items()}
     assert not [name for name, p in parameters.items() if p.detach().equal(start[name])]
 
 
 def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
-    """The lookups that write into the optimizer's buffers, as on the GPU but for their kernel: the same training, bit for bit."""
-    def dense_gradient(grad, tokens, order, starts, dense, add=False):
-        assert order.equal(torch.argsort(tokens, stable=True)) and starts[-1] == len(tokens)
+    """The lookups that write into the optimizer's buffers, as on the GPU but for their kernel: the same training but for rounding."""
+    def launch(kernel, grad, tokens, order, starts, dense, ADD):
+        assert kernel is tg._embedding_grad_kernel and order.equal(torch.argsort(tokens, stable=True)) and starts[-1] == len(tokens)
         found = tg.embedding_grad_reference(grad, tokens, len(dense), dense.dtype)
-        return dense.add_(found) if add else dense.copy_(found)
+        return dense.add_(found) if ADD else dense.copy_(found)
 
-    monkeypatch.setattr(tg, "embedding_grad", dense_gradient)
+    monkeypatch.setattr(tg, "launch_groups", launch)
     monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: 4)
     ops, ends = tg.select_ops(CPU), []
-    for embed in (ops.embed, lambda table, lookup: tg.EmbeddingLookup.apply(table, *lookup)):
+    for embed in (ops.embed, lambda table, batch: tg.EmbeddingLookup.apply(F.embedding, table, batch.tokens, batch.order, batch.starts)):
         trainer = helpers.make_trainer(corpus, PRESET, replace(ops, embed=embed))
         helpers.randomise(trainer.model)
         for step, batches in enumerate(helpers.all_batches(trainer)):
             trainer.training_step(step, batches)
             trainer.validate(trainer.final_geometry)
         ends.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
-    assert max(relative(ends[1][name], ends[0][name]) for name in ends[0]) < 1e-5, {n: relative(ends[1][n], ends[0][n]) for n in ends[0]}
+    # Adam divides by roots of second moments, some of which are nearly nothing.
+    assert max(relative(ends[1][name], ends[0][name]) for name in ends[0]) < 3e-4, {n: relative(ends[1][n], ends[0][n]) for n in ends[0]}
 
 
 @pytest.mark.parametrize("slots", [2, 8])
@@ -220,23 +264,31 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
     monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)
     trainer = helpers.make_trainer(corpus)
     helpers.randomise(trainer.model)
-    events, passes, backward, reduce_, final = [], [], torch.Tensor.backward, tg.AdamTable.reduce_, {}
+    events, passes, backward, final = [], [], torch.Tensor.backward, {}
 
     def counted_backward(loss, *arguments, **options):
         passes.append("running")
         backward(loss, *arguments, **options)
         passes[-1] = "done"
 
-    def counted_reduce(table):
-        events.append((table, len(passes), passes[-1], trainer.model.embedding.grad.clone(), table.grads.clone()))
-        reduce_(table)
+    def gradient_of(table):
+        return (of_the_step(trainer)[0] if isinstance(table, tg.SparseTable) else table.grads).clone()
+
+    def counted(reduce_):
+        def counted_reduce(table):
+            events.append((table, len(passes), passes[-1], trainer.model.embedding.grad.clone()))
+            reduce_(table)
+            events[-1] += gradient_of(table),
+        return counted_reduce
 
     monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
-    monkeypatch.setattr(tg.AdamTable, "reduce_", counted_reduce)
+    for kind in (tg.AdamTable, tg.SparseTable):
+        monkeypatch.setattr(kind, "reduce_", counted(kind.reduce_))
     step_of, tables = trainer.optimizer.step, trainer.optimizer.tables
 
     def keep_and_step(rates):
-        final.update({table: table.grads.clone() for table in tables})
+        assert not any(table.received for table in tables if isinstance(table, tg.SparseTable)), "nothing came later"
+        final.update({table: gradient_of(table) for table in tables})
         step_of(rates)
 
     trainer.optimizer.step = keep_and_step
@@ -290,9 +342,10 @@ def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="aot_eager", **options))
     differences, counts = compare(corpus, SHORT)
     assert max(differences.values()) < 1e-5, differences
-    # Smear; before attention: with x0 as x, a value embedding, none, both it and a skip; after it, plain and exclusive; into the MLP without it; MLP; end.
-    model = 1 + 4 + 2 + 1 + 1 + 1
-    optimizer = 2 + 2 + len({rule.betas for _, rule in PRESET.optimizer.rules if isinstance(rule, tg.AdamRule)})
+    # N-grams; smear; layer inputs; before attention: with a value embedding, none, both it and a skip; after it, plain and exclusive; into the MLP
+    # without it; MLP; end; pointer.
+    model = 1 + 1 + 1 + 3 + 2 + 1 + 1 + 1 + 1
+    optimizer = 2 + 2 + len({rule.betas for _, rule in PRESET.optimizer.rules if isinstance(rule, tg.AdamRule) and not rule.sparse})
     assert counts == [model + optimizer, 0, 0]
 
 
@@ -301,11 +354,12 @@ def test_eager_is_compiled_by_inductor(corpus, tiny, monkeypatch):
     """The same through inductor, validation too, for a model and an optimizer of few regions: each takes seconds of C++."""
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no pool of workers, each of which would import torch
     layers = (L(value_embedding=0, backout=True), L(attention=False, skip_from=0))
-    betas = tuple((role, replace(rule, betas=(0.7, 0.9)) if isinstance(rule, tg.AdamRule) else rule) for role, rule in PRESET.optimizer.rules)
-    narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32), optimizer=replace(SHORT.optimizer, rules=betas))
+    betas = tuple((role, replace(rule, betas=(0.7, 0.9)) if isinstance(rule, tg.AdamRule) and not rule.sparse else rule)
+                  for role, rule in PRESET.optimizer.rules)
+    narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32, pointer_width=32), optimizer=replace(SHORT.optimizer, rules=betas))
     differences, counts = compare(corpus, narrow, validate=True)
     assert max(differences.values()) < 1e-5, differences
-    assert counts == [6 + 3, 0, 0]
+    assert counts == [9 + 3, 0, 0]
 
 
 # ---- 1 = 2 = 4 processes ---------------------------------------------------------------------------------------------
@@ -331,7 +385,7 @@ def test_processes_agree_with_one(ranked, world):
             found = parts[0]
         assert found.shape == expected.shape
         differences[name] = relative(found, expected)
-    assert max(differences.values()) < 1e-5, differences
+    assert all(difference < (1e-5 if name.endswith("weights") else 3e-5) for name, difference in differences.items()), differences
     assert sum("weights" in name for name in differences) >= 5
 
 
@@ -374,7 +428,7 @@ def test_training_learns(corpus, tiny):
     start = trainer.validate(trainer.final_geometry)
     for step, batches in enumerate(helpers.all_batches(trainer)):
         trainer.training_step(step, batches)
-    assert start == pytest.approx(np.log(512), abs=0.01)
+    assert np.log(512) - 0.1 < start < np.log(512) + 0.03  # the pointer copies from the start
     assert trainer.validate(trainer.final_geometry) < start - 0.5
 
 

@@ -1,0 +1,98 @@
+"""Times and errors of the pointer on one GPU.
+
+    python tests/bench_pointer.py                 the fixed tiles at each size: kernels alone, and what a step adds to the head
+    python tests/bench_pointer.py --sweep         other tiles too
+    python tests/bench_pointer.py --cpu-dry-run   toy sizes in Triton's interpreter: proves that the script runs
+
+Medians over replays of a CUDA graph, ms. Documents as in bench_attention.py (mean 570 tokens, cap 3072), Zipf-like ids, width 128, window 2048.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import bench_attention as attention  # first: it chooses between interpreter and GPU
+import numpy as np
+import torch
+
+tg, DRY = attention.tg, "--cpu-dry-run" in sys.argv
+DEVICE, WIDTH, WINDOW, MODEL_WIDTH = ("cpu", 16, 24, 32) if DRY else ("cuda", 128, 2048, 768)
+SIZES, CAP = ((48, 100), "<40") if DRY else ((16_384, 65_536, 196_608), "<3072")
+SCALE, DTYPE = 128 ** -0.5, torch.float32 if DRY else torch.bfloat16
+
+
+class Cell:
+    """Operands of one size: states h and the pointer's matrix, from them qk; ids, documents, incoming gradient."""
+
+    def __init__(self, tokens):
+        generator = torch.Generator(DEVICE).manual_seed(tokens)
+        normal = lambda *shape: torch.randn(*shape, generator=generator, device=DEVICE)
+        self.h, self.weight = tg.norm(normal(tokens, MODEL_WIDTH)).to(DTYPE), (normal(2 * WIDTH, MODEL_WIDTH) * 0.02).to(DTYPE)
+        self.qk, self.omega = tg.pointer_in(self.h, self.weight), normal(tokens)
+        self.ids = torch.from_numpy((50_257 * np.random.default_rng(0).power(0.28, tokens)).astype(np.int32)).to(DEVICE)
+        self.cu_seqlens, self.documents, _ = attention.boundaries(tokens, CAP, DEVICE)
+        self.ranges = tg.visible_range(self.cu_seqlens, WINDOW, tokens)
+        self.seen = int((torch.arange(tokens, device=DEVICE) - self.ranges[0]).sum()) / tokens
+
+    def log_copy(self, qk):
+        return tg.PointerLogCopy.apply(qk, self.ids, *self.ranges, SCALE)
+
+    def both(self, function, *operands):
+        leaves = [x.detach().requires_grad_() for x in operands]
+        log_copy = function(*leaves)
+        return log_copy.detach(), *torch.autograd.grad(log_copy, leaves, self.omega.to(log_copy.dtype))
+
+    def milliseconds(self, function, *operands):
+        """Of the forward pass, and of what the backward adds."""
+        with torch.no_grad():
+            forward = attention.microseconds(lambda: function(*operands), DEVICE)
+        return forward / 1e3, (attention.microseconds(lambda: self.both(function, *operands), DEVICE) - forward) / 1e3
+
+    def errors(self):
+        """Relative RMS errors of log_copy, where it is anything, and of dqk."""
+        wide = lambda qk: tg.pointer_reference(qk, self.ids, self.cu_seqlens, WINDOW, SCALE)
+        (log_copy, dqk), (exact, exact_dqk) = self.both(self.log_copy, self.qk), self.both(wide, self.qk.double())
+        found = exact > tg.NO_COPY
+        return [float((x.double() - y).norm() / y.norm()) for x, y in ((log_copy[found], exact[found]), (dqk, exact_dqk))], float(found.float().mean())
+
+
+def report(cell, whole):
+    forward, backward = cell.milliseconds(cell.log_copy, cell.qk)
+    path = cell.milliseconds(lambda h, weight: cell.log_copy(whole(h, weight)), cell.h, cell.weight)
+    floors = [products * 2 * cell.seen * len(cell.qk) * WIDTH / 790e9 for products in (1, 4)]
+    (error, grad_error), share = cell.errors() if len(cell.qk) <= 65_536 else ([float("nan")] * 2, float("nan"))
+    print(f"{len(cell.qk):7d} {cell.documents:5d} {cell.seen:6.0f} {share:6.1%} | {forward:7.3f} {floors[0]:7.3f} | {backward:7.3f} {floors[1]:7.3f} | "
+          f"{path[0]:7.3f} {path[1]:7.3f} | {error:.1e} {grad_error:.1e}", flush=True)
+
+
+def sweep(cell):
+    """Other tiles for both passes, in one go: each call takes the first for the forward and the second for the backward."""
+    words = "32x32w4s2" if DRY else "64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s3 64x128w4s2 128x64w8s2 128x64w8s3 128x128w8s2"
+    for word in words.split():
+        try:
+            forward, backward = attention.with_tile(word, lambda: cell.milliseconds(cell.log_copy, cell.qk))()
+            print(f"{len(cell.qk):7d} {word:>12} forward {forward:7.3f}  backward {backward:7.3f}", flush=True)
+        except Exception as error:  # e.g. too much shared memory
+            print(f"left out: {word}: {type(error).__name__}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="time other tiles too")
+    parser.add_argument("--cpu-dry-run", action="store_true", help="toy sizes in Triton's interpreter")
+    options = parser.parse_args()
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        sys.exit("bench_pointer: needs a CUDA GPU, found none; try --cpu-dry-run")
+    print(torch.__version__, tg.triton.__version__, "interpreter" if DRY else torch.cuda.get_device_name(), flush=True)
+    print(" tokens  docs   seen  found | forward ceiling | backward ceiling | with the projection: forward, backward | errors of log_copy, dqk")
+    whole = tg.pointer_in if DRY else tg.compile_dynamic(tg.pointer_in)
+    for tokens in SIZES:
+        cell = Cell(tokens)
+        report(cell, whole)
+        if options.sweep or DRY:
+            sweep(cell)
+
+
+if __name__ == "__main__":
+    main()

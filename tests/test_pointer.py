@@ -1,0 +1,281 @@
+"""The pointer: log_copy and its gradient against a dense float64 formula (kernels interpreted on a CPU, in fp32 and fp16), and the model with it.
+
+Run in a process of its own, as test_attention.py. On a GPU: TRITON_INTERPRET=0 pytest -m gpu.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import helpers
+from helpers import CPU, tg
+from test_attention import LAYOUTS, boundaries, capability, each_capability, each_tile, interpreted, needs_gpu, tiles  # noqa: F401
+
+# log2 of no match at all is -inf, as intended
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+
+
+def dense_log_copy(qk, ids, lengths, window, scale):
+    """The definition in float64, over a dense matrix."""
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(qk.device)
+    t = torch.arange(len(document), device=qk.device)
+    seen = (document[:, None] == document) & (t[:, None] > t) & (t[:, None] - t <= window)
+    q, k = qk.double().unbind(1)
+    e = (scale * q @ k.T).exp() * seen
+    copied = (e * (ids[:, None] == ids)).sum(1)
+    return torch.where(copied > 0, copied.clamp_min(1e-300).log() - e.sum(1).log1p(), tg.NO_COPY)
+
+
+def operands(tokens, width=16, names=5, dtype=torch.float32, device="cpu", seed=0):
+    """qk, normalised; ids, one of them -1; the incoming gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    qk, omega = tg.norm(torch.randn(tokens, 2, width, generator=generator)), torch.randn(tokens, generator=generator)
+    return qk.to(device, dtype), torch.randint(-1, names, (tokens,), generator=generator).to(device, torch.int32), omega.to(device)
+
+
+def gradients(function, qk, omega):
+    """log_copy, dqk"""
+    leaf = qk.detach().requires_grad_()
+    log_copy = function(leaf)
+    return log_copy.detach(), torch.autograd.grad(log_copy, leaf, omega.to(log_copy.dtype))[0]
+
+
+def kernels(ids, cu_seqlens, window, scale):
+    return lambda qk: tg.PointerLogCopy.apply(qk, ids, *tg.visible_range(cu_seqlens, window, len(qk)), scale)
+
+
+def compare(results, expected, tolerance):
+    for name, x, y in zip(("log_copy", "dqk"), results, expected, strict=True):
+        assert x.shape == y.shape
+        found = y > tg.NO_COPY / 2
+        assert torch.equal(x > tg.NO_COPY / 2, found) or name == "dqk"
+        assert not found.any() or (x.double() - y)[found].abs().max() / y[found].abs().max().clamp(min=1) < tolerance, name
+
+
+def check(lengths, padding, window, tolerance=2e-6, scale=0.3, device="cpu", **shape):
+    cu_seqlens, tokens = boundaries(lengths, padding, device)
+    qk, ids, omega = operands(tokens, device=device, **shape)
+    results = gradients(kernels(ids, cu_seqlens, window, scale), qk, omega)
+    assert results[0].dtype == torch.float32 and results[1].dtype == qk.dtype
+    compare(results, gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, scale), qk.double(), omega), tolerance)
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_reference_is_the_definition(layout, chunk):
+    lengths, padding, window = LAYOUTS[layout]
+    cu_seqlens, tokens = boundaries(lengths, padding)
+    qk, ids, omega = operands(tokens, dtype=torch.float64)
+    results = gradients(lambda qk: tg.pointer_reference(qk, ids, cu_seqlens, window, 0.3, chunk), qk, omega)
+    compare(results, gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, 0.3), qk, omega), 1e-12)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+@interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, tiles):
+    check(*LAYOUTS[layout])
+
+
+@interpreted
+@each_tile
+@pytest.mark.parametrize("layout", ["many_in_a_tile", "window_of_a_tile", "one_document"])
+def test_tiles(layout, tiles):
+    check(*LAYOUTS[layout], width=32, names=50)
+
+
+@interpreted
+@each_tile
+@pytest.mark.parametrize("window", [14, 15, 30, 46])
+def test_windows_that_end_beside_a_step(window, tiles):
+    check([99], 0, window)
+
+
+@interpreted
+@each_capability
+@pytest.mark.parametrize("width", [64, 128])
+def test_own_tiles(width, capability):
+    check([100, 1, 40], 2, 48, width=width, scale=0.1)
+
+
+@interpreted
+def test_half_precision(tiles):
+    check(*LAYOUTS["window_of_a_tile"], dtype=torch.float16, tolerance=3e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("names, shares", [(1, "all"), (10**6, "none")])
+def test_everything_or_nothing_matches(names, shares, tiles):
+    """Where all earlier tokens are the same only the first of a document copies nothing; without a match gradients are exactly zero."""
+    lengths, padding, window = LAYOUTS["many_in_a_tile"]
+    cu_seqlens, tokens = boundaries(lengths, padding)
+    qk, _, omega = operands(tokens)
+    ids = torch.arange(tokens, dtype=torch.int32) % names
+    log_copy, dqk = gradients(kernels(ids, cu_seqlens, window, 0.3), qk, omega)
+    first = torch.isin(torch.arange(tokens), cu_seqlens)
+    assert torch.equal(log_copy == tg.NO_COPY, first if shares == "all" else torch.ones_like(first))
+    assert not dqk[first, 0].any() and bool(dqk.any()) == (shares == "all") and dqk.isfinite().all()
+    compare((log_copy, dqk), gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, 0.3), qk.double(), omega), 2e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_extreme_scores(sign, tiles):
+    """Every score at the bound, some at its negative, and a share of e^-120: no overflow, no NaN."""
+    cu_seqlens, tokens = boundaries([40], 0)
+    qk = torch.ones(tokens, 2, 16)
+    qk[::3, 1] = -sign
+    _, ids, omega = operands(tokens)
+    results = gradients(kernels(ids, cu_seqlens, 20, 59.9 / 16), qk, omega)
+    compare(results, gradients(lambda qk: dense_log_copy(qk, ids, [40], 20, 59.9 / 16), qk.double(), omega), 1e-4)
+    with pytest.raises(ValueError, match=r"expected scale \* width < 60, found 3.75 \* 16"):
+        kernels(ids, cu_seqlens, 20, 3.75)(qk)
+
+
+@interpreted
+@each_tile
+def test_documents_do_not_leak(tiles):
+    """Other and large values in the other documents change no bit of a document's results, whatever the strides of qk."""
+    cu_seqlens, tokens = boundaries([13, 30, 21], 1)
+    own = torch.zeros(tokens, dtype=torch.bool)
+    own[13:43] = True
+    clean = operands(tokens)
+    poisoned = [torch.where(own.view(-1, *[1] * (x.ndim - 1)), x, y * size) for x, y, size in zip(clean, operands(tokens, seed=1), (1, 1, 1e6))]
+    poisoned[0] = poisoned[0].transpose(0, 2).contiguous().transpose(0, 2)
+    for x, y in zip(*(gradients(kernels(ids, cu_seqlens, 25, 0.3), qk, omega) for qk, ids, omega in (clean, poisoned))):
+        assert torch.equal(x[own], y[own])
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+BOS = helpers.BOS
+DOUBLE = replace(helpers.MODEL, dtype="float64")
+
+
+def packed(pieces, **options):
+    return tg.pack({0: pieces}, len(pieces) + 2, max(map(len, pieces)) - 1, DOUBLE, pin=False, **options).to(CPU)
+
+
+def document(length, seed, names=9):
+    return np.concatenate([[BOS], np.random.default_rng(seed).integers(0, names, length)]).astype(np.uint16)
+
+
+def random_model(config=DOUBLE):
+    """With a good part of the softmax in the pointer's hands, or an error would not show."""
+    model = tg.GPT(config, tg.select_ops(CPU), CPU)
+    helpers.randomise(model)
+    model.head[config.vocabulary].detach().copy_(model.head[:9].detach().mean(0))
+    return model.requires_grad_(False)
+
+
+def geometry_of(positions):
+    return tg.rotary_geometry(replace(helpers.PRESET, model=DOUBLE), 0, 2 * positions, CPU)
+
+
+def losses(model, pieces, **options):
+    """The loss of each token: the first target weights of its position alone."""
+    h, head, targets, cap = model.predictions(packed(pieces, **options), geometry_of(60), torch.ones(1))
+    rows = [(targets._replace(columns=torch.where(torch.arange(len(h)) == t, targets.columns, -1))) for t in range(len(h))]
+    return torch.stack([tg.head_loss_reference(h, head, row, cap) for row in rows])
+
+
+@pytest.mark.parametrize("window", [3, 2048])
+def test_probabilities_add_up(tiny, window):
+    """Over all ids that may come next: exp(-loss) is next_token's probability, and these sum to one over the padded vocabulary."""
+    model, piece = random_model(replace(DOUBLE, pointer_window_tokens=window)), document(30, seed=1)
+    for stop in (1, 2, 17, 30):
+        p = model.next_token(packed([piece[:stop + 1]]), geometry_of(60))
+        assert float(p.sum()) == pytest.approx(1, abs=1e-6)
+        for token in (0, 3, 8, 400, BOS):
+            pieces = np.append(piece[:stop], token).astype(np.uint16)
+            last = model.evaluate(packed([pieces]), geometry_of(60)) - (model.evaluate(packed([pieces[:-1]]), geometry_of(60)) if stop > 1 else 0)
+            assert float((-last).exp()) == pytest.approx(float(p[token]), rel=1e-5)
+    model.pointer.zero_()
+    assert not model.next_token(packed([piece]), geometry_of(60)).allclose(p), "the pointer has a say"
+
+
+@pytest.mark.parametrize("candidates", [None, 200])
+def test_loss_is_causal_and_stays_in_its_document(tiny, candidates):
+    """A token changes its own loss and later ones of its document, none before and none of others; a cut piece knows its following token."""
+    model, pieces = random_model(), [document(length, seed) for seed, length in enumerate((12, 1, 20))]
+    base, start = losses(model, pieces, candidates=candidates), 0
+    for number, piece in enumerate(pieces):
+        for at in range(1, len(piece)):
+            changed = [p.copy() for p in pieces]
+            # Among the ids of all documents, so that the candidates stay the same.
+            changed[number][at] = (piece[at] + 1) % 9
+            if candidates and len({*np.concatenate(changed)}) != len({*np.concatenate(pieces)}):
+                continue
+            differs = (losses(model, changed, candidates=candidates) - base).abs() > 1e-9
+            first, stop = start + at - 1, start + len(piece) - 1
+            assert differs[first:stop].any() and not differs[:first].any() and not differs[stop:].any(), (number, at)
+        start += len(piece) - 1
+
+
+def test_the_spare_id_is_a_certain_candidate(tiny):
+    documents = packed([document(40, 3)], candidates=64)
+    assert documents.candidates[0, 0] == DOUBLE.vocabulary and documents.certain[0] == len(set(document(40, 3)[1:])) + 1
+    assert (documents.candidates[0, documents.columns.long()] == torch.from_numpy(document(40, 3)[1:].astype(int))).all()
+    ids, certain, columns = tg.sample_candidates(np.arange(9), 5, 512, 0, [509])
+    assert ids.tolist() == [509, 0, 1, 2, 3] and certain == 5 and columns.tolist() == [1, 2, 3, 4, -1, -1, -1, -1, -1]
+
+
+def test_gradients_of_the_whole(tiny):
+    """By finite differences, through pointer and softmax, into the pointer's matrix and the head: several targets, candidates with one missing."""
+    model = random_model()
+    batch = packed([document(14, 5, names=4), document(6, 6)], candidates=12)
+    batch.columns[7] = -1
+    values = [model.pointer.detach().clone(), model.head.detach()[:, :3].clone()]
+
+    def loss(pointer, columns):
+        head = torch.cat([columns, model.head.detach()[:, 3:]], 1)
+        return torch.func.functional_call(model, {"pointer": pointer, "head": head}, (batch, geometry_of(60), torch.tensor([1.0, 0.5])))
+
+    assert torch.autograd.gradcheck(loss, [value.requires_grad_() for value in values], fast_mode=True)
+
+
+def test_without_a_pointer_nothing_is_copied(tiny):
+    """The same weights and batches as ever: no candidate is set aside, no parameter is drawn."""
+    plain, full = (tg.GPT(config, tg.select_ops(CPU), CPU) for config in (replace(helpers.MODEL, pointer_width=0), helpers.MODEL))
+    for model in (plain, full):
+        model.reset(3)
+    weights = dict(full.named_parameters())
+    assert set(weights) - {name for name, _ in plain.named_parameters()} == {"pointer"}
+    assert all(parameter.equal(weights[name]) for name, parameter in plain.named_parameters())
+    queries, keys = full.pointer.chunk(2)
+    assert queries.equal(keys) and float(keys.detach().std()) == pytest.approx(0.5 * keys.size(1) ** -0.5, rel=0.1)
+
+
+# ---- on a GPU, in bf16 -----------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "empty_documents"])
+def test_gpu_layouts(layout):
+    check(*LAYOUTS[layout], dtype=torch.bfloat16, tolerance=2e-2, device="cuda", scale=128 ** -0.5, width=128)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("tokens, window", [(65_536, 2048), (49_151, 640)])
+def test_gpu_full_size(tokens, window, monkeypatch):
+    """Documents of 1 to 2,048 tokens, Zipf-like ids, outputs full of NaN beforehand, against the reference in float64; bitwise repeatable."""
+    lengths = [2048, 391, 1, 1, 17] * (tokens // 2458)
+    cu_seqlens, _ = boundaries([*lengths, tokens - sum(lengths)], 9, "cuda")
+    qk, _, omega = operands(tokens, 128, dtype=torch.bfloat16, device="cuda")
+    ids = torch.from_numpy((50_257 * np.random.default_rng(0).power(0.28, tokens)).astype(np.int32)).cuda()
+    scale = 128 ** -0.5
+    expected = gradients(lambda qk: tg.pointer_reference(qk, ids, cu_seqlens, window, scale), qk.double(), omega)
+    empty = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *x, **options: empty(*x, **options).fill_(torch.nan))
+    run = lambda: gradients(kernels(ids, cu_seqlens, window, scale), qk, omega)
+    compare(run(), expected, 2e-2)
+    assert all(map(torch.equal, run(), run()))
