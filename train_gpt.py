@@ -1089,7 +1089,7 @@ def _norm_grad(in_ptr, first_grad, second_grad, rows, valid, stride, D: tl.const
 @jit
 def _e5m2_bits(x, PTX: tl.constexpr):
     """x in e5m2, saturated, as int8. By hand into 32-bit registers: where the bytes of Triton's 16-bit pairs are stored apart, as transposing does,
-    ptxas (of Triton 3.6 and 3.7, sm_90) reads half of them from the stack pointer."""
+    ptxas (of Triton 3.6 and 3.7, sm_90) reads half of them from the stack pointer; tests/test_compiled.py looks for that."""
     if PTX:
         return tl.inline_asm_elementwise("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; "
                                          "mov.b32 $0, {a, b};}", "=r,f,f,f,f", [x], tl.int8, is_pure=True, pack=4)
@@ -1416,7 +1416,7 @@ def _mlp_kernel(a, b, hidden, out, out_t, T, H, factor,
         x *= tl.maximum(x, 0.0) if hidden is None else tl.sqrt(hidden.load([row, col]).to(tl.float32))
         x8 = tl.clamp(x * factor, -LIMIT, LIMIT).to(out.dtype)
         out.store([row, col], x8)
-        out_t.store([col, row], tl.trans(x8.to(tl.int8, bitcast=True)))  # bits: Triton 3.6 transposes FP8 tiles wrongly beside FP8 loads
+        out_t.store([col, row], tl.trans(x8.to(tl.int8, bitcast=True)))  # bits: of FP8 tiles ptxas loses some
 
 def mlp_product(a, b, factor, hidden8=None):
     """What _mlp_kernel makes of a [T, K] and b [H, K], contiguous FP8, all sizes multiples of 16: [T, H] and [H, T] in a's format."""
