@@ -2934,7 +2934,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
     seed = ranks.gather_objects(secrets.randbelow(2**31) if arguments.seed is None else arguments.seed)[0]
     fast = not arguments.reference and capability(ranks.device) >= (8, 0)
     ops = select_ops(ranks.device, fast, compile=not arguments.eager, graphs=not arguments.no_graphs,
-                     fp8=[part for part in FP8_PARTS if arguments.no_fp8 not in (part, "all")])
+                     fp8=[part for part in FP8_PARTS if arguments.no_fp8 not in (part, "all") and preset.model.dtype == "bfloat16"])
     steps = min(preset.steps, arguments.stop_after or preset.steps)
     if arguments.profile and not 0 <= arguments.profile[0] <= arguments.profile[1] < steps:
         fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", "{}:{}".format(*arguments.profile), "name steps that the run has")

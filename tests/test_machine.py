@@ -31,6 +31,15 @@ def check(corpus, tiny, tmp_path, capsys):
     return call
 
 
+@pytest.mark.parametrize("dtype, options, parts", [
+    ("float32", (), []), ("bfloat16", (), ["attention", "head", "mlp"]), ("bfloat16", ("--no-fp8", "head"), ["attention", "mlp"])])
+def test_fp8_is_for_bfloat16_models(check, monkeypatch, dtype, options, parts):
+    asked, select = [], tg.select_ops
+    monkeypatch.setitem(tg.PRESETS, "tiny", replace(PRESET, model=replace(PRESET.model, dtype=dtype)))
+    monkeypatch.setattr(tg, "select_ops", lambda *arguments, **named: asked.append(named["fp8"]) or select(*arguments, **named))
+    assert check(*options).code == 0 and asked == [parts]
+
+
 def test_check_says_a_line_an_item_and_does_nothing(check, tmp_path, monkeypatch):
     monkeypatch.setattr(tg, "Trainer", lambda *_: pytest.fail("started"))
     found = check("--save", tmp_path / "model.pt")
