@@ -1030,6 +1030,71 @@ class PointerLogCopy(torch.autograd.Function):
             PointerLogCopy.launch(tile, ctx.scale, *operands, bounds, omega=omega, dqk=dqk, keys=keys)
         return dqk, *(None,) * 4
 
+# ---- FP8 copies and products -----------------------------------------------------------------------------------------
+@jit
+def _e5m2_bits(x, PTX: tl.constexpr):
+    """x in e5m2, saturated, as int8. By hand into 32-bit registers: where the bytes of Triton's 16-bit pairs are stored apart, as transposing does,
+    ptxas (of Triton 3.6 and 3.7, sm_90) reads half of them from the stack pointer; tests/test_compiled.py looks for that."""
+    if PTX:
+        return tl.inline_asm_elementwise("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; "
+                                         "mov.b32 $0, {a, b};}", "=r,f,f,f,f", [x], tl.int8, is_pure=True, pack=4)
+    else:
+        return tl.clamp(x, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
+
+@jit
+def _store_transposed(out_ptr, tile, rows, cols, R, C):
+    """The tile of a [R, C] matrix into out [C, R]; with one-byte elements 128 rows make whole 128-byte lines of the store."""
+    tl.store(out_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
+
+@jit
+def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out = in * inverse_scale, saturated at +-LIMIT, [R, C] in out's dtype; out_t [C, R] the same."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = (rows < R)[:, None] & (cols < C)[None, :]
+    offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
+    tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
+    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, tile, inside)
+    _store_transposed(out_t_ptr, tile, rows, cols, R, C)
+
+@jit
+def _transpose_kernel(in_ptr, out_ptr, R, C, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """out [C, R] = in [R, C] transposed."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    tile = tl.load(in_ptr + rows[:, None].to(tl.int64) * C + cols[None, :], (rows < R)[:, None] & (cols < C)[None, :], other=0)
+    _store_transposed(out_ptr, tile, rows, cols, R, C)
+
+def _tiles(rows, cols, shape):
+    return triton.cdiv(cols, shape["COLS"]), triton.cdiv(rows, shape["ROWS"])
+
+def transposed(matrix):
+    """A contiguous transposed copy [C, R] of a contiguous FP8 matrix [R, C]; the head's gradient is dearer computed once for each layout."""
+    R, C = matrix.shape
+    out, shape = matrix.new_empty(C, R), dict(ROWS=128, COLS=128)
+    _transpose_kernel[_tiles(R, C, shape)](matrix.view(torch.int8), out.view(torch.int8), R, C, **shape, num_warps=8)
+    return out
+
+def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
+    """FP8 copies of tensor / scale in both layouts, contiguous: [R, C] and [C, R]."""
+    R, C = tensor.shape
+    out, out_t, shape = tensor.new_empty(R, C, dtype=dtype), tensor.new_empty(C, R, dtype=dtype), dict(ROWS=128, COLS=64)
+    _quantize_kernel[_tiles(R, C, shape)](tensor.contiguous(), out, out_t, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max, **shape, num_warps=8)
+    return out, out_t
+
+@functools.cache
+def unit(scale, device):
+    """A 0-d float32 scale with storage of its own (cuBLAS wants 16-byte alignment), made once: a fill a product was a twentieth of all launches."""
+    return torch.full((), scale, device=device)
+
+def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum):
+    """a [M, K] times b [N, K] transposed, bf16 [M, N]: both row-major, the layout FP8 tensor cores want.
+
+    Scales are numbers or 0-d float32 tensors."""
+    scale_a, scale_b = (scale if isinstance(scale, Tensor) else unit(scale, a.device) for scale in (scale_a, scale_b))
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
+
 # ---- from the projection to attention --------------------------------------------------------------------------------
 @jit
 def _load_halves(in_ptr, rows, valid, stride, D: tl.constexpr):
@@ -1085,16 +1150,6 @@ def _norm_grad(in_ptr, first_grad, second_grad, rows, valid, stride, D: tl.const
     first, second, scale = _load_normed(in_ptr, rows, valid, stride, D)
     mean = ((tl.sum(first_grad * first, 1) + tl.sum(second_grad * second, 1)) / D)[:, None]
     return (first_grad - first * mean) * scale, (second_grad - second * mean) * scale
-
-@jit
-def _e5m2_bits(x, PTX: tl.constexpr):
-    """x in e5m2, saturated, as int8. By hand into 32-bit registers: where the bytes of Triton's 16-bit pairs are stored apart, as transposing does,
-    ptxas (of Triton 3.6 and 3.7, sm_90) reads half of them from the stack pointer; tests/test_compiled.py looks for that."""
-    if PTX:
-        return tl.inline_asm_elementwise("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; "
-                                         "mov.b32 $0, {a, b};}", "=r,f,f,f,f", [x], tl.int8, is_pure=True, pack=4)
-    else:
-        return tl.clamp(x, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
 
 @jit
 def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, factor, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
@@ -1195,31 +1250,6 @@ def _softcap_sigmoid(logits, shift, temperature, FAST: tl.constexpr):
         return 1.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * half))
 
 @jit
-def _store_transposed(out_ptr, tile, rows, cols, R, C):
-    """The tile of a [R, C] matrix into out [C, R]; with one-byte elements 128 rows make whole 128-byte lines of the store."""
-    tl.store(out_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
-
-@jit
-def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out = in * inverse_scale, saturated at +-LIMIT, [R, C] in out's dtype; out_t [C, R] the same."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    inside = (rows < R)[:, None] & (cols < C)[None, :]
-    offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
-    tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
-    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offsets, tile, inside)
-    _store_transposed(out_t_ptr, tile, rows, cols, R, C)
-
-@jit
-def _transpose_kernel(in_ptr, out_ptr, R, C, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out [C, R] = in [R, C] transposed."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    tile = tl.load(in_ptr + rows[:, None].to(tl.int64) * C + cols[None, :], (rows < R)[:, None] & (cols < C)[None, :], other=0)
-    _store_transposed(out_ptr, tile, rows, cols, R, C)
-
-@jit
 def _target_column(columns_ptr, positions_ptr, rows, T, AHEAD: tl.constexpr):
     """Targets.ahead in a kernel: the column of the token AHEAD further than the next, -1 for none."""
     inside = rows + AHEAD < T
@@ -1294,28 +1324,6 @@ def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certa
     grad = tl.clamp((weight_sum[:, None] * probability - hits) * (s * (slope - slope * s)), -LIMIT, LIMIT)
     tl.store(out_ptr + offsets, grad.to(out_ptr.dtype.element_ty), inside)
 
-def _tiles(rows, cols, shape):
-    return triton.cdiv(cols, shape["COLS"]), triton.cdiv(rows, shape["ROWS"])
-
-def transposed(matrix):
-    """A contiguous transposed copy [C, R] of a contiguous FP8 matrix [R, C]; the head's gradient is dearer computed once for each layout."""
-    R, C = matrix.shape
-    out, shape = matrix.new_empty(C, R), dict(ROWS=128, COLS=128)
-    _transpose_kernel[_tiles(R, C, shape)](matrix.view(torch.int8), out.view(torch.int8), R, C, **shape, num_warps=8)
-    return out
-
-def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
-    """FP8 copies of tensor / scale in both layouts, contiguous: [R, C] and [C, R]."""
-    R, C = tensor.shape
-    out, out_t, shape = tensor.new_empty(R, C, dtype=dtype), tensor.new_empty(C, R, dtype=dtype), dict(ROWS=128, COLS=64)
-    _quantize_kernel[_tiles(R, C, shape)](tensor.contiguous(), out, out_t, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max, **shape, num_warps=8)
-    return out, out_t
-
-@functools.cache
-def unit(scale, device):
-    """A 0-d float32 scale with storage of its own (cuBLAS wants 16-byte alignment), made once: a fill a product was a twentieth of all launches."""
-    return torch.full((), scale, device=device)
-
 def row_losses(logits, targets, vocabulary, cap, fast=False):
     """(losses, log-sum-exp, what the pointer copied or None), all [T] float32, of contiguous logits [T, V]. `fast`: hardware tanh, bf16 on CUDA."""
     T, V = logits.shape
@@ -1332,13 +1340,6 @@ def head_grad(logits, targets, vocabulary, lse, copied, factor, cap, dtype, fast
     _head_grad_kernel[_tiles(T, V, shape)](logits, *targets[:3], targets.certain, lse, copied, factor, out, T, V, vocabulary, targets.spare, *cap,
                                            K=len(targets.weights), FAST=fast, LIMIT=torch.finfo(dtype).max, **shape, num_warps=4)
     return out
-
-def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum):
-    """a [M, K] times b [N, K] transposed, bf16 [M, N]: both row-major, the layout FP8 tensor cores want.
-
-    Scales are numbers or 0-d float32 tensors."""
-    scale_a, scale_b = (scale if isinstance(scale, Tensor) else unit(scale, a.device) for scale in (scale_a, scale_b))
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
 
 class HeadLoss(torch.autograd.Function):
     """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D] and weight [V, D] bf16.
@@ -1546,8 +1547,8 @@ def _sparse_adam_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ptr
         tl.store(last_ptr + row, step)
 
 def sparse_adam(grad, ids, *state, ROWS=1, num_warps=2):
-    """sparse_adam_reference; a step of 65536 / 131072 / 196608 tokens takes 0.26 / 0.47 / 0.69 ms on an H200, and the sort. The GPU sorts, without a
-    synchronise, since each rank's host would need 6 / 12 / 34 ms for all ranks' ids. Few ids occur twice, so more ROWS are slower."""
+    """sparse_adam_reference; a step of 65536 / 131072 / 196608 tokens takes 0.33 / 0.56 / 0.78 ms on an H200, the sort under 0.1. The GPU sorts,
+    without a synchronise: each rank's host would need 6 / 12 / 34 ms for all ranks' ids. Few ids occur twice, so more ROWS are slower."""
     found, order = ids.flatten().sort(stable=True)
     starts = F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found))  # the last of equal ids has their group, others none
     launch_groups(_sparse_adam_kernel, grad, ids, order, starts, found, *state, ROWS=ROWS, num_warps=num_warps)
@@ -2038,7 +2039,6 @@ class GPT(nn.Module):
         self.ngram = declared("ngram", weight(config.ngram_rows, config.width)) if config.ngram_rows else None
         self.smear_gate = declared("smear_gate", empty(config.gate_inputs))
         self.smear = declared("scalar", empty(()))
-        # An empty slot keeps its number, not its parameters.
         self.skip_sources = {layer.skip_from for layer in config.layers}
         self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
