@@ -254,8 +254,9 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
             trainer.training_step(step, batches)
             trainer.validate(trainer.final_geometry)
         ends.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
-    # Adam divides by roots of second moments, some of which are nearly nothing.
-    assert max(relative(ends[1][name], ends[0][name]) for name in ends[0]) < 3e-4, {n: relative(ends[1][n], ends[0][n]) for n in ends[0]}
+    errors = {name: relative(ends[1][name], ends[0][name]) for name in ends[0]}
+    # Adam divides by roots of second moments, some of which are nearly nothing; the smear is still 0.003, its error 2e-7.
+    assert errors.pop("smear") < 3e-4 and max(errors.values()) < 1e-5, errors
 
 
 @pytest.mark.parametrize("slots", [2, 8])
