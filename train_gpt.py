@@ -2049,7 +2049,7 @@ class GPT(nn.Module):
         self.pointer = declared("pointer", weight(2 * shape[0], shape[1]), shape) if config.pointer_width else None
         self.smear_and_norm, self.layer_inputs, self.leave_network, self.pointer_in = map(
             ops.compile, (smear_and_norm, layer_inputs, leave_network, pointer_in))
-        self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids, table).sum(1))
+        self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))  # 2^31 elements and more
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
