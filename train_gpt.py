@@ -114,6 +114,11 @@ class ModelConfig:
     rotary_base: float = 1024.0
     dtype: str = "bfloat16"  # of weights and activations; scalars and gates are float32 always
 
+    @property
+    def table_rows(self) -> int:
+        """Of the n-gram table: the hashed ones, then those of `recall`."""
+        return self.ngram_rows + 3 * self.padded_vocabulary + 32
+
 # Roles connect parameters to their optimizer: each parameter declares one, and each role has exactly one rule.
 @dataclass(frozen=True)
 class MuonRule:
@@ -489,7 +494,7 @@ class Targets(NamedTuple):
 class Documents:
     """A packed batch of T tokens on the device; every tensor is int32.
 
-    tokens [T]: rows of the embedding tables; order [T] and starts [rows + 1] group them, see sort_ids. ngrams [T, 2]: rows of the n-gram table.
+    tokens [T]: rows of the embedding tables; order [T] and starts [rows + 1] group them, see sort_ids. ngrams [T, 3]: rows of the n-gram table.
     columns, positions [T], candidates, certain: see Targets; positions count from the first token of the document (or of the part of it that this
     batch holds). cu_seqlens [N + 1]: document borders, padded at the end with T; longest bounds a document's length."""
     tokens: Tensor
@@ -2036,7 +2041,7 @@ class GPT(nn.Module):
         weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary, config.width)
         self.embedding = declared("embedding", table())
-        self.ngram = declared("ngram", weight(config.ngram_rows, config.width)) if config.ngram_rows else None
+        self.ngram = declared("ngram", weight(config.table_rows, config.width)) if config.ngram_rows else None
         self.smear_gate = declared("smear_gate", empty(config.gate_inputs))
         self.smear = declared("scalar", empty(()))
         self.skip_sources = {layer.skip_from for layer in config.layers}
@@ -2218,6 +2223,22 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int) -> np.ndar
     keys = 36313 * x[2:] ^ 27191 * x[1:-1], 17351 * x[2:] ^ 60961 * x[1:-1] ^ 45259 * x[:-2]
     return np.stack([np.where(positions > n, key % max(half - 1, 1), half - 1) + n * half for n, key in enumerate(keys)], axis=1).astype(np.int32)
 
+def recall(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
+    """What followed when the document last held the present three tokens, or else two, or one: [T], that token plus vocabulary times how many more
+    than one they are. If the present token is new, one of the last 32 rows in turn: no program need sum half of all gradients."""
+    found, keys = 3 * vocabulary + np.arange(len(tokens)) % 32, tokens.astype(np.uint16)  # 16 bits: a radix sort
+    at, group = np.arange(len(tokens)), np.zeros(len(tokens), int)
+    for more in range(3):  # from the ends of what is one token shorter, sorted, by one more token: those of more + 1 tokens, sorted
+        at = at[np.argsort(keys[at], kind="stable")]
+        last, now = at[:-1], at[1:]
+        same = (keys[last] == keys[now]) & (group[last] == group[now])
+        inside = same & (now - last <= positions[now] - more)
+        found[now[inside]] = tokens[last[inside] + 1].astype(int) + more * vocabulary
+        ids = np.empty(len(tokens), int)
+        ids[at] = np.cumsum(np.append(False, ~same))
+        group, at = np.append(-1, ids[:-1]), np.append(0, at[at < len(tokens) - 1] + 1)
+    return found
+
 @dataclass(frozen=True)
 class HostBatch:
     """A micro-batch on the host: one int32 array, pinned for the GPU, and where its parts lie."""
@@ -2233,7 +2254,7 @@ class HostBatch:
         """The parts of `data`, a copy on some device."""
         parts = [room[:size] for room, size in zip(data.split([*map(aligned, self.sizes)]), self.sizes)]
         sampled = (parts[7].view(len(parts[8]), -1), parts[8]) if self.sizes[8] else (None, None)
-        return Documents(*parts[:3], parts[3].view(-1, 2), *parts[4:7], *sampled, self.longest)
+        return Documents(*parts[:3], parts[3].view(-1, 3), *parts[4:7], *sampled, self.longest)
 
 def pack(slots: dict[int, list[np.ndarray]], borders: int, longest: int, model: ModelConfig, pin: bool, candidates: int | None = None,
          digest: int = 0) -> HostBatch:
@@ -2249,7 +2270,9 @@ def pack(slots: dict[int, list[np.ndarray]], borders: int, longest: int, model: 
     if candidates:
         spare = [model.vocabulary] if model.pointer_width else []
         ids, certain, columns = zip(*(sample_candidates(c, candidates, model.padded_vocabulary, number, spare) for number, c in zip(slots, columns)))
-    parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), hash_ngrams(tokens, positions, model.ngram_rows).ravel(),
+    recalled = model.ngram_rows + recall(tokens, positions, model.padded_vocabulary)
+    ngrams = np.column_stack([hash_ngrams(tokens, positions, model.ngram_rows), recalled])
+    parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), ngrams.ravel(),
              np.concatenate(columns), positions, cu_seqlens, np.concatenate([*ids, ()]), certain)
     sizes = tuple(map(len, parts))
     data = torch.zeros(sum(map(aligned, sizes)), dtype=torch.int32, pin_memory=pin)
@@ -2918,7 +2941,7 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
         return f"{stream.consumed(preset.stages):,} of {stream.length:,} training tokens in {len(stream.paths)} shards, SHA-256 {digest[:16]}"
 
     checks = {"versions": check_versions, "memory": memory, "data": data, "log": lambda: check_folder(arguments.log_dir, 10),
-              "model": lambda: check_folder(arguments.save.parent, 1000 + preset.model.ngram_rows // 500) if arguments.save else "not kept"}
+              "model": lambda: check_folder(arguments.save.parent, 1000 + preset.model.table_rows // 500) if arguments.save else "not kept"}
     code = 0
     for name, check in checks.items():
         try:
@@ -2946,7 +2969,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
         return preflight(arguments, preset, ranks, ops)
     check_versions()
     if arguments.save:
-        check_folder(arguments.save.parent, 1000 + preset.model.ngram_rows // 500)
+        check_folder(arguments.save.parent, 1000 + preset.model.table_rows // 500)
     trainer = Trainer(preset, ranks, ops, clock, arguments.data or Path(preset.data))
     defaults = parse_arguments([])
     settings = {key: str(value) for key, value in vars(arguments).items() if value != getattr(defaults, key)}

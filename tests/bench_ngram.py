@@ -30,12 +30,13 @@ SHAPES = [(1, 2)] if DRY else [(rows, warps) for rows in (1, 2, 4, 8) for warps 
 
 
 def make_ids(tokens, rows):
-    """Rows [T, 2] of a step of documents of tokens as frequent as words are: the commonest pairs occur hundreds of times."""
+    """Rows [T, 3] of a step of documents of tokens as frequent as words are: the commonest pairs occur hundreds of times."""
     random, pieces = np.random.default_rng(0), [piece for seed in range(tg.SLOTS) for piece in tg.generated_pieces(tokens // tg.SLOTS, 3072, seed)]
     for piece in pieces:
         piece[1:] = tg.BOS * random.power(0.28, len(piece) - 1)
-    step = tg.pack({0: pieces}, len(pieces), 3072, replace(tg.GPT_SMALL, ngram_rows=rows), pin=False)
-    return step.to(DEVICE).ngrams
+    model = replace(tg.GPT_SMALL, ngram_rows=rows)
+    step = tg.pack({0: pieces}, len(pieces), 3072, model, pin=False)
+    return step.to(DEVICE).ngrams, model.table_rows
 
 
 def group_ids(ids):
@@ -50,20 +51,20 @@ def report(tokens, name, ms, size=0, error=""):
 
 def time_step(T, rows):
     """Prints a row for each part of one step of T tokens."""
-    ids = make_ids(T, rows)
+    ids, rows = make_ids(T, rows)
     found, group, counts = ids.flatten().unique(return_inverse=True, return_counts=True)
 
     table = torch.zeros(rows, D, dtype=torch.bfloat16, device=DEVICE)
     sums = (lambda f: f) if DRY else tg.compile_dynamic
-    sum_rows = sums(lambda ids, table: F.embedding(ids, table).sum(1))
+    sum_rows = sums(lambda ids, table: F.embedding(ids.long(), table).sum(1))
     with torch.no_grad():
-        report(f"{T} ({len(found)} rows, {int(counts.max())} of one)", "lookup", milliseconds(lambda: sum_rows(ids, table)), 6 * T * D)
+        report(f"{T} ({len(found)} rows, {int(counts.max())} of one)", "lookup", milliseconds(lambda: sum_rows(ids, table)), 8 * T * D)
     report(T, "sort and searchsorted", milliseconds(lambda: group_ids(ids)))
 
     grad = torch.randn(T, D, device=DEVICE).bfloat16()
     square, last = (torch.zeros(rows, device=DEVICE) for _ in range(2))
     numbers = [torch.tensor(x, device=DEVICE) for x in (1.0, 0.1, 0.0)]  # step, rate, decay
-    want = tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), group, len(found))
+    want = tg.embedding_grad_reference(grad.double().repeat_interleave(ids.size(1), 0), group, len(found))
     want *= -0.1 / (0.05 * want.square().mean(1, keepdim=True)).sqrt()
     for shape in SHAPES:
         update = lambda: tg.sparse_adam(grad, ids, table, square, last, *numbers, 0.95, 1e-10, 1.0,  # noqa: E731

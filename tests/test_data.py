@@ -178,7 +178,9 @@ def test_packed_layout(marked):
         ids, order, starts = documents.tokens, documents.order, documents.starts
         assert (order == torch.argsort(ids, stable=True)).all() and len(starts) == MODEL.padded_vocabulary + 1
         assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all() and starts[0] == 0
-        assert (documents.ngrams.numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
+        assert (documents.ngrams[:, :2].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
+        recalled = tg.recall(ids.numpy(), positions, MODEL.padded_vocabulary)
+        assert (documents.ngrams[:, 2].numpy() == MODEL.ngram_rows + recalled).all() and documents.ngrams.max() < MODEL.table_rows
         parts = [x for x in vars(documents).values() if isinstance(x, torch.Tensor)]
         assert all(part.dtype == torch.int32 and part.data_ptr() % 16 == 0 for part in parts)
         assert [part.numel() for part in parts] == [size for size in batch.sizes if size]
@@ -195,7 +197,7 @@ def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
         assert next_tokens(documents).tolist() == [i + 1 for i in flat]
         assert documents.cu_seqlens.tolist() == [0, *itertools.accumulate(lengths), *[sum(lengths)] * 2]
         assert documents.certain.tolist() == [max(lengths) + 1] and documents.candidates.shape == (1, 11)  # the spare id's too
-        assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (len(flat), 2)
+        assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (len(flat), 3)
 
 
 @pytest.mark.parametrize("rows", [1, 300, 65_536])
@@ -235,6 +237,30 @@ def test_ngrams_depend_on_their_tokens_alone():
     for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2002).T):
         spread = np.bincount(rows - 1001 * column, minlength=1001)
         assert spread[1000] == column + 1 and spread[:1000].min() > 50 and spread[:1000].max() < 200
+
+
+def recalled(piece, vocabulary):
+    """By the words of recall's docstring, for one document."""
+    for end in range(1, len(piece) + 1):
+        for length in (3, 2, 1):
+            before = [i for i in range(length, end) if length <= end and piece[i - length:i] == piece[end - length:end]]
+            if before:
+                yield piece[before[-1]] + (length - 1) * vocabulary
+                break
+        else:
+            yield None
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 3, 8, 60])
+def test_recall(kinds):
+    """Documents of all lengths, of few and of many kinds of tokens; nothing of another document, nothing later."""
+    random = np.random.default_rng(kinds)
+    pieces = [random.integers(0, kinds, length) * 65_535 // max(kinds - 1, 1) for length in (1, 2, 3, 1, 70, 5, 200)]
+    tokens, positions = np.concatenate(pieces), np.concatenate([np.arange(len(piece)) for piece in pieces])
+    for dtype in (np.int32, np.uint16):
+        found = tg.recall(tokens.astype(dtype), positions, 65_537).tolist()
+        wanted = [x for piece in pieces for x in recalled(piece.tolist(), 65_537)]
+        assert found == [3 * 65_537 + i % 32 if x is None else x for i, x in enumerate(wanted)]
 
 
 def test_targets_further_ahead_stay_in_their_document(marked):
