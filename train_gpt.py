@@ -85,10 +85,8 @@ class Layer:
     mlp: bool = True
     window: str = "short"  # which of the stage's two windows its attention uses
     key_offset: bool = False  # the channels of K that do not turn come from the token before: induction in one layer (record 49)
-    exclusive: bool = False  # takes out of each head's output a learned share of what points along its own V (record 82)
     value_embedding: int | None = None  # the value-embedding table added to V
     skip_from: int | None = None  # U-Net: the earlier slot whose output enters here through a sigmoid gate
-    backout: bool = False  # its output is subtracted again, scaled, before the head
 
 class Softcap(NamedTuple):
     """z = softcap · σ((logit + shift) / temperature): bounded by (0, softcap), so softmax needs no running maximum."""
@@ -105,7 +103,7 @@ class ModelConfig:
     layers: tuple[Layer, ...]
     value_embeddings: int
     ngram_rows: int  # of the hashed table of the last two and three tokens, added in every layer (records 62, 92); 0: none
-    gate_inputs: int = 12  # leading channels that the smear gate and the attention gates read
+    gate_inputs: int = 12  # leading channels that the attention gates read
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()
@@ -157,7 +155,6 @@ class OptimizerConfig:
         ("head", AdamRule(1.0, (0.5, 0.95), decay=0.75, sharded=True)),
         ("scalar", AdamRule(5.0, (0.9, 0.99))),
         ("gate", AdamRule(1.0, (0.9, 0.99))),
-        ("smear_gate", AdamRule(0.01, (0.9, 0.99))),
     )
 
 @dataclass(frozen=True)
@@ -206,13 +203,13 @@ class Preset:
 LAYERS = (
     Layer(attention=False, mlp=False),
     Layer(),
-    Layer(value_embedding=0, exclusive=True),
+    Layer(value_embedding=0),
     Layer(value_embedding=1),
-    Layer(window="long", key_offset=True, exclusive=True),
-    Layer(exclusive=True),
+    Layer(window="long", key_offset=True),
+    Layer(),
     Layer(),
     Layer(attention=False, skip_from=4),
-    Layer(backout=True, exclusive=True),
+    Layer(),
     Layer(value_embedding=2),
     Layer(value_embedding=3),
     Layer(value_embedding=4, window="long", key_offset=True),
@@ -221,13 +218,13 @@ GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, laye
 # One pass over 94 M tokens wants less (records/LOG.md): attention in four layers fewer, one layer fewer, narrower MLPs.
 GPT_SPRINT = ModelConfig(width=768, heads=6, head_width=128, mlp_width=2560, value_embeddings=3, ngram_rows=2**21, pointer_width=128, layers=(
     LAYERS[0], LAYERS[1], LAYERS[2], Layer(attention=False), LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7],
-    Layer(attention=False, backout=True), Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
+    Layer(attention=False), Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
 GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=16384,
                        pointer_width=64, dtype="float32", layers=(
     Layer(value_embedding=0),
     Layer(value_embedding=1, window="long", key_offset=True),
     Layer(attention=False, skip_from=1),
-    Layer(backout=True, exclusive=True),
+    Layer(),
     Layer(),
     Layer(value_embedding=2, window="long", key_offset=True),
 ))
@@ -1915,12 +1912,6 @@ class Optimizer:
 # ======================================================================================================================
 # Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
 # regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
-def smear_and_norm(x: Tensor, positions: Tensor, gate: Tensor, smear: Tensor) -> Tensor:
-    """Add a gated copy of the previous token's embedding within the document, then normalise. x [T, width]; gate [inputs]."""
-    previous = torch.cat([torch.zeros_like(x[:1]), x[:-1]]) * (positions > 0)[:, None]
-    amount = smear * torch.sigmoid((x[:, :len(gate)] * gate).sum(-1, keepdim=True))
-    return norm(x + amount.to(x.dtype) * previous)
-
 def layer_inputs(x0: Tensor, ngram: Tensor | None, *residuals: Tensor) -> list[Tensor]:
     """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
     return [r[1] * x0 if ngram is None else r[1] * x0 + r[2] * ngram for r in residuals]
@@ -1945,13 +1936,8 @@ def attention_in(x: Tensor, mix: Tensor, skip: Tensor | None, value: Tensor | No
         value_gates = 2 * torch.sigmoid(F.linear(mixed, value_gate.to(h.dtype)))
     return x, h, scales[0] * qkv, gates, value_gates
 
-def attention_out(x: Tensor, y: Tensor, v: Tensor | None, gates: Tensor, share: Tensor | None, scales: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Exclusive part, sparse gates, output projection, residual: the stream, and normalised for the MLP.
-
-    y [T, H, D]; v [T, H, D] if `share` [H] of what is along it is taken out."""
-    if share is not None:
-        along = (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True).clamp_min(1e-8)
-        y = y - (torch.tanh(share).to(y.dtype)[:, None] * along) * v
+def attention_out(x: Tensor, y: Tensor, gates: Tensor, scales: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Sparse gates of the heads' outputs y [T, H, D], output projection, residual: the stream, and normalised for the MLP."""
     x = x + F.linear((y * gates[:, :, None]).flatten(1), scales[1] * out)
     return x, norm(x)
 
@@ -1959,10 +1945,6 @@ def mlp_in(x: Tensor, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | No
     """A layer without attention up to its MLP: the stream, and normalised."""
     x = enter_layer(x, mix, skip, skip_weight, residual)
     return x, norm(x)
-
-def leave_network(x: Tensor, backout: Tensor | None, amount: Tensor | None) -> Tensor:
-    """Subtract what an earlier layer wrote for its successors but not for the head (record 40), then normalise."""
-    return norm(x if backout is None else x - amount * backout)
 
 def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
     """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W, width]."""
@@ -1995,7 +1977,6 @@ class Block(nn.Module):
             self.gate = declared("gate", empty(config.heads, config.gate_inputs, dtype=torch.float32))
             gated = layer.value_embedding is not None
             self.value_gate = declared("gate", empty(config.heads, config.gate_inputs, dtype=torch.float32)) if gated else None
-            self.share = declared("gate", empty(config.heads, dtype=torch.float32)) if layer.exclusive else None
         if layer.mlp:
             self.up = declared("mlp_up", empty(config.mlp_width, width), (config.mlp_width, width))
             self.down = declared("mlp_down", empty(config.mlp_width, width), (config.mlp_width, width))
@@ -2011,7 +1992,7 @@ class Block(nn.Module):
             self.qkv.uniform_(-bound, bound, generator=generator)
             self.out.zero_()
             self.scales.copy_(torch.tensor([0.5, 1.0]))
-            for gate in (self.gate, self.value_gate, self.share):
+            for gate in (self.gate, self.value_gate):
                 if gate is not None:
                     gate.zero_()
         if self.layer.mlp:
@@ -2027,7 +2008,7 @@ class Block(nn.Module):
             turn = documents.positions, geometry.cos, geometry.sin
             q, k, v = self.ops.project_heads(h, weight, value, value_gates, *turn, layer.key_offset)
             y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale)
-            x, h = self.attention_out(x, y, v if layer.exclusive else None, gates, self.share, self.scales, self.out)
+            x, h = self.attention_out(x, y, gates, self.scales, self.out)
         else:
             x, h = self.mlp_in(x, mix, skip, self.skip_weight, self.residual)
         return x + self.ops.mlp(h, self.up, self.down) if layer.mlp else x
@@ -2042,18 +2023,14 @@ class GPT(nn.Module):
         table = functools.partial(weight, config.padded_vocabulary, config.width)
         self.embedding = declared("embedding", table())
         self.ngram = declared("ngram", weight(config.table_rows, config.width)) if config.ngram_rows else None
-        self.smear_gate = declared("smear_gate", empty(config.gate_inputs))
-        self.smear = declared("scalar", empty(()))
         self.skip_sources = {layer.skip_from for layer in config.layers}
         self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
         self.value_embeddings = nn.ParameterList([declared("value_embedding", table()) for _ in range(config.value_embeddings)])
-        self.backout = declared("scalar", empty(())) if any(layer.backout for layer in config.layers) else None
         self.head = declared("head", table())
         shape = config.pointer_width, config.width
         self.pointer = declared("pointer", weight(2 * shape[0], shape[1]), shape) if config.pointer_width else None
-        self.smear_and_norm, self.layer_inputs, self.leave_network, self.pointer_in = map(
-            ops.compile, (smear_and_norm, layer_inputs, leave_network, pointer_in))
+        self.norm, self.layer_inputs, self.pointer_in = map(ops.compile, (norm, layer_inputs, pointer_in))
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))  # 2^31 elements and more
 
     @torch.no_grad()
@@ -2065,12 +2042,9 @@ class GPT(nn.Module):
             parameter.normal_(std=0.01, generator=generator)
         for block in self.blocks.values():
             block.reset(generator)
-        for parameter in (self.smear_gate, self.smear, self.ngram):
-            if parameter is not None:
-                parameter.zero_()
+        if self.ngram is not None:
+            self.ngram.zero_()
         self.head.normal_(std=0.005, generator=generator)
-        if self.backout is not None:
-            self.backout.fill_(0.5)
         if self.pointer is not None:  # keys as queries: from the first step on it points at states like its own
             self.pointer.copy_(self.pointer.chunk(2)[0].normal_(std=0.5 * self.config.width ** -0.5, generator=generator).repeat(2, 1))
 
@@ -2081,11 +2055,11 @@ class GPT(nn.Module):
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Final hidden states [T, width], normalised, ready for the head."""
         ngram = None if self.ngram is None else EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
-        x = x0 = self.smear_and_norm(self.ops.embed(arrived(self.embedding), documents), documents.positions, self.smear_gate, self.smear)
+        x = x0 = self.norm(self.ops.embed(arrived(self.embedding), documents))
         for parameter in self.blocks.parameters():
             arrived(parameter)
         skips: dict[int | None, Tensor | None] = {None: None}
-        backout, residuals = None, [block.residual for block in self.blocks.values()]  # without gradients a mix at a time: windows are long
+        residuals = [block.residual for block in self.blocks.values()]  # without gradients a mix at a time: windows are long
         mixes = self.layer_inputs(x0, ngram, *residuals) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, r)[0] for r in residuals)
         for (slot, block), mix in zip(self.blocks.items(), mixes):
             layer = block.layer
@@ -2095,9 +2069,7 @@ class GPT(nn.Module):
             x = block(x, mix, skips[layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
                 skips[int(slot)] = x
-            if layer.backout:
-                backout = x
-        return self.leave_network(x, backout, self.backout)
+        return self.norm(x)
 
     def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
         """What the loss takes. What the softmax gives to the first id past the vocabulary, the pointer may give to other tokens."""
@@ -2115,7 +2087,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def evaluate(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Summed cross-entropy without gradients, full vocabulary, float32 log-probabilities."""
-        return self.ops.head_loss_eval(*self.predictions(documents, geometry, self.smear.new_ones(1)))
+        return self.ops.head_loss_eval(*self.predictions(documents, geometry, torch.ones(1, device=self.head.device)))
 
     @torch.no_grad()
     def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:

@@ -90,7 +90,6 @@ def test_every_preset_is_consistent(preset):
         assert layer.skip_from is None or layer.skip_from < slot
         assert layer.value_embedding is None or layer.value_embedding < model.value_embeddings
         assert layer.window in ("short", "long")
-    assert sum(layer.backout for layer in model.layers) <= 1
     assert sorted(l.value_embedding for l in model.layers if l.value_embedding is not None) == list(range(model.value_embeddings)), "one table a use"
     assert sum(stage.steps * stage.batch_tokens for stage in preset.stages) < preset.train_tokens
     for stage in preset.stages:
@@ -109,7 +108,6 @@ def test_layer_table_of_the_record():
     assert [i for i, l in enumerate(layers) if l.mlp] == list(range(1, 12))
     assert [i for i, l in enumerate(layers) if l.window == "long"] == [4, 11]
     assert {i: l.skip_from for i, l in enumerate(layers) if l.skip_from is not None} == {7: 4}
-    assert [i for i, l in enumerate(layers) if l.backout] == [8]
     sprint = tg.GPT_SPRINT.layers
     assert [i for i, l in enumerate(sprint) if l.attention] == [1, 2, 4, 6, 9, 11] and [i for i, l in enumerate(sprint) if not l.mlp] == [0, 10]
     assert [l.value_embedding for l in sprint if l.value_embedding is not None] == list(range(tg.GPT_SPRINT.value_embeddings))
