@@ -102,12 +102,12 @@ class ModelConfig:
     mlp_width: int
     layers: tuple[Layer, ...]
     value_embeddings: int
-    ngram_rows: int  # of the hashed table of the last two and three tokens, added in every layer (records 62, 92); 0: none
+    ngram_rows: int  # of the hashed table of the last two and three tokens, added in every layer (records 62, 92)
+    pointer_width: int  # of the head that copies an earlier token of the document, see pointer_reference
     gate_inputs: int = 12  # leading channels that the attention gates read
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()
-    pointer_width: int = 0  # of the head that copies an earlier token of the document, see pointer_reference; 0: none
     pointer_window_tokens: int = 2048  # how far back it may point
     rotary_base: float = 1024.0
     dtype: str = "bfloat16"  # of weights and activations; scalars and gates are float32 always
@@ -219,15 +219,10 @@ GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, laye
 GPT_SPRINT = ModelConfig(width=768, heads=6, head_width=128, mlp_width=2560, value_embeddings=3, ngram_rows=2**21, pointer_width=128, layers=(
     LAYERS[0], LAYERS[1], LAYERS[2], Layer(attention=False), LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7],
     Layer(attention=False), Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
-GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=16384,
-                       pointer_width=64, dtype="float32", layers=(
-    Layer(value_embedding=0),
-    Layer(value_embedding=1, window="long", key_offset=True),
-    Layer(attention=False, skip_from=1),
-    Layer(),
-    Layer(),
-    Layer(value_embedding=2, window="long", key_offset=True),
-))
+GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=2**14, pointer_width=64,
+                       dtype="float32", layers=(
+    Layer(value_embedding=0), Layer(value_embedding=1, window="long", key_offset=True), Layer(attention=False, skip_from=1), Layer(), Layer(),
+    Layer(value_embedding=2, window="long", key_offset=True)))
 
 def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens: tuple[int, int, int], rates: tuple[float, float, float],
                  cap_tokens: int, candidates: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
@@ -1912,22 +1907,31 @@ class Optimizer:
 # ======================================================================================================================
 # Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
 # regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
-def layer_inputs(x0: Tensor, ngram: Tensor | None, *residuals: Tensor) -> list[Tensor]:
-    """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
-    return [r[1] * x0 if ngram is None else r[1] * x0 + r[2] * ngram for r in residuals]
+def updated(x: Tensor, update: Tensor | None) -> Tensor:
+    """The residual stream after a layer. Who reads it next adds the MLP's update: no kernel of its own."""
+    return x if update is None else x + update
 
-def enter_layer(x: Tensor, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> Tensor:
+def normalize(x: Tensor, update: Tensor | None = None) -> Tensor:
+    return norm(updated(x, update))
+
+def layer_inputs(x0: Tensor, ngram: Tensor, *residuals: Tensor) -> list[Tensor]:
+    """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
+    rows = len(x0), 1  # a weight for each: its gradient is a row's sum, in the kernel of x0's gradient; a sum over everything would read again
+    return [(r[1].expand(rows) * x0 + r[2].expand(rows) * ngram).to(x0.dtype) for r in residuals]
+
+def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> Tensor:
     """Residual stream at the start of a layer: the U-Net skip, then layer_inputs' mix."""
+    x = updated(x, update)
     if skip is not None:
         x = x + torch.sigmoid(skip_weight) * skip
     return residual[0] * x + mix
 
-def attention_in(x: Tensor, mix: Tensor, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None, residual: Tensor, scales: Tensor,
-                 qkv: Tensor, gate: Tensor, value_gate: Tensor | None):
+def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None,
+                 residual: Tensor, scales: Tensor, qkv: Tensor, gate: Tensor, value_gate: Tensor | None):
     """Up to the projection: residual stream and normalised [T, width], weight, gates [T, H] of the heads' outputs and of the value embedding.
 
     scales[0] multiplies the weight instead of V (q and k are normalised anyway): 2304 rows instead of T (record 47)."""
-    x = enter_layer(x, mix, skip, skip_weight, residual)
+    x = enter_layer(x, update, mix, skip, skip_weight, residual)
     h = norm(x)
     inputs = gate.size(1)
     gates, value_gates = torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype))), None
@@ -1941,9 +1945,9 @@ def attention_out(x: Tensor, y: Tensor, gates: Tensor, scales: Tensor, out: Tens
     x = x + F.linear((y * gates[:, :, None]).flatten(1), scales[1] * out)
     return x, norm(x)
 
-def mlp_in(x: Tensor, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer without attention up to its MLP: the stream, and normalised."""
-    x = enter_layer(x, mix, skip, skip_weight, residual)
+def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor):
+    """A layer without attention up to its MLP: the stream, and normalised, both [T, width]."""
+    x = enter_layer(x, update, mix, skip, skip_weight, residual)
     return x, norm(x)
 
 def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
@@ -1963,7 +1967,7 @@ def declared(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -
     return parameter
 
 class Block(nn.Module):
-    """The parameters of one layer and the order of its regions."""
+    """The parameters of one layer and the order of its regions. Gives the stream and, apart, the MLP's update, see `updated`."""
     def __init__(self, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
         super().__init__()
         self.layer, self.ops = layer, ops
@@ -2000,18 +2004,19 @@ class Block(nn.Module):
             self.up.uniform_(-bound, bound, generator=generator)
             self.down.zero_()
 
-    def forward(self, x: Tensor, mix: Tensor, skip: Tensor | None, value: Tensor | None, documents: Documents, geometry: Geometry) -> Tensor:
+    def forward(self, x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, value: Tensor | None, documents: Documents,
+                geometry: Geometry) -> tuple[Tensor, Tensor | None]:
         layer = self.layer
         if layer.attention:
-            x, h, weight, gates, value_gates = self.attention_in(x, mix, skip, value, self.skip_weight, self.residual, self.scales, self.qkv,
-                                                                 self.gate, self.value_gate)
+            x, h, weight, gates, value_gates = self.attention_in(x, update, mix, skip, value, self.skip_weight, self.residual, self.scales,
+                                                                 self.qkv, self.gate, self.value_gate)
             turn = documents.positions, geometry.cos, geometry.sin
             q, k, v = self.ops.project_heads(h, weight, value, value_gates, *turn, layer.key_offset)
             y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale)
             x, h = self.attention_out(x, y, gates, self.scales, self.out)
         else:
-            x, h = self.mlp_in(x, mix, skip, self.skip_weight, self.residual)
-        return x + self.ops.mlp(h, self.up, self.down) if layer.mlp else x
+            x, h = self.mlp_in(x, update, mix, skip, self.skip_weight, self.residual)
+        return x, self.ops.mlp(h, self.up, self.down) if layer.mlp else None
 
 class GPT(nn.Module):
     """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch."""
@@ -2022,15 +2027,15 @@ class GPT(nn.Module):
         weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary, config.width)
         self.embedding = declared("embedding", table())
-        self.ngram = declared("ngram", weight(config.table_rows, config.width)) if config.ngram_rows else None
+        self.ngram = declared("ngram", weight(config.table_rows, config.width))
         self.skip_sources = {layer.skip_from for layer in config.layers}
         self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
         self.value_embeddings = nn.ParameterList([declared("value_embedding", table()) for _ in range(config.value_embeddings)])
         self.head = declared("head", table())
         shape = config.pointer_width, config.width
-        self.pointer = declared("pointer", weight(2 * shape[0], shape[1]), shape) if config.pointer_width else None
-        self.norm, self.layer_inputs, self.pointer_in = map(ops.compile, (norm, layer_inputs, pointer_in))
+        self.pointer = declared("pointer", weight(2 * shape[0], shape[1]), shape)
+        self.normalize, self.layer_inputs, self.pointer_in = map(ops.compile, (normalize, layer_inputs, pointer_in))
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))  # 2^31 elements and more
 
     @torch.no_grad()
@@ -2042,41 +2047,39 @@ class GPT(nn.Module):
             parameter.normal_(std=0.01, generator=generator)
         for block in self.blocks.values():
             block.reset(generator)
-        if self.ngram is not None:
-            self.ngram.zero_()
+        self.ngram.zero_()
         self.head.normal_(std=0.005, generator=generator)
-        if self.pointer is not None:  # keys as queries: from the first step on it points at states like its own
-            self.pointer.copy_(self.pointer.chunk(2)[0].normal_(std=0.5 * self.config.width ** -0.5, generator=generator).repeat(2, 1))
+        # Keys as queries: from the first step on the pointer points at states like its own.
+        self.pointer.copy_(self.pointer.chunk(2)[0].normal_(std=0.5 * self.config.width ** -0.5, generator=generator).repeat(2, 1))
 
-    def in_order(self) -> list[nn.Parameter | None]:
+    def in_order(self) -> list[nn.Parameter]:
         """The parameters that ranks gather, as the forward pass comes to them."""
         return [self.embedding, *self.blocks.parameters(), *self.value_embeddings, self.pointer, self.head]
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Final hidden states [T, width], normalised, ready for the head."""
-        ngram = None if self.ngram is None else EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
-        x = x0 = self.norm(self.ops.embed(arrived(self.embedding), documents))
+        ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
+        x = x0 = self.normalize(self.ops.embed(arrived(self.embedding), documents))
         for parameter in self.blocks.parameters():
             arrived(parameter)
         skips: dict[int | None, Tensor | None] = {None: None}
-        residuals = [block.residual for block in self.blocks.values()]  # without gradients a mix at a time: windows are long
+        update, residuals = None, [block.residual for block in self.blocks.values()]  # without gradients a mix at a time: windows are long
         mixes = self.layer_inputs(x0, ngram, *residuals) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, r)[0] for r in residuals)
         for (slot, block), mix in zip(self.blocks.items(), mixes):
             layer = block.layer
             # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
             table = None if layer.value_embedding is None else arrived(self.value_embeddings[layer.value_embedding])
             value = None if table is None else self.ops.embed(table, documents)
-            x = block(x, mix, skips[layer.skip_from], value, documents, geometry)
+            x, update = block(x, update, mix, skips[layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
-                skips[int(slot)] = x
-        return self.norm(x)
+                skips[int(slot)] = updated(x, update)
+        return self.normalize(x, update)
 
     def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
         """What the loss takes. What the softmax gives to the first id past the vocabulary, the pointer may give to other tokens."""
-        h, log_copy, config = self.features(documents, geometry), None, self.config
-        if self.pointer is not None:
-            qk = self.pointer_in(h, arrived(self.pointer))
-            log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_width ** -0.5)
+        h, config = self.features(documents, geometry), self.config
+        qk = self.pointer_in(h, arrived(self.pointer))
+        log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_width ** -0.5)
         spare = config.vocabulary if documents.candidates is None else 0
         targets = Targets(documents.columns, documents.positions, weights, documents.candidates, documents.certain, log_copy, spare)
         return h, arrived(self.head), targets, config.softcap
@@ -2094,12 +2097,10 @@ class GPT(nn.Module):
         """Probabilities [padded vocabulary], float32, of what follows a single document."""
         h, spare = self.features(documents, geometry), self.config.vocabulary
         p = softcapped(F.linear(h[-1], self.head).float(), self.config.softcap).softmax(-1)
-        if self.pointer is not None:
-            q, k = pointer_in(h[-1 - self.config.pointer_window_tokens:], self.pointer).float().unbind(1)
-            shares = F.pad(self.config.pointer_width ** -0.5 * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
-            ids = F.pad(documents.columns[-len(k):-1], (0, 1), value=spare)
-            p = p.index_fill(0, ids[-1:].long(), 0).index_add(0, ids, p[spare] * shares)
-        return p
+        q, k = pointer_in(h[-1 - self.config.pointer_window_tokens:], self.pointer).float().unbind(1)
+        shares = F.pad(self.config.pointer_width ** -0.5 * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
+        ids = F.pad(documents.columns[-len(k):-1], (0, 1), value=spare)
+        return p.index_fill(0, ids[-1:].long(), 0).index_add(0, ids, p[spare] * shares)
 
 # ======================================================================================================================
 # 9. Data
@@ -2193,7 +2194,7 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int) -> np.ndar
     last row of a half where the document has no such token. Products of two 16-bit numbers fit into uint32."""
     half, x = rows // 2, np.pad(tokens.astype(np.uint32), (2, 0))
     keys = 36313 * x[2:] ^ 27191 * x[1:-1], 17351 * x[2:] ^ 60961 * x[1:-1] ^ 45259 * x[:-2]
-    return np.stack([np.where(positions > n, key % max(half - 1, 1), half - 1) + n * half for n, key in enumerate(keys)], axis=1).astype(np.int32)
+    return np.stack([np.where(positions > n, key % (half - 1), half - 1) + n * half for n, key in enumerate(keys)], axis=1).astype(np.int32)
 
 def recall(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
     """What followed when the document last held the present three tokens, or else two, or one: [T], that token plus vocabulary times how many more
@@ -2240,8 +2241,8 @@ def pack(slots: dict[int, list[np.ndarray]], borders: int, longest: int, model: 
     cu_seqlens = np.concatenate([[0], ends, np.full(borders - len(ends), len(tokens))])
     columns, ids, certain = [np.concatenate([piece[1:] for piece in slot]) for slot in slots.values()], (), ()
     if candidates:
-        spare = [model.vocabulary] if model.pointer_width else []
-        ids, certain, columns = zip(*(sample_candidates(c, candidates, model.padded_vocabulary, number, spare) for number, c in zip(slots, columns)))
+        drawn = (sample_candidates(c, candidates, model.padded_vocabulary, number, [model.vocabulary]) for number, c in zip(slots, columns))
+        ids, certain, columns = zip(*drawn)
     recalled = model.ngram_rows + recall(tokens, positions, model.padded_vocabulary)
     ngrams = np.column_stack([hash_ngrams(tokens, positions, model.ngram_rows), recalled])
     parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), ngrams.ravel(),

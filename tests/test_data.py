@@ -188,16 +188,15 @@ def test_packed_layout(marked):
 
 @pytest.mark.parametrize("lengths", [(5, 1, 3), (1,), (2, 2, 7, 1, 1)])
 def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
-    """Each part written is each part read; without a table of n-grams nothing fails."""
+    """Each part written is each part read."""
     pieces = [np.arange(length + 1, dtype=np.uint16) for length in lengths]
-    for model in (helpers.MODEL, replace(helpers.MODEL, ngram_rows=0)):
-        documents = views(tg.pack({3: pieces}, len(pieces) + 2, max(lengths), model, pin=False, candidates=11))
-        flat = [i for length in lengths for i in range(length)]
-        assert documents.tokens.tolist() == documents.positions.tolist() == flat
-        assert next_tokens(documents).tolist() == [i + 1 for i in flat]
-        assert documents.cu_seqlens.tolist() == [0, *itertools.accumulate(lengths), *[sum(lengths)] * 2]
-        assert documents.certain.tolist() == [max(lengths) + 1] and documents.candidates.shape == (1, 11)  # the spare id's too
-        assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (len(flat), 3)
+    documents = views(tg.pack({3: pieces}, len(pieces) + 2, max(lengths), helpers.MODEL, pin=False, candidates=11))
+    flat = [i for length in lengths for i in range(length)]
+    assert documents.tokens.tolist() == documents.positions.tolist() == flat
+    assert next_tokens(documents).tolist() == [i + 1 for i in flat]
+    assert documents.cu_seqlens.tolist() == [0, *itertools.accumulate(lengths), *[sum(lengths)] * 2]
+    assert documents.certain.tolist() == [max(lengths) + 1] and documents.candidates.shape == (1, 11)  # the spare id's too
+    assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (len(flat), 3)
 
 
 @pytest.mark.parametrize("rows", [1, 300, 65_536])

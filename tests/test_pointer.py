@@ -243,15 +243,10 @@ def test_gradients_of_the_whole(tiny):
     assert torch.autograd.gradcheck(loss, [value.requires_grad_() for value in values], fast_mode=True)
 
 
-def test_without_a_pointer_nothing_is_copied(tiny):
-    """The same weights and batches as ever: no candidate is set aside, no parameter is drawn."""
-    plain, full = (tg.GPT(config, tg.select_ops(CPU), CPU) for config in (replace(helpers.MODEL, pointer_width=0), helpers.MODEL))
-    for model in (plain, full):
-        model.reset(3)
-    weights = dict(full.named_parameters())
-    assert set(weights) - {name for name, _ in plain.named_parameters()} == {"pointer"}
-    assert all(parameter.equal(weights[name]) for name, parameter in plain.named_parameters())
-    queries, keys = full.pointer.chunk(2)
+def test_keys_start_as_queries(tiny):
+    model = tg.GPT(helpers.MODEL, tg.select_ops(CPU), CPU)
+    model.reset(3)
+    queries, keys = model.pointer.chunk(2)
     assert queries.equal(keys) and float(keys.detach().std()) == pytest.approx(0.5 * keys.size(1) ** -0.5, rel=0.1)
 
 
