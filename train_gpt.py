@@ -1912,6 +1912,7 @@ def updated(x: Tensor, update: Tensor | None) -> Tensor:
     return x if update is None else x + update
 
 def normalize(x: Tensor, update: Tensor | None = None) -> Tensor:
+    """RMSNorm of the embedding, or of the stream after the last layer: [T, width]."""
     return norm(updated(x, update))
 
 def layer_inputs(x0: Tensor, ngram: Tensor, *residuals: Tensor) -> list[Tensor]:
