@@ -27,6 +27,7 @@ import re
 import shutil
 import signal
 import sys
+import zlib
 from collections import deque
 from dataclasses import dataclass
 from collections.abc import Callable
@@ -129,7 +130,7 @@ def sha256_of(path: Path) -> str:
 def read_sums(folder: Path) -> dict[str, str]:
     """{file name: SHA-256} as written beside the shards; empty where there is no such file."""
     try:
-        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return {}
     return {match[2]: match[1] for line in lines if (match := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line))}
@@ -273,8 +274,11 @@ def verify(folder: Path) -> None:
     if not paths:
         raise DataError(f"shards in {folder}", "*.bin files", "none", "python data/fineweb.py fetch, or tokenize, first")
     sums, tokens, bad = read_sums(folder), 0, 0
+    paths += [folder / name for name in sorted(sums) if folder / name not in paths]
     for path in paths:
         try:
+            if not path.exists():
+                raise DataError(f"{path}", f"a shard, {SUMS} names it", "none", "fetch it again, or remove its line if you do not want it")
             shard = scan_shard(path)
             if sums.get(path.name, shard.sha256) != shard.sha256:
                 fix = f"fetch it again, or remove its line from {SUMS} if you changed it on purpose"
@@ -312,7 +316,7 @@ def read_documents(paths: Iterable[Path], separator: str | None, key: str) -> It
         except UnicodeDecodeError as error:
             found = f"byte 0x{error.object[error.start]:02x}"
             raise DataError(f"{path}", "UTF-8 text", found, "convert it first, for example with iconv") from None
-        except (gzip.BadGzipFile, EOFError) as error:
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise DataError(f"{path}", "a complete gzip file", error, "compress or copy it again") from None
 
 
@@ -393,9 +397,10 @@ def load_encoding(spec: str):
         except ValueError:
             fix = "give a *.tiktoken file"
             raise DataError(f"{spec} line {number}", "base64 and a rank", repr(line[:40]), fix) from None
-    if any(bytes([byte]) not in ranks for byte in range(256)) or not all(0 <= rank < BOS for rank in ranks.values()):
-        found = f"{len(ranks)} tokens, highest rank {max(ranks.values(), default=None)}"
-        raise DataError(spec, f"all 256 bytes, ranks 0 to {BOS - 1}", found, "use ranks of the GPT-2 kind")
+    different = set(ranks.values())
+    if any(bytes([byte]) not in ranks for byte in range(256)) or not all(0 <= rank < BOS for rank in different) or len(different) < len(ranks):
+        found = f"{len(ranks)} tokens, {len(different)} ranks, the highest {max(different, default=None)}"
+        raise DataError(spec, f"all 256 bytes, different ranks from 0 to {BOS - 1}", found, "use ranks of the GPT-2 kind")
     return tiktoken.Encoding("ranks", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": BOS})
 
 
@@ -486,23 +491,30 @@ class ShardWriter:
 
     Documents stay whole: the validation shard ends with the document that brings it to `val_tokens`, so that its first
     `val_tokens` tokens exist and no training document begins in it; a training shard ends before `shard_tokens` would be
-    passed. Everything is written as *.part; finish() gives all files their names, abort() deletes them.
+    passed. Everything is written as *.PID.part; finish() gives all files their names, abort() deletes them.
     """
 
     def __init__(self, folder: Path, name: str, val_tokens: int, shard_tokens: int):
         folder.mkdir(parents=True, exist_ok=True)
-        old = sorted(path.name for kind in ("train", "val") for path in folder.glob(f"{name}_{kind}_*.bin"))
-        if old:
-            fix = "delete them, or give another --name or --out"
-            raise DataError(f"{folder}", f"no shards named {name}", old[0], fix)
         self.folder, self.name, self.val_tokens, self.shard_tokens = folder, name, val_tokens, shard_tokens
         self.finished: list[tuple[Path, int]] = []  # (final path, tokens)
         self.file: BinaryIO | None = None
         self.tokens = 0  # in the open shard
         self.train = 0  # number of the open training shard; 0 = validation
+        self.refuse_others()
+
+    def refuse_others(self) -> None:
+        """No shard is ever replaced, nor mixed with those of another text."""
+        if old := sorted(path.name for kind in ("train", "val") for path in self.folder.glob(f"{self.name}_{kind}_*.bin")):
+            raise DataError(f"{self.folder}", f"no shards named {self.name}", old[0], "delete them, or give another --name or --out")
 
     def path(self) -> Path:
         return self.folder / f"{self.name}_{'train' if self.train else 'val'}_{self.train:06d}.bin"
+
+    @staticmethod
+    def part(path: Path) -> Path:
+        """Where a shard is written; with the process's number, so that two at once do not write into one file."""
+        return Path(f"{path}.{os.getpid()}.part")
 
     def add(self, document: np.ndarray) -> None:
         if self.train == 0:
@@ -513,7 +525,7 @@ class ShardWriter:
             self.close_shard()
             self.train += 1
         if self.file is None:
-            self.file = open(f"{self.path()}.part", "wb")
+            self.file = open(self.part(self.path()), "wb")
             self.file.write(shard_header(0))
         self.file.write(document.tobytes())
         self.tokens += len(document)
@@ -538,15 +550,17 @@ class ShardWriter:
             found = f"{sum(tokens for _, tokens in self.finished):,} in all"
             expected = f"more than the {self.val_tokens:,} for validation"
             raise DataError("tokens in the input", expected, found, "give more text or a smaller --val-tokens")
+        self.refuse_others()  # another process may have finished meanwhile
         for path, _ in self.finished:
-            os.replace(f"{path}.part", path)
+            os.replace(self.part(path), path)
 
     def abort(self) -> None:
         if self.file is not None:
-            self.file.close()
-            Path(f"{self.path()}.part").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a full disk, while the rest is written
+                self.file.close()
+            self.part(self.path()).unlink(missing_ok=True)
         for path, _ in self.finished:
-            Path(f"{path}.part").unlink(missing_ok=True)
+            self.part(path).unlink(missing_ok=True)
 
 
 def tokenize(

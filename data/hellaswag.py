@@ -26,7 +26,7 @@ import torch
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 import train_gpt as tg  # noqa: E402
-from fineweb import DataError, download, exit_status, find_on_hub, load_encoding  # noqa: E402
+from fineweb import DataError, download, exit_status, find_on_hub, load_encoding, whole_number  # noqa: E402
 
 DATASET, FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
 BATCH_TOKENS = 16_384  # of a forward pass
@@ -58,7 +58,7 @@ def rows(path: Path) -> Iterator[Any]:
     try:
         yield from parquet.read_table(path, columns=["ctx", "endings", "label"]).to_pylist()
     except ArrowException as error:
-        raise DataError(f"{path}", "a parquet file", str(error).splitlines()[0], "delete it, then it is fetched again") from None
+        raise DataError(f"{path}", "a parquet file", str(error).splitlines()[0], "give another, or delete the one that was fetched") from None
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -71,7 +71,7 @@ def read_questions(path: Path) -> list[Question]:
                     and 0 <= question.label < len(question.endings)):
                 raise ValueError("fields of other types, or a label without ending")
             questions.append(question)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise DataError(f"{path} question {len(questions) + 1}", "ctx, endings and the label of the right one", found, "repair or fetch the file") from None
     if not questions:
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="HellaSwag accuracy of a model saved by train_gpt.py.", allow_abbrev=False)
     parser.add_argument("model", type=Path, help="written by train_gpt.py --save")
     parser.add_argument("--questions", type=Path, help="JSON lines or parquet (default: the validation set, fetched once)")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions")
+    parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first N questions")
     parser.add_argument("--encoding", default="gpt2", help="or a tiktoken file, see data/README.md")
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -290,6 +290,11 @@ def test_verify_knows_the_sums_and_the_empty_folder(tmp_path, capsys):
     fineweb.write_sums(tmp_path, {"a.bin": sha256(shard([BOS, 8]))})
     assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
     assert f"expected {sha256(shard([BOS, 8]))} as in SHA256SUMS" in capsys.readouterr().out
+    fineweb.write_sums(tmp_path, {"a.bin": sha256(shard([BOS, 7])), "b.bin": "0" * 64})
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
+    assert "b.bin: expected a shard, SHA256SUMS names it, found none; fix: fetch it again" in capsys.readouterr().out
+    (tmp_path / "SHA256SUMS").write_bytes(b"\xff\xfe no text\n")
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -411,6 +416,7 @@ def test_parquet_without_pyarrow(ranks, tmp_path, monkeypatch, capsys):
 
 def test_bad_input_leaves_nothing(ranks, tmp_path, capsys):
     good = as_jsonl(tmp_path / "good.jsonl", TEXTS)
+    packed = gzip.compress("".join(TEXTS).encode())
     contents = {
         "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', 'broken.jsonl line 3: expected an object with the text under'),
         "key.jsonl": (b'{"body": "a"}\n', "key.jsonl line 1: expected an object"),
@@ -419,6 +425,7 @@ def test_bad_input_leaves_nothing(ranks, tmp_path, capsys):
         "latin1.txt": ("caf\xe9 noir".encode("latin-1"), "latin1.txt: expected UTF-8 text, found byte 0xe9"),
         "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-9], "cut.txt.gz: expected a complete gzip file"),
         "no.txt.gz": (b"plain", "no.txt.gz: expected a complete gzip file"),
+        "hole.txt.gz": (packed[:30] + bytes(300) + packed[330:], "hole.txt.gz: expected a complete gzip file"),
     }
     out = tmp_path / "out"
     for name, (content, message) in contents.items():
@@ -437,12 +444,39 @@ def test_bad_input_leaves_nothing(ranks, tmp_path, capsys):
     assert (out / "text_train_000001.bin").read_bytes() == b"mine"
 
 
+def test_two_tokenizers_in_one_folder(tmp_path, monkeypatch):
+    """The second to finish gives way; neither writes into the other's shards."""
+    writers = []
+    for process in (1, 2):
+        monkeypatch.setattr(fineweb.os, "getpid", lambda process=process: process)
+        writers.append(fineweb.ShardWriter(tmp_path, "text", 0, 100))
+        writers[-1].add(np.array([BOS, process], "<u2"))
+    writers[1].finish()
+    monkeypatch.setattr(fineweb.os, "getpid", lambda: 1)
+    writers[0].add(np.array([BOS, 7], "<u2"))
+    with pytest.raises(fineweb.DataError, match="expected no shards named text, found text_train_000001.bin"):
+        writers[0].finish()
+    writers[0].abort()
+    assert names(tmp_path) == ["text_train_000001.bin"] and read(tmp_path / "text_train_000001.bin").tolist() == [BOS, 2]
+
+
+def test_a_full_disk_leaves_no_parts(tmp_path):
+    writer = fineweb.ShardWriter(tmp_path, "text", 0, 3)
+    for token in (1, 2):
+        writer.add(np.array([BOS, token], "<u2"))
+    descriptor = writer.file.fileno()
+    os.close(descriptor)  # what is still buffered cannot be written
+    writer.abort()
+    assert names(tmp_path) == []
+
+
 def test_bad_encoding(ranks, tmp_path, monkeypatch, capsys):
     good = as_jsonl(tmp_path / "good.jsonl", TEXTS)
     for lines, message in [
         (["no ranks here"], "bad.tiktoken line 1: expected base64 and a rank"),
-        (ranks.read_text().splitlines()[1:], "expected all 256 bytes, ranks 0 to 50255, found 266 tokens"),
-        ([*ranks.read_text().splitlines(), "YWFh 50256"], "found 268 tokens, highest rank 50256"),
+        (ranks.read_text().splitlines()[1:], "expected all 256 bytes, different ranks from 0 to 50255, found 266 tokens"),
+        ([*ranks.read_text().splitlines(), "YWFh 50256"], "found 268 tokens, 268 ranks, the highest 50256"),
+        ([*ranks.read_text().splitlines(), "YWFh 5"], "found 268 tokens, 267 ranks"),
     ]:
         (tmp_path / "bad.tiktoken").write_text("\n".join(lines))
         assert tokenize(tmp_path / "bad.tiktoken", good, tmp_path / "out", "--procs", 2) == 2

@@ -73,12 +73,16 @@ def test_limit_and_parquet(saved, tmp_path, capsys):
         assert hellaswag.main([str(saved), "--questions", str(file), "--limit", "5"]) == 0
         results.append(capsys.readouterr().out)
     assert results[0] == results[1] and "5 questions" in results[0]
+    with pytest.raises(SystemExit) as caught:
+        hellaswag.main([str(saved), "--limit", "0"])
+    assert caught.value.code == 2
 
 
 GOOD = QUESTIONS[0]
 BAD = {
     "no JSON": "{", "a list": "[1]", "nested": "[" * 5000, "no context": json.dumps({"endings": ["a"], "label": 0}),
     "label beyond": json.dumps({**GOOD, "label": 4}), "negative label": json.dumps({**GOOD, "label": -1}), "no label": json.dumps({**GOOD, "label": ""}),
+    "label without end": json.dumps({**GOOD, "label": float("inf")}),
     "an ending of no text": json.dumps({**GOOD, "endings": ["a", ""], "label": 0}), "endings of numbers": json.dumps({**GOOD, "endings": [1, 2]}),
 }
 
