@@ -117,6 +117,10 @@ def main(argv: list[str] | None = None) -> int:
     except Failure as failure:
         print(f"records: {failure}", file=sys.stderr, flush=True)
         return failure.code
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"records: {where}{error.strerror or error}; fix: check the path, its permissions and the free space", file=sys.stderr, flush=True)
+        return 2
     except KeyboardInterrupt:
         print("records: interrupted; the same command continues", file=sys.stderr, flush=True)
         return 130

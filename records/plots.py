@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +32,12 @@ def canvas(panels: int, ratios: tuple[float, ...], height: float = 3.8):
 
 
 def save(figure, path: Path) -> None:
+    aside = path.with_name(f".{os.getpid()}-{path.name}")  # ends as the path does: that decides the format
     try:
-        figure.savefig(path, dpi=200 if path.suffix == ".png" else None, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(aside, dpi=200 if path.suffix == ".png" else None, metadata={"Date": None} if path.suffix == ".svg" else None)
+        os.replace(aside, path)
     except (OSError, ValueError) as error:
+        aside.unlink(missing_ok=True)
         fail(f"plot {path}", "a writable path ending in .svg or .png", error, "choose another --out")
 
 

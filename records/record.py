@@ -119,11 +119,18 @@ def all_folders(home: Path = HOME) -> list[Path]:
     return sorted(path.parent for path in home.glob("*/record.json"))
 
 
+def write_whole(path: Path, content: str) -> None:
+    """Write a file aside and rename it, so that an interruption or a full disk leaves the old one or the new one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(content)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """record.json, written aside and renamed, so that an interruption leaves the old or the new one."""
-    aside = path / ".record.json"
-    aside.write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(aside, path / "record.json")
+    write_whole(path / "record.json", json.dumps(record, indent=2) + "\n")
 
 
 def plan_seeds(script_hash: str, count: int) -> list[int]:
@@ -238,9 +245,9 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
         fail(f"parent {parent}", f"a record of {track_name}", base["track"], "name another --parent, or none")
     track = TRACKS[track_name]
     kind = kind or ("ml" if parent else "baseline")
-    n = n or track.usual_runs
-    if n < least_runs(track, kind):
-        fail("runs an arm", f"at least {least_runs(track, kind)} on {track_name}", n, "raise --n")
+    n, least = track.usual_runs if n is None else n, least_runs(track, kind)
+    if not least <= n <= 1000:
+        fail("runs an arm", f"{least} to 1000 on {track_name}", n, "change --n")
     if world is None:
         world = next(w for w in (8, 4, 2, 1) if w <= max(1, len(query_gpus("--query-gpu=name"))))
     date = datetime.date.today().isoformat()

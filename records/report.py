@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import stats
-from record import HOME, SCRIPT, TRACKS, Folder, all_folders, load
+from record import HOME, SCRIPT, TRACKS, Folder, all_folders, load, write_whole
 from runlog import Run, fail, loss_curve, read_run, stage_times
 
 def means(folder: Folder) -> dict[str, dict[str, float]]:
@@ -61,7 +61,7 @@ def read_block(path: Path, name: str) -> str | None:
 def write_block(path: Path, name: str, content: str) -> None:
     if read_block(path, name) is None:
         fail(f"{path}", f"<!-- {name} --> and <!-- /{name} -->, each on a line", "no such pair", "put them back where the table belongs")
-    path.write_text(block_pattern(name).sub(lambda match: match[1] + content + match[3], path.read_text(), count=1))
+    write_whole(path, block_pattern(name).sub(lambda match: match[1] + content + match[3], path.read_text(), count=1))
 
 
 def write_numbers(folder: Folder) -> None:
@@ -191,7 +191,7 @@ def compare(a_spec: str, b_spec: str) -> str:
         f"losses comparable: {'no, ' + '; '.join(no_loss) if no_loss else 'yes'}",
         f"times comparable:  {'no, ' + '; '.join(no_time) if no_time else known}",
         f"loss A - B  {loss.difference:+.5f}  99 % interval {loss.low:+.5f} to {loss.high:+.5f} (Welch)",
-        f"time A - B  {time.difference:+.3f} s = {100 * time.difference / usual:+.2f} %  99 % interval {time.low:+.3f} to {time.high:+.3f} s "
+        f"time A - B  {time.difference:+.3f} s = {100 * time.difference / usual if usual else 0:+.2f} %  99 % interval {time.low:+.3f} to {time.high:+.3f} s "
         f"({'paired by seed' if pairs else 'Welch'})",
         *stage_table(a, b), equal_loss(a, b), f"verdict: {conclusion}"])
 

@@ -96,7 +96,7 @@ def read_json_log(path: Path, text: str) -> Run:
         train = np.array(rows, float).reshape(-1, 3)
         vals = [(line["step"] or 0, line["loss"], line["final"]) for line in lines if line["kind"] == "val"]
         at = [end.get("ms", math.nan) / 1e3 if final else np.interp(step, [0, *train[:, 0]], [0, *train[:, 1]]) for step, _, final in vals]
-        stages = tuple((line["step"], describe_stage(line)) for line in lines if line["kind"] == "stage")
+        stages = tuple((int(float(line["step"])), describe_stage(line)) for line in lines if line["kind"] == "stage")
         total = sum(stage["steps"] for stage in head.get("preset", {}).get("stages", ()))
         return Run(path, end.get("state", "incomplete"), head, float(end.get("loss", math.nan)), float(end.get("ms", math.nan)), total, train,
                    np.array([(step, seconds, loss) for (step, loss, _), seconds in zip(vals, at)], float).reshape(-1, 3), stages, tuple(lines), broken)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from record import Folder, data_manifest, load, query_gpus, write_record
@@ -161,9 +164,27 @@ def check_result(folder: Folder, key: str) -> None:
             fail(f"run {key}, {check.name}", "a log that verifies", check.text, "mend the cause and plan anew with `new`")
 
 
+@contextlib.contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Two `run`s of one record would file each other's logs."""
+    place = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"record {path}", "one `run` at a time", "another that is under way", "wait for it, or stop it")
+        yield
+    finally:
+        os.close(place)
+
+
 def run_plan(path: Path, data: Path | None) -> None:
     """All runs of the plan that are not there yet, then the means and the numbers of the README."""
-    folder = load(path)
+    with only_one(load(path).path):
+        carry_out(load(path), data)
+
+
+def carry_out(folder: Folder, data: Path | None) -> None:
     data = (data or folder.path.parents[1] / folder.track.data).resolve()
     check_ready(folder, data)
     order, durations = folder.record["plan"]["order"], []

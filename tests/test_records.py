@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import resource
 import shutil
 import struct
 import subprocess
@@ -222,6 +223,7 @@ def test_arms_are_interleaved(finished):
 
 @pytest.mark.parametrize("options, words", [
     ({"name": "Bad Name"}, "record name"), ({"track_name": None}, "track"), ({"n": 2, "track_name": "sprint-webtext", "kind": "ml"}, "runs an arm"),
+    ({"n": 0}, "runs an arm"), ({"n": 2_000_000}, "runs an arm"),
     ({"data": Path("nowhere")}, "data"), ({"parent": "missing"}, "record"),
 ])
 def test_new_refuses_in_one_line_and_leaves_nothing(tmp_path, options, words):
@@ -329,6 +331,15 @@ def test_a_crash_names_its_cause_and_can_be_continued(tmp_path):
         runner.run_plan(path, None)
     assert caught.value.code == 4
     (root / "crash").unlink()
+    runner.run_plan(path, None)
+    assert failed(path) == set()
+
+
+def test_one_run_at_a_time(tmp_path):
+    path = make(make_repository(tmp_path), "idea", n=1)
+    with runner.only_one(path), pytest.raises(runlog.Failure, match="expected one `run` at a time, found another") as caught:
+        runner.run_plan(path, None)
+    assert caught.value.code == 2
     runner.run_plan(path, None)
     assert failed(path) == set()
 
@@ -675,8 +686,10 @@ def clone(copy):
     return copy.parents[1]
 
 
-def call(root, *words):
-    return subprocess.run([sys.executable, "records", *words], cwd=root, capture_output=True, text=True, timeout=120)
+def call(root, *words, file_bytes=None):
+    """`file_bytes`: what any file may hold at most, as on a full disk."""
+    limit = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))) if file_bytes else None
+    return subprocess.run([sys.executable, "records", *words], cwd=root, capture_output=True, text=True, timeout=120, preexec_fn=limit)
 
 
 def named(root, name):
@@ -697,6 +710,10 @@ def test_verify_command(clone):
 def test_leaderboard_command(clone):
     readme = clone / "records/README.md"
     assert call(clone, "leaderboard", "--check").returncode == 1 and "nothing" in readme.read_text()
+    before = readme.read_text()
+    done = call(clone, "leaderboard", file_bytes=100)
+    assert done.returncode == 2 and done.stderr.startswith("records: ") and done.stderr.count("\n") == 1 and "; fix: " in done.stderr
+    assert readme.read_text() == before and not list(readme.parent.glob(".README*"))
     assert call(clone, "leaderboard").returncode == 0
     done = call(clone, "leaderboard", "--check")
     assert done.returncode == 0 and "distance of train_gpt.py from" in done.stdout and "in 0 of" in done.stdout
@@ -709,6 +726,7 @@ def test_leaderboard_command(clone):
 
 
 def test_diff_command(clone):
+    assert call(clone, "diff", "x" * 300, "x").stderr.count("\n") == 1
     done = call(clone, "diff", str(named(clone, "child")), str(named(clone, "start")))
     assert done.returncode == 0 and "+1     -1  Imports" in done.stdout and "-LOSS, MS = 5.0, 100.0" in done.stdout
 
@@ -721,6 +739,8 @@ def test_plot_command(clone, name):
         assert done.returncode == 0, done.stderr
         assert (clone / name).stat().st_size > 5000
     assert call(clone, "plot", "--out", "nowhere/plot.svg").returncode == 2
+    (clone / name).unlink()
+    assert call(clone, "plot", "--out", name, file_bytes=4000).returncode == 2 and not list(clone.glob(f"*{name}"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
