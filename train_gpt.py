@@ -487,24 +487,23 @@ class Documents:
     """A packed batch of T tokens on the device; every tensor is int32.
 
     tokens [T]: rows of the embedding tables; order [T] and starts [rows + 1] group them, see sort_ids. ngrams [T, 3]: rows of the n-gram table.
-    columns, positions [T], candidates, certain: see Targets; positions count from the first token of the document (or of the part of it that this
-    batch holds). cu_seqlens [N + 1]: document borders, padded at the end with T; longest bounds a document's length."""
+    columns, candidates, certain: see Targets. positions, remaining [T]: how many tokens of its document (or of the part of it that this batch
+    holds) are before a token, and after it."""
     tokens: Tensor
     order: Tensor
     starts: Tensor
     ngrams: Tensor
     columns: Tensor
     positions: Tensor
-    cu_seqlens: Tensor
+    remaining: Tensor
     candidates: Tensor | None
     certain: Tensor | None
-    longest: int
     range_cache: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
 
     def ranges(self, window: int) -> tuple[Tensor, Tensor]:
         """visible_range of this batch; computed once for all layers with the same window."""
         if window not in self.range_cache:
-            self.range_cache[window] = visible_range(self.cu_seqlens, window, len(self.columns))
+            self.range_cache[window] = visible_range(self.positions, self.remaining, window)
         return self.range_cache[window]
 
 @dataclass(frozen=True)
@@ -546,45 +545,40 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
         k = torch.where(still, before, k)
     return rotate(q, cos[positions], sin[positions]), rotate(k, cos[positions], sin[positions]), v
 
-def visible_range(cu_seqlens: Tensor, window: int | Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Who sees whom, as two int32 [tokens] arrays: query i sees keys first_key[i] ... i, key j is seen by queries j ... last_query[j].
+def visible_range(positions: Tensor, remaining: Tensor, window: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Who sees whom, as two int32 [T] arrays: query i sees keys first_key[i] ... i, key j is seen by queries j ... last_query[j]. They are of one
+    document and at most `window` >= 0 tokens apart, an int or an int32 tensor of no dimensions; positions, remaining: see Documents.
 
-    Documents are cu_seqlens[n] ... cu_seqlens[n + 1] - 1 (int32 [N + 1], from 0 to tokens; empty ones are allowed anywhere, so the end may be padded
-    with `tokens`). Inside one, query i sees key j when i - window <= j <= i; `window` >= 0, an int or an int32 tensor of no dimensions. Both arrays
-    never decrease: that is all the kernels need to know of documents and windows. The host never waits: a CUDA graph can capture the call."""
-    position = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
-    next_document = torch.searchsorted(cu_seqlens, position, right=True)
-    before = position - cu_seqlens[next_document - 1]
-    after = cu_seqlens[next_document] - 1 - position
-    return position - before.clamp(max=window), position + after.clamp(max=window)
+    Both arrays never decrease: that is all the kernels need to know of documents and windows."""
+    at = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+    return at - positions.clamp(max=window), at + remaining.clamp(max=window)
 
-def visible_chunks(cu_seqlens: Tensor, window: int, tokens: int, chunk: int, least: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+def visible_chunks(positions: Tensor, window: int, chunk: int, least: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
     """At most `chunk` queries at a time, the keys that their window can reach, and which of them each sees, `least` tokens back or more."""
-    first_key, _ = visible_range(cu_seqlens, window, tokens)
-    position = torch.arange(tokens, device=cu_seqlens.device)
-    for start in range(0, tokens, chunk):
-        rows = slice(start, min(start + chunk, tokens))
+    first_key, at = visible_range(positions, positions, window)[0], torch.arange(len(positions), device=positions.device)
+    for start in range(0, len(at), chunk):
+        rows = slice(start, min(start + chunk, len(at)))
         keys = slice(max(start - window, 0), rows.stop)
-        yield rows, keys, (position[keys] >= first_key[rows, None]) & (position[keys] <= position[rows, None] - least)
+        yield rows, keys, (at[keys] >= first_key[rows, None]) & (at[keys] <= at[rows, None] - least)
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
     """Plain PyTorch attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; masks as in `visible_range`. Any device and dtype.
 
     Works on `chunk` queries at a time against the keys that their window can reach, so the scores need chunk * (chunk + window) * H."""
     outputs = []
-    for rows, keys, seen in visible_chunks(cu_seqlens, min(int(window), len(q)), len(q), chunk):
+    for rows, keys, seen in visible_chunks(positions, window, chunk):
         heads_first = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
         outputs.append(F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale).transpose(0, 1))
     return torch.cat(outputs)
 
-def pointer_reference(qk: Tensor, ids: Tensor, cu_seqlens: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
+def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
     """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NO_COPY for none.
 
     qk [T, 2, D]: queries and keys; ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at i, t - window <= i < t
     in its document, with the weight a[t, i] = e^s[t, i] / (1 + sum_j e^s[t, j]), s[t, i] = scale q[t].k[i], and nowhere with what is left; the share
     is the sum of a[t, i] over the i with ids[i] = ids[t]. float32, or float64 for float64 operands."""
     (q, k), shares = qk.to(torch.promote_types(qk.dtype, torch.float32)).unbind(1), []
-    for rows, keys, seen in visible_chunks(cu_seqlens, min(int(window), len(qk)), len(qk), chunk, least=1):
+    for rows, keys, seen in visible_chunks(positions, window, chunk, least=1):
         scores, match = scale * (q[rows] @ k[keys].T), seen & (ids[keys] == ids[rows, None])
         everything = F.pad(scores.masked_fill(~seen, -torch.inf), (0, 1)).logsumexp(1)
         shares.append(torch.where(match.any(1), scores.masked_fill(~match, NO_COPY).logsumexp(1) - everything, NO_COPY))
@@ -1601,10 +1595,10 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     """The fastest operators that this device and installation support; `names` tells which, for the log."""
     if not fast or device.type != "cuda" or triton is None:
         return Ops(
-            attention=lambda q, k, v, documents, window, scale: attention_reference(q, k, v, documents.cu_seqlens, window, scale),
+            attention=lambda q, k, v, documents, window, scale: attention_reference(q, k, v, documents.positions, window, scale),
             project_heads=lambda h, weight, *rest: split_heads_reference(F.linear(h, weight), *rest), mlp=relu_squared_mlp,
             head_loss=head_loss_reference, head_loss_eval=lambda *operands: head_loss_reference(*operands).double(),
-            pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.cu_seqlens, window, scale),
+            pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.positions, window, scale),
             orthogonalize=orthogonalize_reference, sparse_adam=sparse_adam_reference,
             embed=lambda table, documents: F.embedding(documents.tokens, table), compile=lambda function: function, graphs=False,
             names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
@@ -2122,6 +2116,8 @@ def open_shard(path: Path, vocabulary: int) -> np.ndarray:
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
     if (largest := int(tokens.max())) >= vocabulary:
         fail(f"{path}: largest token", f"below {vocabulary}", largest, "tokenise with the GPT-2 vocabulary")
+    if not (tokens == BOS).any():
+        fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
     return tokens
 
 def find_shards(folder: Path, kind: str) -> list[Path]:
@@ -2131,19 +2127,17 @@ def find_shards(folder: Path, kind: str) -> list[Path]:
     return paths
 
 class TokenStream:
-    """The training shards as one stream of tokens, from its first BOS on. `borders`: where its documents start."""
+    """The training shards as one stream of tokens, from its first BOS on."""
     def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
-        self.paths, self.offsets, borders = [], [0], []  # offsets: of the shards, and the end
+        self.paths, self.offsets, self.first = [], [0], 0  # offsets: of the shards, and the end; first: of the BOS
         for path in find_shards(folder, "train"):
             tokens = np.asarray(open_shard(path, vocabulary))
-            borders.append(self.offsets[-1] + np.flatnonzero(tokens == BOS))
-            if not len(borders[-1]):
-                fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
+            self.first = self.first if self.paths else int((tokens == BOS).argmax())
             self.paths.append(path)
             self.offsets.append(self.offsets[-1] + len(tokens))
             if self.offsets[-1] >= tokens_wanted:
                 break
-        self.borders, self.length, self.files = np.concatenate(borders), self.offsets[-1], [path.open("rb", buffering=0) for path in self.paths]
+        self.length, self.files = self.offsets[-1], [path.open("rb", buffering=0) for path in self.paths]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens start ... start + count - 1, across shards."""
@@ -2160,7 +2154,7 @@ class TokenStream:
         return np.concatenate(parts)
 
     def consumed(self, stages: tuple[Stage, ...]) -> int:
-        return int(self.borders[0]) + sum(stage.steps * stage.batch_tokens for stage in stages)
+        return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
 
     def slot_starts(self, stages: tuple[Stage, ...]) -> list[np.ndarray]:
         """For each stage, the first token [steps, SLOTS] of each slot: they follow each other without a gap. Fails if tokens run out."""
@@ -2218,7 +2212,6 @@ class HostBatch:
     """A micro-batch on the host: one int32 array, pinned for the GPU, and where its parts lie."""
     data: Tensor
     sizes: tuple[int, ...]
-    longest: int
     digest: int  # of the tokens, keyed by step and slot
 
     def to(self, device: torch.device) -> Documents:
@@ -2228,18 +2221,14 @@ class HostBatch:
         """The parts of `data`, a copy on some device."""
         parts = [room[:size] for room, size in zip(data.split([*map(aligned, self.sizes)]), self.sizes)]
         sampled = (parts[7].view(len(parts[8]), -1), parts[8]) if self.sizes[8] else (None, None)
-        return Documents(*parts[:3], parts[3].view(-1, 3), *parts[4:7], *sampled, self.longest)
+        return Documents(*parts[:3], parts[3].view(-1, 3), *parts[4:7], *sampled)
 
-def pack(slots: dict[int, list[np.ndarray]], borders: int, longest: int, model: ModelConfig, pin: bool, candidates: int | None = None,
-         digest: int = 0) -> HostBatch:
-    """Pack the pieces of numbered slots, one slot after the other, into the layout of HostBatch; `borders` bounds the number of pieces."""
+def pack(slots: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, candidates: int | None = None, digest: int = 0) -> HostBatch:
+    """Pack the pieces of numbered slots, one slot after the other, into the layout of HostBatch."""
     pieces = [piece for slot in slots.values() for piece in slot]
-    if len(pieces) > borders:
-        raise AssertionError(f"{len(pieces)} documents in a batch planned for {borders}")
     tokens, lengths = np.concatenate([piece[:-1] for piece in pieces]), np.array([len(piece) - 1 for piece in pieces])
-    ends = np.cumsum(lengths)
-    positions = np.arange(len(tokens)) - np.repeat(ends - lengths, lengths)
-    cu_seqlens = np.concatenate([[0], ends, np.full(borders - len(ends), len(tokens))])
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    positions = np.arange(len(tokens)) - ends + np.repeat(lengths, lengths)
     columns, ids, certain = [np.concatenate([piece[1:] for piece in slot]) for slot in slots.values()], (), ()
     if candidates:
         drawn = (sample_candidates(c, candidates, model.padded_vocabulary, number, [model.vocabulary]) for number, c in zip(slots, columns))
@@ -2247,23 +2236,20 @@ def pack(slots: dict[int, list[np.ndarray]], borders: int, longest: int, model: 
     recalled = model.ngram_rows + recall(tokens, positions, model.padded_vocabulary)
     ngrams = np.column_stack([hash_ngrams(tokens, positions, model.ngram_rows), recalled])
     parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), ngrams.ravel(),
-             np.concatenate(columns), positions, cu_seqlens, np.concatenate([*ids, ()]), certain)
+             np.concatenate(columns), positions, ends - 1 - np.arange(len(tokens)), np.concatenate([*ids, ()]), certain)
     sizes = tuple(map(len, parts))
     data = torch.zeros(sum(map(aligned, sizes)), dtype=torch.int32, pin_memory=pin)
     for room, part in zip(data.split([*map(aligned, sizes)]), parts):
         room.numpy()[:len(part)] = part
-    return HostBatch(data, sizes, longest, digest)
+    return HostBatch(data, sizes, digest)
 
 def slot_digest(number: int, tokens: np.ndarray) -> int:
     """64 bits that name the tokens of one slot; a run's token hash is their sum, whatever rank held which slot."""
     digest = hashlib.blake2b(f"{number}:".encode() + tokens.astype("<u2").tobytes(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
-def padded_borders(documents: int) -> int:
-    return -(-documents // 32) * 32
-
-def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_slots: dict[Stage, int], borders: dict[Stage, int],
-                     model: ModelConfig, ranks: Ranks) -> Iterator[HostBatch]:
+def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_slots: dict[Stage, int], model: ModelConfig,
+                     ranks: Ranks) -> Iterator[HostBatch]:
     """This rank's micro-batches of the whole schedule: slots rank, rank + world, ... of each step, micro_slots at a time."""
     pin, number, mine = ranks.device.type == "cuda", 0, range(ranks.rank, SLOTS, ranks.world)
     for stage, steps in zip(stages, stream.slot_starts(stages)):
@@ -2271,8 +2257,7 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_slots
             for at in range(0, len(mine), micro_slots[stage]):
                 tokens = {number + slot: stream.read(starts[slot], stage.slot_tokens + 1) for slot in mine[at:at + micro_slots[stage]]}
                 slots = {slot: cut_documents(part, stage.document_cap_tokens) for slot, part in tokens.items()}
-                digest = sum(slot_digest(*item) for item in tokens.items())
-                yield pack(slots, borders[stage], stage.document_cap_tokens, model, pin, stage.candidates, digest)
+                yield pack(slots, model, pin, stage.candidates, sum(slot_digest(*item) for item in tokens.items()))
             number += SLOTS
 
 def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
@@ -2485,28 +2470,26 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     fail("GPU memory", f"{needed / 2**30:.1f} GiB for one slot of {slot:,} tokens at a time", f"{room_bytes / 2**30:.1f} GiB",
          "more GPUs, end other programs on this one (nvidia-smi), or --preset smoke", EXIT_HARDWARE)
 
-def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list[np.ndarray], Path, list[list[np.ndarray]], str]:
-    """What a run reads, checked: training stream, where its slots start, validation shard and windows, hash of the shards."""
-    stream = TokenStream(folder, preset.train_tokens, preset.model.vocabulary)
-    starts, shard = stream.slot_starts(preset.stages), find_shards(folder, "val")[0]
+def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, Path, list[list[np.ndarray]], str]:
+    """What a run reads, checked: training stream, validation shard and windows, hash of the shards."""
+    stream, shard = TokenStream(folder, preset.train_tokens, preset.model.vocabulary), find_shards(folder, "val")[0]
+    stream.slot_starts(preset.stages)  # fails if there are not enough tokens
     windows = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, preset.model.vocabulary)
-    return stream, starts, shard, windows, files_hash([*stream.paths, shard])
+    return stream, shard, windows, files_hash([*stream.paths, shard])
 
 class Trainer:
     """One compiled model, its optimizer and its data: what several runs of a process share."""
     def __init__(self, preset: Preset, ranks: Ranks, ops: Ops, clock: Clock, data: Path):
         self.preset, self.ranks, self.ops, self.clock = preset, ranks, ops, clock
         stages, pin = preset.stages, ranks.device.type == "cuda"
-        self.stream, self.slot_starts, validation_shard, windows, self.data_hash = open_corpus(preset, data)
+        self.stream, validation_shard, windows, self.data_hash = open_corpus(preset, data)
         recompute, micro_batch_tokens, _ = memory_plan(preset, ranks, ops)
-        self.longest, borders = max(len(piece) for pieces in windows for piece in pieces), padded_borders(max(map(len, windows)))
-        self.validation = [pack({0: pieces}, borders, max(map(len, pieces)), preset.model, pin) for pieces in windows[ranks.rank::ranks.world]]
+        self.longest = max(len(piece) for pieces in windows for piece in pieces)
+        self.validation = [pack({0: pieces}, preset.model, pin) for pieces in windows[ranks.rank::ranks.world]]
         validated = np.asarray(open_shard(validation_shard, preset.model.vocabulary)[:preset.val_tokens + 1])
         self.validation_hash = hashlib.sha256(validated.tobytes()).hexdigest()[:16]
         self.micro_slots = {stage: micro_batch_slots(stage, ranks, micro_batch_tokens) for stage in stages}
-        self.warm_slots = {stage: {slot: generated_pieces(stage.slot_tokens, stage.document_cap_tokens, seed=7 + slot)
-                                   for slot in range(self.micro_slots[stage])} for stage in stages}
-        self.borders, self.warm = self._borders(), False
+        self.warm = False
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}  # of a step of each stage, with its inputs and its loss
         self.graph_pool = torch.cuda.MemPool() if ops.graphs else None  # after the graphs: it must outlive them
         self.model = GPT(preset.model, ops, ranks.device)
@@ -2523,17 +2506,6 @@ class Trainer:
         # On the device beforehand: a step reads its rates without a copy or a synchronise, and changing values never recompile.
         self.rates = torch.tensor([list(row.values()) for row in rates], dtype=torch.float32, device=ranks.device)
         self.target_weights = [torch.tensor(target_weights(preset, step), device=ranks.device) for step in range(preset.steps)]
-
-    def _borders(self) -> dict[Stage, int]:
-        """Documents to allow for in a micro-batch of each stage, the same on every rank: the most that plan and warm-up hold."""
-        borders: dict[Stage, int] = {}
-        for stage, starts in zip(self.preset.stages, self.slot_starts):
-            first, last = (np.searchsorted(self.stream.borders, edge) for edge in (starts, starts + stage.slot_tokens))
-            documents = int((last - first).max(initial=0)) + 2 + stage.slot_tokens // stage.document_cap_tokens
-            warm = sum(map(len, self.warm_slots[stage].values()))
-            # Two equal stages are one key: keep the larger bound.
-            borders[stage] = max(borders.get(stage, 0), padded_borders(max(documents * self.micro_slots[stage], warm)))
-        return borders
 
     def training_step(self, step: int, batches: list[HostBatch]) -> Tensor:
         """Forward, backward and update over this rank's micro-batches; returns their summed loss (on the device, no synchronise; the next
@@ -2592,7 +2564,8 @@ class Trainer:
         """Run a step of every stage, and the validation, on generated documents. Returns the number of variants."""
         pin, first, variants = self.ranks.device.type == "cuda", 0, {}
         for stage in self.preset.stages:
-            batch = pack(self.warm_slots[stage], self.borders[stage], stage.document_cap_tokens, self.preset.model, pin, stage.candidates)
+            slots = {slot: generated_pieces(stage.slot_tokens, stage.document_cap_tokens, 7 + slot) for slot in range(self.micro_slots[stage])}
+            batch = pack(slots, self.preset.model, pin, stage.candidates)
             self.ranks.beat("warm-up", 10)  # it compiles
             variants[first] = [batch] * (SLOTS // self.ranks.world // self.micro_slots[stage])
             self.training_step(first, variants[first])
@@ -2601,8 +2574,7 @@ class Trainer:
             self.ranks.beat("warm-up", 10)
             self.capture(step, batches)
         pieces = generated_pieces(self.preset.val_window_tokens, self.longest, seed=7)
-        batch = pack({0: pieces}, padded_borders(len(pieces)), self.longest, self.preset.model, pin)
-        self.evaluate(batch, self.final_geometry)
+        self.evaluate(pack({0: pieces}, self.preset.model, pin), self.final_geometry)
         return len(variants)
 
 class RunOptions(NamedTuple):
@@ -2688,7 +2660,7 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
 def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
     """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""
     preset, ranks, clock, digest = trainer.preset, trainer.ranks, trainer.clock, 0
-    items = training_batches(trainer.stream, preset.stages, trainer.micro_slots, trainer.borders, preset.model, ranks)
+    items = training_batches(trainer.stream, preset.stages, trainer.micro_slots, preset.model, ranks)
     clock.intervals.clear()
     clock.switch("training")
     meter = Meter(log, trainer)
@@ -2825,9 +2797,8 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     config, validation, total = model.config, content["validation"], 0.0
     shard = find_shards(data or Path(validation["data"]), "val")[0]
     for pieces in validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary):
-        longest = max(len(piece) for piece in pieces)
-        batch = pack({0: pieces}, len(pieces), longest, config, pin=False)
-        total += float(model.evaluate(batch.to(device), saved_geometry(content, model, longest)))
+        geometry = saved_geometry(content, model, max(map(len, pieces)))
+        total += float(model.evaluate(pack({0: pieces}, config, pin=False).to(device), geometry))
     return total / validation["tokens"]
 
 def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
@@ -2842,7 +2813,7 @@ def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64,
     geometry = saved_geometry(content, model, len(ids) + tokens)
     generator = torch.Generator(device).manual_seed(seed)
     for _ in range(tokens):
-        batch = pack({0: [np.array([*ids, BOS], dtype=np.uint16)]}, 1, len(ids), model.config, pin=False).to(device)
+        batch = pack({0: [np.array([*ids, BOS], dtype=np.uint16)]}, model.config, pin=False).to(device)
         probabilities = model.next_token(batch, geometry)[:model.config.vocabulary] ** (1 / temperature)
         ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         if ids[-1] == BOS:

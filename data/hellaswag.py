@@ -83,9 +83,8 @@ def read_questions(path: Path) -> list[Question]:
 def ending_losses(model: tg.GPT, content: dict[str, Any], documents: list[tuple[list[int], int]], device: torch.device) -> list[float]:
     """For each (tokens, length of its ending) the summed loss of the ending's tokens, nats: one packed forward pass for all."""
     pieces = [np.array(tokens, dtype=np.uint16) for tokens, _ in documents]
-    longest = max(map(len, pieces))
-    batch = tg.pack({0: pieces}, len(pieces), longest, model.config, pin=False).to(device)
-    features, head, targets, cap = model.predictions(batch, tg.saved_geometry(content, model, longest), torch.ones(1, device=device))
+    batch = tg.pack({0: pieces}, model.config, pin=False).to(device)
+    features, head, targets, cap = model.predictions(batch, tg.saved_geometry(content, model, max(map(len, pieces))), torch.ones(1, device=device))
     stops = np.cumsum([len(piece) - 1 for piece in pieces])  # a document's last token is only a target
     losses = []
     for stop, (_, length) in zip(stops.tolist(), documents):

@@ -68,17 +68,18 @@ class Context:
         self.saved_tensors = tensors
 
 
-def boundaries(tokens, documents, device):
-    """cu_seqlens of documents of one length, or log-normal (median 391, mean 570, at least 32, at most the cap), padded to a fixed size."""
+def distances(tokens, documents, device):
+    """(positions, remaining) as in Documents, and the number, of documents of one length, or log-normal (median 391, mean 570, 32 to the cap)."""
     generator = torch.Generator().manual_seed(tokens)
     cap = int(documents.lstrip("<"))
     lengths = torch.full((tokens // 32 + 1,), float(cap))
     if documents.startswith("<"):
         spread = (2 * torch.tensor(570 / 391).log()).sqrt()
         lengths = (torch.randn(len(lengths), generator=generator) * spread + torch.tensor(391.0).log()).exp().clamp(32, cap)
-    ends = lengths.long().cumsum(0).clamp(max=tokens)
-    count = int((ends < tokens).sum()) + 1
-    return torch.cat([torch.zeros(1), ends[: count + 8]]).to(device, torch.int32), count, int(min(cap, tokens))
+    ends = lengths.long().cumsum(0).clamp(max=tokens).unique()
+    lengths, at = ends.diff(prepend=torch.zeros(1, dtype=torch.long)), torch.arange(tokens)
+    ends = ends.repeat_interleave(lengths)
+    return [x.to(device, torch.int32) for x in (at - ends + lengths.repeat_interleave(lengths), ends - 1 - at)], len(lengths)
 
 
 class Cell:
@@ -90,9 +91,9 @@ class Cell:
         normal = lambda: torch.randn(tokens, heads, width, generator=generator, device=device)
         self.q, self.k = (F.rms_norm(normal(), (width,)).to(dtype) for _ in range(2))
         self.v, self.dout = normal().to(dtype), normal().to(dtype)
-        self.cu_seqlens, self.documents, self.longest = boundaries(tokens, documents, device)
+        self.distances, self.documents = distances(tokens, documents, device)
         self.tokens, self.window, self.device = tokens, window, device
-        self.ranges = tg.visible_range(self.cu_seqlens, window, tokens)
+        self.ranges = tg.visible_range(*self.distances, window)
         self.context = Context()
         self.forward(self.context)
 
@@ -105,7 +106,7 @@ class Cell:
 
     def ceilings(self):
         """Least microseconds of (forward, backward): 2 and 5 products of the visible scores at 790 TFLOP/s, or 4 and 7 operands at 4.27 TB/s."""
-        visible = int((self.ranges[1] - torch.arange(self.tokens, device=self.device) + 1).sum())
+        visible = int((self.distances[0].clamp(max=self.window) + 1).sum())
         return [max(2 * products * visible * self.q[0].numel() / 790e6, operands * self.q.nbytes / 4.27e6) for products, operands in ((2, 4), (5, 7))]
 
     def leaves(self, dtype=None):
@@ -140,8 +141,10 @@ def varlen(cell):
         from torch.nn.attention.varlen import varlen_attn
 
         leaves = cell.leaves()
-        ends = cell.cu_seqlens[: cell.documents + 1].clone()
-        attend = lambda: varlen_attn(*leaves, ends, ends, cell.longest, cell.longest, scale=SCALE, window_size=(cell.window, 0))
+        positions = cell.distances[0]
+        ends = torch.cat([(positions == 0).nonzero()[:, 0], torch.tensor([len(positions)], device=positions.device)]).int()
+        longest = int(positions.max()) + 1
+        attend = lambda: varlen_attn(*leaves, ends, ends, longest, longest, scale=SCALE, window_size=(cell.window, 0))
         out = attend()
         back = lambda: torch.autograd.grad(out, leaves, cell.dout, retain_graph=True)
         back()
@@ -168,7 +171,7 @@ def eager_microseconds(call, device, repeats=20):
 def errors(cell, rival):
     """Relative RMS errors of out, dq, dk, dv against float64, of ours and of the rival."""
     exact_leaves = cell.leaves(torch.float64)
-    exact = tg.attention_reference(*exact_leaves, cell.cu_seqlens, cell.window, SCALE)
+    exact = tg.attention_reference(*exact_leaves, cell.distances[0], cell.window, SCALE)
     exact = (exact.detach(), *torch.autograd.grad(exact, exact_leaves, cell.dout.double()))
     leaves = cell.leaves()
     out = tg.PackedAttention.apply(*leaves, *cell.ranges, SCALE)

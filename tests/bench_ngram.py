@@ -35,7 +35,7 @@ def make_ids(tokens, rows):
     for piece in pieces:
         piece[1:] = tg.BOS * random.power(0.28, len(piece) - 1)
     model = replace(tg.GPT_SMALL, ngram_rows=rows)
-    step = tg.pack({0: pieces}, len(pieces), 3072, model, pin=False)
+    step = tg.pack({0: pieces}, model, pin=False)
     return step.to(DEVICE).ngrams, model.table_rows
 
 

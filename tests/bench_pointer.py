@@ -31,9 +31,9 @@ class Cell:
         self.h, self.weight = tg.norm(normal(tokens, MODEL_WIDTH)).to(DTYPE), (normal(2 * WIDTH, MODEL_WIDTH) * 0.02).to(DTYPE)
         self.qk, self.omega = tg.pointer_in(self.h, self.weight), normal(tokens)
         self.ids = torch.from_numpy((50_257 * np.random.default_rng(0).power(0.28, tokens)).astype(np.int32)).to(DEVICE)
-        self.cu_seqlens, self.documents, _ = attention.boundaries(tokens, CAP, DEVICE)
-        self.ranges = tg.visible_range(self.cu_seqlens, WINDOW, tokens)
-        self.seen = int((torch.arange(tokens, device=DEVICE) - self.ranges[0]).sum()) / tokens
+        self.distances, self.documents = attention.distances(tokens, CAP, DEVICE)
+        self.ranges = tg.visible_range(*self.distances, WINDOW)
+        self.seen = float(self.distances[0].clamp(max=WINDOW).float().mean())
 
     def log_copy(self, qk):
         return tg.PointerLogCopy.apply(qk, self.ids, *self.ranges, SCALE)
@@ -51,7 +51,7 @@ class Cell:
 
     def errors(self):
         """Relative RMS errors of log_copy, where it is anything, and of dqk."""
-        wide = lambda qk: tg.pointer_reference(qk, self.ids, self.cu_seqlens, WINDOW, SCALE)
+        wide = lambda qk: tg.pointer_reference(qk, self.ids, self.distances[0], WINDOW, SCALE)
         (log_copy, dqk), (exact, exact_dqk) = self.both(self.log_copy, self.qk), self.both(wide, self.qk.double())
         found = exact > tg.NO_COPY
         return [float((x.double() - y).norm() / y.norm()) for x, y in ((log_copy[found], exact[found]), (dqk, exact_dqk))], float(found.float().mean())

@@ -9,35 +9,39 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-import train_gpt as tg
+import helpers
+from helpers import tg
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 # tokens a program owns, tokens a step; rectangular both ways, since a step longer than a tile takes other masks
 TILES = {"wide": (32, 16), "long": (16, 32), "pointers": (32, 16)}
-# lengths of the documents, entries of padding, window
+# lengths of the documents, window
 LAYOUTS = {
-    "one_document": ([77], 0, 20),
-    "single_tokens": ([1] * 19 + [30] + [1] * 3, 5, 8),
-    "many_in_a_tile": ([3, 5, 1, 7, 2, 2, 9, 4, 40], 3, 6),
-    "window_0": ([20, 21], 0, 0),
-    "window_1": ([20, 21, 9], 1, 1),
-    "window_past_everything": ([50, 30], 2, 10_000),
-    "window_of_a_tile": ([90, 6, 37], 1, 32),
-    "multiple_of_the_tile": ([64, 32, 32], 1, 15),
-    "empty_documents": ([0, 10, 0, 0, 33, 0, 1], 4, 12),
-    "one_token": ([1], 0, 3),
+    "one_document": ([77], 20),
+    "single_tokens": ([1] * 19 + [30] + [1] * 3, 8),
+    "many_in_a_tile": ([3, 5, 1, 7, 2, 2, 9, 4, 40], 6),
+    "window_0": ([20, 21], 0),
+    "window_1": ([20, 21, 9], 1),
+    "window_past_everything": ([50, 30], 10_000),
+    "window_of_a_tile": ([90, 6, 37], 32),
+    "multiple_of_the_tile": ([64, 32, 32], 15),
+    "three_documents": ([10, 33, 1], 12),
+    "one_token": ([1], 3),
 }
 
 
-def boundaries(lengths, padding, device="cpu"):
-    ends = torch.tensor([0, *lengths] + [0] * padding).cumsum(0)
-    return ends.to(device, torch.int32), sum(lengths)
+def distances(lengths, device="cpu"):
+    """Of Documents: positions, remaining [T]."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    remaining = torch.cat([torch.arange(length - 1, -1, -1) for length in lengths])
+    return [x.to(device, torch.int32) for x in (positions, remaining)]
 
 
 def dense_attention(q, k, v, lengths, window, scale):
@@ -56,8 +60,8 @@ def operands(tokens, heads=2, dk=16, dv=16, dtype=torch.float32, device="cpu", s
     return [x.to(device, dtype) for x in (tg.norm(q), tg.norm(k), v, dout)]
 
 
-def attention(q, k, v, cu_seqlens, window, scale):
-    return tg.PackedAttention.apply(q, k, v, *tg.visible_range(cu_seqlens, window, len(q)), scale)
+def attention(q, k, v, lengths, window, scale):
+    return tg.PackedAttention.apply(q, k, v, *tg.visible_range(*distances(lengths, q.device), window), scale)
 
 
 def gradients(function, q, k, v, dout):
@@ -74,10 +78,9 @@ def compare(results, expected, tolerance):
         assert error < tolerance, f"{name}: relative error {error:.1e}"
 
 
-def check(lengths, padding, window, dtype=torch.float32, tolerance=2e-6, device="cpu", scale=0.3, **shape):
-    cu_seqlens, tokens = boundaries(lengths, padding, device)
-    q, k, v, dout = operands(tokens, dtype=dtype, device=device, **shape)
-    results = gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, scale), q, k, v, dout)
+def check(lengths, window, dtype=torch.float32, tolerance=2e-6, device="cpu", scale=0.3, **shape):
+    q, k, v, dout = operands(sum(lengths), dtype=dtype, device=device, **shape)
+    results = gradients(lambda q, k, v: attention(q, k, v, lengths, window, scale), q, k, v, dout)
     expected = gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, scale), q.double(), k.double(), v.double(), dout)
     assert all(x.dtype == dtype for x in results)
     compare(results, expected, tolerance)
@@ -105,14 +108,16 @@ each_capability = pytest.mark.parametrize("capability", [(8, 9), (9, 0)], indire
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_visible_range(layout):
-    lengths, padding, window = LAYOUTS[layout]
-    cu_seqlens, tokens = boundaries(lengths, padding)
+def test_who_sees_whom(layout):
+    """The words of Documents, from both sides, about what a batch holds."""
+    lengths, window = LAYOUTS[layout]
+    batch = tg.pack({0: [np.zeros(length + 1, np.uint16) for length in lengths]}, helpers.MODEL, pin=False).to(helpers.CPU)
+    assert all(map(torch.equal, (batch.positions, batch.remaining), distances(lengths)))
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    i = torch.arange(tokens)
+    i = torch.arange(sum(lengths))
     seen = (document[:, None] == document) & (i[:, None] >= i) & (i[:, None] - i <= window)
     for run_time_window in (window, torch.tensor(window, dtype=torch.int32)):
-        first_key, last_query = tg.visible_range(cu_seqlens, run_time_window, tokens)
+        first_key, last_query = tg.visible_range(batch.positions, batch.remaining, run_time_window)
         assert first_key.dtype == last_query.dtype == torch.int32
         assert torch.equal(seen, (i >= first_key[:, None]) & (i <= i[:, None]))
         assert torch.equal(seen, (i[:, None] >= i) & (i[:, None] <= last_query))
@@ -121,10 +126,9 @@ def test_visible_range(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_reference_is_the_definition(layout, chunk):
-    lengths, padding, window = LAYOUTS[layout]
-    cu_seqlens, tokens = boundaries(lengths, padding)
-    q, k, v, dout = operands(tokens, dk=16, dv=8, dtype=torch.float64)
-    results = gradients(lambda q, k, v: tg.attention_reference(q, k, v, cu_seqlens, window, 0.3, chunk), q, k, v, dout)
+    lengths, window = LAYOUTS[layout]
+    q, k, v, dout = operands(sum(lengths), dk=16, dv=8, dtype=torch.float64)
+    results = gradients(lambda q, k, v: tg.attention_reference(q, k, v, distances(lengths)[0], window, 0.3, chunk), q, k, v, dout)
     compare(results, gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, 0.3), q, k, v, dout), 1e-12)
 
 
@@ -145,7 +149,7 @@ def test_tiles(layout, tiles):
 @each_tile
 @pytest.mark.parametrize("window", [14, 15, 30, 46])
 def test_windows_that_end_beside_a_step(window, tiles):
-    check([100], 0, window, heads=1)
+    check([100], window, heads=1)
 
 
 @interpreted
@@ -158,7 +162,7 @@ def test_widths(widths, tiles):
 @each_capability
 @pytest.mark.parametrize("widths", [(128, 128), (64, 128), (128, 64), (64, 64)])
 def test_own_tiles(widths, capability):
-    check([100, 1, 40], 2, 48, heads=1, dk=widths[0], dv=widths[1], scale=0.1)
+    check([100, 1, 40], 48, heads=1, dk=widths[0], dv=widths[1], scale=0.1)
 
 
 @interpreted
@@ -170,19 +174,17 @@ def test_half_precision(tiles):
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_extreme_scores(sign, tiles):
     """Without a running maximum: every score at the bound that q and k of width 16 can reach, and at its negative."""
-    cu_seqlens, tokens = boundaries([40], 0)
-    _, _, v, dout = operands(tokens)
-    k, scale = torch.ones(tokens, 2, 16), 59.9 / 16
-    results = gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, 20, scale), sign * k, k, v, dout)
+    _, _, v, dout = operands(40)
+    k, scale = torch.ones(40, 2, 16), 59.9 / 16
+    results = gradients(lambda q, k, v: attention(q, k, v, [40], 20, scale), sign * k, k, v, dout)
     expected = gradients(lambda q, k, v: dense_attention(q, k, v, [40], 20, scale), sign * k.double(), k.double(), v.double(), dout)
     compare(results, expected, 1e-4)
 
 
 def test_scores_beyond_the_bound_are_refused():
-    cu_seqlens, tokens = boundaries([40], 0)
-    q, k, v, _ = operands(tokens)
+    q, k, v, _ = operands(40)
     with pytest.raises(ValueError, match=r"expected scale \* head width < 60, found 3.75 \* 16"):
-        attention(q, k, v, cu_seqlens, 20, 3.75)
+        attention(q, k, v, [40], 20, 3.75)
 
 
 @pytest.mark.parametrize("reason, change", [
@@ -206,7 +208,7 @@ def test_copied_only_where_a_descriptor_cannot_take_it(reason, change):
 def test_widths_other_than_powers_of_two_are_refused():
     q, k, v, _ = operands(40, dk=24)
     with pytest.raises(ValueError, match="power of 2"):
-        attention(q, k, v, boundaries([40], 0)[0], 20, 0.3)
+        attention(q, k, v, [40], 20, 0.3)
 
 
 def test_tiles_follow_the_capability(monkeypatch):
@@ -220,12 +222,12 @@ def test_tiles_follow_the_capability(monkeypatch):
 @pytest.mark.parametrize("width", [16, 32])
 def test_views_of_one_buffer(width):
     """q, k, v as slices of [T, 3, H, D], and the gradient of a transposed use, whose strides are odd."""
-    lengths, padding, window = LAYOUTS["window_of_a_tile"]
-    cu_seqlens, tokens = boundaries(lengths, padding)
+    lengths, window = LAYOUTS["window_of_a_tile"]
+    tokens = sum(lengths)
     qkv = torch.stack(operands(tokens, dk=width, dv=width)[:3], 1)
     weight = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(1))
     losses = []
-    for function in (lambda *x: attention(*x, cu_seqlens, window, 0.3), lambda *x: dense_attention(*x, lengths, window, 0.3)):
+    for function in (lambda *x: attention(*x, lengths, window, 0.3), lambda *x: dense_attention(*x, lengths, window, 0.3)):
         leaf = qkv.clone().requires_grad_()
         (function(*leaf.unbind(1)).transpose(0, 1) * weight).sum().backward()
         losses.append(leaf.grad.double())
@@ -235,20 +237,19 @@ def test_views_of_one_buffer(width):
 @interpreted
 def test_expanded_gradient():
     """Sums hand back gradients with strides of zero."""
-    lengths, padding, window = LAYOUTS["many_in_a_tile"]
-    cu_seqlens, tokens = boundaries(lengths, padding)
-    q, k, v, _ = operands(tokens)
+    lengths, window = LAYOUTS["many_in_a_tile"]
+    q, k, v, _ = operands(sum(lengths))
     for ones in (torch.ones(()).expand(v.shape), torch.ones(v.shape[1:]).expand(v.shape)):
-        results = gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, ones)
+        results = gradients(lambda q, k, v: attention(q, k, v, lengths, window, 0.3), q, k, v, ones)
         compare(results, gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, 0.3), q, k, v, ones), 2e-6)
 
 
 @interpreted
 def test_channels_need_not_be_adjacent(tiles):
-    cu_seqlens, tokens = boundaries(*LAYOUTS["many_in_a_tile"][:2])
-    q, k, v, dout = operands(tokens)
+    lengths, window = LAYOUTS["many_in_a_tile"]
+    q, k, v, dout = operands(sum(lengths))
     apart = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in (q, k, v)]
-    run = lambda *x: gradients(lambda *x: attention(*x, cu_seqlens, 6, 0.3), *x, dout)
+    run = lambda *x: gradients(lambda *x: attention(*x, lengths, window, 0.3), *x, dout)
     assert all(torch.equal(x, y) for x, y in zip(run(q, k, v), run(*apart), strict=True))
 
 
@@ -256,12 +257,12 @@ def test_channels_need_not_be_adjacent(tiles):
 @each_tile
 def test_documents_do_not_leak(tiles):
     """Other and large (finite: 0 * inf is NaN) values in the other documents change no bit of a document's output and gradients."""
-    cu_seqlens, tokens = boundaries([13, 30, 21], 1)
+    lengths, tokens = [13, 30, 21], 64
     clean = operands(tokens)
     own = torch.zeros(tokens, dtype=torch.bool)
     own[13:43] = True
     poisoned = [torch.where(own[:, None, None], x, y * size) for x, y, size in zip(clean, operands(tokens, seed=1), (1, 1, 1e6, 1e6))]
-    run = lambda q, k, v, dout: gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, 25, 0.3), q, k, v, dout)
+    run = lambda q, k, v, dout: gradients(lambda q, k, v: attention(q, k, v, lengths, 25, 0.3), q, k, v, dout)
     for x, y in zip(run(*clean), run(*poisoned), strict=True):
         assert torch.equal(x[own], y[own])
 
@@ -269,10 +270,9 @@ def test_documents_do_not_leak(tiles):
 @interpreted
 def test_causal_and_windowed(tiles):
     """A token changes outputs from its own position to its position + window, and no other; gradients flow back the same way."""
-    cu_seqlens, tokens = boundaries([60], 0)
-    q, k, v, dout = operands(tokens)
+    q, k, v, dout = operands(60)
     window, changed = 11, 23
-    run = lambda k, v, dout: gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, 0.3), q, k, v, dout)
+    run = lambda k, v, dout: gradients(lambda q, k, v: attention(q, k, v, [60], window, 0.3), q, k, v, dout)
     out, *_ = run(k, v, dout)
     k2, v2, only = k.clone(), v.clone(), torch.zeros_like(dout)
     k2[changed], v2[changed], only[changed] = 3, 5, 1
@@ -285,10 +285,9 @@ def test_causal_and_windowed(tiles):
 
 @interpreted
 def test_repeatable_whatever_holds_the_window(tiles):
-    lengths, padding, window = LAYOUTS["many_in_a_tile"]
-    cu_seqlens, tokens = boundaries(lengths, padding)
-    q, k, v, dout = operands(tokens)
-    first, second = (gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, w, 0.3), q, k, v, dout)
+    lengths, window = LAYOUTS["many_in_a_tile"]
+    q, k, v, dout = operands(sum(lengths))
+    first, second = (gradients(lambda q, k, v: attention(q, k, v, lengths, w, 0.3), q, k, v, dout)
                      for w in (window, torch.tensor(window, dtype=torch.int32)))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
@@ -302,7 +301,7 @@ needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), rea
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("widths", [(128, 128), (64, 64), (64, 128), (128, 64)])
-@pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "empty_documents"])
+@pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "three_documents"])
 def test_gpu_layouts(layout, widths):
     # With window 0 the gradients of q and k are zero: what is left is the rounding of p to bf16 before its division by the row
     # sum. The same roundings emulated in float32 on these operands leave up to 0.040.
@@ -313,7 +312,7 @@ def test_gpu_layouts(layout, widths):
 @pytest.mark.gpu
 @needs_gpu
 def test_gpu_long():
-    check([700, 3, 391, 128, 1, 1025], 9, 300, dtype=torch.bfloat16, tolerance=2e-2, device="cuda", scale=0.1, heads=6, dk=128, dv=128)
+    check([700, 3, 391, 128, 1, 1025], 300, dtype=torch.bfloat16, tolerance=2e-2, device="cuda", scale=0.1, heads=6, dk=128, dv=128)
 
 
 @pytest.mark.gpu
@@ -322,13 +321,13 @@ def test_gpu_long():
 def test_gpu_full_size(tokens, window, monkeypatch):
     """Documents of 1 to 2,048 tokens, outputs full of NaN beforehand, against the reference in float64."""
     lengths = [2048, 391, 1, 1, 17] * (tokens // 2458)
-    cu_seqlens, _ = boundaries([*lengths, tokens - sum(lengths)], 9, "cuda")
+    lengths.append(tokens - sum(lengths))
     q, k, v, dout = operands(tokens, 6, 128, 128, torch.bfloat16, "cuda")
-    wide = lambda q, k, v: tg.attention_reference(q, k, v, cu_seqlens, window, 0.1)
+    wide = lambda q, k, v: tg.attention_reference(q, k, v, distances(lengths, "cuda")[0], window, 0.1)
     expected = gradients(wide, q.double(), k.double(), v.double(), dout)
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
-    results = gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, 0.1), q, k, v, dout)
+    results = gradients(lambda q, k, v: attention(q, k, v, lengths, window, 0.1), q, k, v, dout)
     compare(results, expected, 2e-2)
 
 
@@ -336,11 +335,10 @@ def test_gpu_full_size(tokens, window, monkeypatch):
 @needs_gpu
 def test_gpu_graph_follows_documents_and_window():
     """One captured graph replays with other documents and another window, bitwise as eager calls give them."""
-    first, second = ([100, 200, 212], [512, 0, 0])
-    cu_seqlens, tokens = boundaries(first, 0, "cuda")
-    window = torch.tensor(64, dtype=torch.int32, device="cuda")
-    q, k, v, dout = operands(tokens, 6, 128, 128, torch.bfloat16, "cuda")
-    run = lambda: gradients(lambda q, k, v: attention(q, k, v, cu_seqlens, window, 0.1), q, k, v, dout)
+    first, second = [100, 200, 212], [512]
+    documents, window = distances(first, "cuda"), torch.tensor(64, dtype=torch.int32, device="cuda")
+    q, k, v, dout = operands(512, 6, 128, 128, torch.bfloat16, "cuda")
+    run = lambda: gradients(lambda q, k, v: tg.PackedAttention.apply(q, k, v, *tg.visible_range(*documents, window), 0.1), q, k, v, dout)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         run()
@@ -349,7 +347,8 @@ def test_gpu_graph_follows_documents_and_window():
     with torch.cuda.graph(graph):
         captured = run()
     for lengths, value in ((first, 64), (second, 200)):
-        cu_seqlens.copy_(boundaries(lengths, 0)[0])
+        for place, values in zip(documents, distances(lengths)):
+            place.copy_(values)
         window.fill_(value)
         graph.replay()
         eager = run()

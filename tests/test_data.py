@@ -40,7 +40,7 @@ def marked(tmp_path, monkeypatch):
 
 def batches(stream, world=1, rank=0, micro=8):
     slots = {stage: min(micro, tg.SLOTS // world) for stage in STAGES}
-    return tg.training_batches(stream, STAGES, slots, dict.fromkeys(STAGES, 960), MODEL, tg.Ranks(rank, world, CPU))
+    return tg.training_batches(stream, STAGES, slots, MODEL, tg.Ranks(rank, world, CPU))
 
 
 def views(batch):
@@ -67,7 +67,7 @@ def by_slot(stream, world=1, micro=8):
                     slots = mine[at:at + micro]
                     documents = views(next(flat))
                     assert len(documents.columns) == stage.slot_tokens * len(slots)
-                    assert set(range(0, len(documents.columns), stage.slot_tokens)) <= set(documents.cu_seqlens.tolist()), "no document spans slots"
+                    assert not documents.positions[::stage.slot_tokens].any(), "no document spans slots"
                     parts = (x.view(len(slots), -1).numpy() for x in (documents.tokens, next_tokens(documents), documents.positions))
                     found.update(zip(((step, slot) for slot in slots), zip(*parts)))
                 step += 1
@@ -103,12 +103,12 @@ def test_starts_follow_each_other(marked):
     stream, _ = marked
     starts = np.concatenate([part.ravel() for part in stream.slot_starts(STAGES)])
     lengths = np.repeat([s.slot_tokens for s in STAGES], [s.steps * tg.SLOTS for s in STAGES])
-    assert starts[0] == stream.borders[0] == 5 and (np.diff(starts) == lengths[:-1]).all() and starts[-1] + lengths[-1] == stream.consumed(STAGES)
+    assert starts[0] == stream.first == 5 and (np.diff(starts) == lengths[:-1]).all() and starts[-1] + lengths[-1] == stream.consumed(STAGES)
 
 
 def test_reading_across_shards(marked):
     stream, tokens = marked
-    assert len(stream.paths) == 4 and stream.length == len(tokens) and (stream.borders == np.flatnonzero(tokens == MARK)).all()
+    assert len(stream.paths) == 4 and stream.length == len(tokens)
     edges = {0, 1, stream.length - 1, *(edge + d for edge in stream.offsets[1:-1] for d in (-1, 0, 1))}
     for start, stop in itertools.combinations(sorted({*edges, stream.length}), 2):
         assert stream.read(start, stop - start).tolist() == tokens[start:stop].tolist()
@@ -155,7 +155,7 @@ def test_cut_documents(tokens, cap):
     assert [piece[-1] for piece in pieces] == [*(piece[0] for piece in pieces[1:]), tokens[-1]]
     assert all(2 <= len(piece) <= cap + 1 and tg.BOS not in piece[1:-1] for piece in pieces)
     assert all(after[0] == tg.BOS or len(piece) == cap + 1 for piece, after in zip(pieces, pieces[1:]))
-    assert len(pieces) <= whole.count(tg.BOS) + 1 + len(whole) // cap, "what Trainer allows for"
+    assert len(pieces) <= whole.count(tg.BOS) + 1 + len(whole) // cap
 
 
 def test_digest_names_tokens_and_places():
@@ -168,13 +168,13 @@ def test_digest_names_tokens_and_places():
 
 # ---- what a batch holds ----------------------------------------------------------------------------------------------
 def test_packed_layout(marked):
-    """Ends are padded, order and starts group equal rows, `longest` bounds the documents, every part begins at a multiple of 16 bytes."""
+    """Positions and what remains agree, order and starts group equal rows, every part begins at a multiple of 16 bytes."""
     for batch in batches(marked[0], micro=4):
         documents = views(batch)
-        positions, cu_seqlens = documents.positions.numpy(), documents.cu_seqlens.numpy()
-        assert len(cu_seqlens) == 961 and cu_seqlens[0] == 0 and cu_seqlens[-1] == len(positions) and (np.diff(cu_seqlens) >= 0).all()
-        assert (np.unique(cu_seqlens)[:-1] == np.flatnonzero(positions == 0)).all()
-        assert np.diff(cu_seqlens).max() <= batch.longest
+        positions, remaining = documents.positions.numpy(), documents.remaining.numpy()
+        starts = np.append(np.flatnonzero(positions == 0), len(positions))
+        assert starts[0] == 0 and (positions + remaining + 1 == np.repeat(np.diff(starts), np.diff(starts))).all()
+        assert (np.diff(positions)[positions[1:] > 0] == 1).all()
         ids, order, starts = documents.tokens, documents.order, documents.starts
         assert (order == torch.argsort(ids, stable=True)).all() and len(starts) == MODEL.padded_vocabulary + 1
         assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all() and starts[0] == 0
@@ -190,11 +190,11 @@ def test_packed_layout(marked):
 def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
     """Each part written is each part read."""
     pieces = [np.arange(length + 1, dtype=np.uint16) for length in lengths]
-    documents = views(tg.pack({3: pieces}, len(pieces) + 2, max(lengths), helpers.MODEL, pin=False, candidates=11))
+    documents = views(tg.pack({3: pieces}, helpers.MODEL, pin=False, candidates=11))
     flat = [i for length in lengths for i in range(length)]
     assert documents.tokens.tolist() == documents.positions.tolist() == flat
     assert next_tokens(documents).tolist() == [i + 1 for i in flat]
-    assert documents.cu_seqlens.tolist() == [0, *itertools.accumulate(lengths), *[sum(lengths)] * 2]
+    assert documents.remaining.tolist() == [length - 1 - i for length in lengths for i in range(length)]
     assert documents.certain.tolist() == [max(lengths) + 1] and documents.candidates.shape == (1, 11)  # the spare id's too
     assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (len(flat), 3)
 
@@ -266,11 +266,10 @@ def test_targets_further_ahead_stay_in_their_document(marked):
     """The token k + 1 further on where the piece still has it, -1 elsewhere: at the ends of documents, of capped pieces, of slots."""
     for batch in itertools.islice(batches(marked[0], micro=2), 4, None, 5):
         documents = views(batch)
-        borders = documents.cu_seqlens.tolist()
         for k in range(4):
             parts = tg.Targets(documents.columns, documents.positions, torch.ones(4), documents.candidates, documents.certain).parts()
             found = torch.cat([part.ahead(k) for _, part in parts])
-            expected = [documents.columns[i + k] if i + k < stop else -1 for start, stop in zip(borders, borders[1:]) for i in range(start, stop)]
+            expected = [documents.columns[i + k] if k <= left else -1 for i, left in enumerate(documents.remaining.tolist())]
             assert found.tolist() == expected
 
 
@@ -454,6 +453,7 @@ FAULTS = {
     "too few tokens": (shorten("*_train_*", 900), r"training tokens: expected 4,097 for the schedule, found 2,700 in 3 shards; fix: python data/fineweb.py fetch --shards"),
     "too little validation": (shorten("*_val_*", 1280), rf"{VAL}: validation tokens: expected at least 1,281, found 1,280"),
     "bad validation shard": (rewrite(VAL, version=7), rf"{VAL}: version: expected 1, found 7"),
+    "no documents in the validation": (rewrite(VAL, (BOS, 3)), rf"{VAL}: documents: expected token {BOS} before each, found none"),
     "validation token too large": (rewrite(VAL, (5, 60_000)), rf"{VAL}: largest token: expected below {VOCABULARY}, found 60000"),
 }
 

@@ -40,7 +40,7 @@ def saved(corpus, tiny, tmp_path, monkeypatch, capsys):
 
 def total_loss(model, content, tokens):
     """The loss of all of a document but its start, from the model's own evaluation."""
-    batch = tg.pack({0: [np.array(tokens, dtype=np.uint16)]}, 1, len(tokens), model.config, pin=False)
+    batch = tg.pack({0: [np.array(tokens, dtype=np.uint16)]}, model.config, pin=False)
     return float(model.evaluate(batch.to(CPU), tg.saved_geometry(content, model, 2 * len(tokens))))
 
 

@@ -241,7 +241,7 @@ def test_model_with_fp8_mlps():
     """Loss and gradients of the tiny network, whose layers have every shape, beside those with the reference MLP."""
     random, device = np.random.default_rng(0), torch.device(DEVICE)
     pieces = [random.integers(0, helpers.VOCABULARY, length).astype(np.uint16) for length in (33, 1 + 40, 1 + 56)]
-    documents = tg.pack({0: pieces}, 3, 56, helpers.MODEL, pin=False).to(device)
+    documents = tg.pack({0: pieces}, helpers.MODEL, pin=False).to(device)
     assert len(documents.positions) == 128  # a multiple of 16
     geometry = tg.rotary_geometry(helpers.PRESET, 0, 56, device)
     results = []

@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton")
 import helpers
 from helpers import CPU, tg
-from test_attention import LAYOUTS, boundaries, capability, each_capability, each_tile, interpreted, needs_gpu, tiles  # noqa: F401
+from test_attention import LAYOUTS, capability, distances, each_capability, each_tile, interpreted, needs_gpu, tiles  # noqa: F401
 
 # log2 of no match at all is -inf, as intended
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:overflow:RuntimeWarning")
@@ -49,8 +49,8 @@ def gradients(function, qk, omega):
     return log_copy.detach(), torch.autograd.grad(log_copy, leaf, omega.to(log_copy.dtype))[0]
 
 
-def kernels(ids, cu_seqlens, window, scale):
-    return lambda qk: tg.PointerLogCopy.apply(qk, ids, *tg.visible_range(cu_seqlens, window, len(qk)), scale)
+def kernels(ids, lengths, window, scale):
+    return lambda qk: tg.PointerLogCopy.apply(qk, ids, *tg.visible_range(*distances(lengths, qk.device), window), scale)
 
 
 def compare(results, expected, tolerance):
@@ -61,10 +61,9 @@ def compare(results, expected, tolerance):
         assert not found.any() or (x.double() - y)[found].abs().max() / y[found].abs().max().clamp(min=1) < tolerance, name
 
 
-def check(lengths, padding, window, tolerance=2e-6, scale=0.3, device="cpu", **shape):
-    cu_seqlens, tokens = boundaries(lengths, padding, device)
-    qk, ids, omega = operands(tokens, device=device, **shape)
-    results = gradients(kernels(ids, cu_seqlens, window, scale), qk, omega)
+def check(lengths, window, tolerance=2e-6, scale=0.3, device="cpu", **shape):
+    qk, ids, omega = operands(sum(lengths), device=device, **shape)
+    results = gradients(kernels(ids, lengths, window, scale), qk, omega)
     assert results[0].dtype == torch.float32 and results[1].dtype == qk.dtype
     compare(results, gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, scale), qk.double(), omega), tolerance)
     return results
@@ -73,10 +72,9 @@ def check(lengths, padding, window, tolerance=2e-6, scale=0.3, device="cpu", **s
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_reference_is_the_definition(layout, chunk):
-    lengths, padding, window = LAYOUTS[layout]
-    cu_seqlens, tokens = boundaries(lengths, padding)
-    qk, ids, omega = operands(tokens, dtype=torch.float64)
-    results = gradients(lambda qk: tg.pointer_reference(qk, ids, cu_seqlens, window, 0.3, chunk), qk, omega)
+    lengths, window = LAYOUTS[layout]
+    qk, ids, omega = operands(sum(lengths), dtype=torch.float64)
+    results = gradients(lambda qk: tg.pointer_reference(qk, ids, distances(lengths)[0], window, 0.3, chunk), qk, omega)
     compare(results, gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, 0.3), qk, omega), 1e-12)
 
 
@@ -98,14 +96,14 @@ def test_tiles(layout, tiles):
 @each_tile
 @pytest.mark.parametrize("window", [14, 15, 30, 46])
 def test_windows_that_end_beside_a_step(window, tiles):
-    check([99], 0, window)
+    check([99], window)
 
 
 @interpreted
 @each_capability
 @pytest.mark.parametrize("width", [64, 128])
 def test_own_tiles(width, capability):
-    check([100, 1, 40], 2, 48, width=width, scale=0.1)
+    check([100, 1, 40], 48, width=width, scale=0.1)
 
 
 @interpreted
@@ -117,12 +115,12 @@ def test_half_precision(tiles):
 @pytest.mark.parametrize("names, shares", [(1, "all"), (10**6, "none")])
 def test_everything_or_nothing_matches(names, shares, tiles):
     """Where all earlier tokens are the same only the first of a document copies nothing; without a match gradients are exactly zero."""
-    lengths, padding, window = LAYOUTS["many_in_a_tile"]
-    cu_seqlens, tokens = boundaries(lengths, padding)
+    lengths, window = LAYOUTS["many_in_a_tile"]
+    tokens = sum(lengths)
     qk, _, omega = operands(tokens)
     ids = torch.arange(tokens, dtype=torch.int32) % names
-    log_copy, dqk = gradients(kernels(ids, cu_seqlens, window, 0.3), qk, omega)
-    first = torch.isin(torch.arange(tokens), cu_seqlens)
+    log_copy, dqk = gradients(kernels(ids, lengths, window, 0.3), qk, omega)
+    first = distances(lengths)[0] == 0
     assert torch.equal(log_copy == tg.NO_COPY, first if shares == "all" else torch.ones_like(first))
     assert not dqk[first, 0].any() and bool(dqk.any()) == (shares == "all") and dqk.isfinite().all()
     compare((log_copy, dqk), gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, 0.3), qk.double(), omega), 2e-6)
@@ -132,27 +130,26 @@ def test_everything_or_nothing_matches(names, shares, tiles):
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_extreme_scores(sign, tiles):
     """Every score at the bound, some at its negative, and a share of e^-120: no overflow, no NaN."""
-    cu_seqlens, tokens = boundaries([40], 0)
-    qk = torch.ones(tokens, 2, 16)
+    qk = torch.ones(40, 2, 16)
     qk[::3, 1] = -sign
-    _, ids, omega = operands(tokens)
-    results = gradients(kernels(ids, cu_seqlens, 20, 59.9 / 16), qk, omega)
+    _, ids, omega = operands(40)
+    results = gradients(kernels(ids, [40], 20, 59.9 / 16), qk, omega)
     compare(results, gradients(lambda qk: dense_log_copy(qk, ids, [40], 20, 59.9 / 16), qk.double(), omega), 1e-4)
     with pytest.raises(ValueError, match=r"expected scale \* width < 60, found 3.75 \* 16"):
-        kernels(ids, cu_seqlens, 20, 3.75)(qk)
+        kernels(ids, [40], 20, 3.75)(qk)
 
 
 @interpreted
 @each_tile
 def test_documents_do_not_leak(tiles):
     """Other and large values in the other documents change no bit of a document's results, whatever the strides of qk."""
-    cu_seqlens, tokens = boundaries([13, 30, 21], 1)
+    lengths, tokens = [13, 30, 21], 64
     own = torch.zeros(tokens, dtype=torch.bool)
     own[13:43] = True
     clean = operands(tokens)
     poisoned = [torch.where(own.view(-1, *[1] * (x.ndim - 1)), x, y * size) for x, y, size in zip(clean, operands(tokens, seed=1), (1, 1, 1e6))]
     poisoned[0] = poisoned[0].transpose(0, 2).contiguous().transpose(0, 2)
-    for x, y in zip(*(gradients(kernels(ids, cu_seqlens, 25, 0.3), qk, omega) for qk, ids, omega in (clean, poisoned))):
+    for x, y in zip(*(gradients(kernels(ids, lengths, 25, 0.3), qk, omega) for qk, ids, omega in (clean, poisoned))):
         assert torch.equal(x[own], y[own])
 
 
@@ -162,7 +159,7 @@ DOUBLE = replace(helpers.MODEL, dtype="float64")
 
 
 def packed(pieces, **options):
-    return tg.pack({0: pieces}, len(pieces) + 2, max(map(len, pieces)) - 1, DOUBLE, pin=False, **options).to(CPU)
+    return tg.pack({0: pieces}, DOUBLE, pin=False, **options).to(CPU)
 
 
 def document(length, seed, names=9):
@@ -253,7 +250,7 @@ def test_keys_start_as_queries(tiny):
 # ---- on a GPU, in bf16 -----------------------------------------------------------------------------------------------
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "empty_documents"])
+@pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "three_documents"])
 def test_gpu_layouts(layout):
     check(*LAYOUTS[layout], dtype=torch.bfloat16, tolerance=2e-2, device="cuda", scale=128 ** -0.5, width=128)
 
@@ -264,13 +261,13 @@ def test_gpu_layouts(layout):
 def test_gpu_full_size(tokens, window, monkeypatch):
     """Documents of 1 to 2,048 tokens, Zipf-like ids, outputs full of NaN beforehand, against the reference in float64; bitwise repeatable."""
     lengths = [2048, 391, 1, 1, 17] * (tokens // 2458)
-    cu_seqlens, _ = boundaries([*lengths, tokens - sum(lengths)], 9, "cuda")
+    lengths.append(tokens - sum(lengths))
     qk, _, omega = operands(tokens, 128, dtype=torch.bfloat16, device="cuda")
     ids = torch.from_numpy((50_257 * np.random.default_rng(0).power(0.28, tokens)).astype(np.int32)).cuda()
     scale = 128 ** -0.5
-    expected = gradients(lambda qk: tg.pointer_reference(qk, ids, cu_seqlens, window, scale), qk.double(), omega)
+    expected = gradients(lambda qk: tg.pointer_reference(qk, ids, distances(lengths, "cuda")[0], window, scale), qk.double(), omega)
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *x, **options: empty(*x, **options).fill_(torch.nan))
-    run = lambda: gradients(kernels(ids, cu_seqlens, window, scale), qk, omega)
+    run = lambda: gradients(kernels(ids, lengths, window, scale), qk, omega)
     compare(run(), expected, 2e-2)
     assert all(map(torch.equal, run(), run()))

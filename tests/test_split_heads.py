@@ -392,7 +392,7 @@ def test_model_with_fp8_projections():
     """Loss and gradients of the tiny network, whose layers have every shape, beside those with the reference operators."""
     random, device = np.random.default_rng(0), torch.device(DEVICE)
     pieces = [random.integers(0, helpers.VOCABULARY, length).astype(np.uint16) for length in (33, 1 + 40, 1 + 56)]
-    documents = tg.pack({0: pieces}, 3, 56, helpers.MODEL, pin=False).to(device)
+    documents = tg.pack({0: pieces}, helpers.MODEL, pin=False).to(device)
     geometry, results, reference = tg.rotary_geometry(helpers.PRESET, 0, 56, device), [], tg.select_ops(device, fast=False)
     for project_heads in (reference.project_heads, lambda *operands: tg.ProjectHeads.apply(*operands, SCALES)):
         model = tg.GPT(helpers.MODEL, replace(reference, project_heads=project_heads), device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import types
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +21,8 @@ def pieces_of(lengths, generator):
     return [np.concatenate([[BOS], generator.integers(0, BOS, length)]).astype(np.uint16) for length in lengths]
 
 
-def packed(pieces, borders=None, **options):
-    return tg.pack({0: pieces}, borders or len(pieces), max(map(len, pieces)) - 1, MODEL, pin=False, **options).to(CPU)
+def packed(pieces, **options):
+    return tg.pack({0: pieces}, MODEL, pin=False, **options).to(CPU)
 
 
 def random_model(config, ops=None):
@@ -37,17 +36,17 @@ def geometry_of(config, positions, windows=None):
 
 
 # ---- who sees whom ---------------------------------------------------------------------------------------------------
-def influence(config, lengths, windows, borders=None):
+def influence(config, lengths, windows):
     """seen[i, j]: whether the features at i change, in any bit, when token j does. One changed token at a time, in float64."""
     model, pieces = random_model(config), pieces_of(lengths, np.random.default_rng(0))
     geometry, columns = geometry_of(config, max(lengths), windows), []
     with torch.no_grad():
-        base = model.features(packed(pieces, borders), geometry)
+        base = model.features(packed(pieces), geometry)
         for number, length in enumerate(lengths):
             for j in range(length):
                 changed = [piece.copy() for piece in pieces]
                 changed[number][j] = (changed[number][j] + 1) % BOS
-                columns.append((model.features(packed(changed, borders), geometry) != base).any(1))
+                columns.append((model.features(packed(changed), geometry) != base).any(1))
     return torch.stack(columns, dim=1)
 
 
@@ -58,7 +57,7 @@ TABLES = {"tiny": MODEL.layers, "record's": tg.LAYERS, "key offset": (L(key_offs
 def test_no_attention_across_documents_or_into_the_future(tiny, layers):
     """Two slots in one micro-batch, cut documents at both ends: exactly the earlier tokens of one's own document count."""
     slots = [[13, 1, 18], [9, 2, 21]]  # the first document of slot 1 follows directly on the last of slot 0
-    seen = influence(replace(DOUBLE, layers=layers, value_embeddings=5), sum(slots, []), windows=(60, 60), borders=9)
+    seen = influence(replace(DOUBLE, layers=layers, value_embeddings=5), sum(slots, []), windows=(60, 60))
     owner = torch.repeat_interleave(torch.arange(6), torch.tensor(sum(slots, [])))
     position = torch.arange(64)
     allowed = (owner[:, None] == owner[None]) & (position[:, None] >= position[None])
@@ -156,7 +155,7 @@ def plain_gradients(corpus, request):
         weights, geometry = torch.tensor(tg.target_weights(PRESET, step)), tg.rotary_geometry(replace(PRESET, model=DOUBLE), index, 97, CPU)
         for slot, start in enumerate(starts, step * tg.SLOTS):
             pieces = tg.cut_documents(stream.read(start, stage.slot_tokens + 1), stage.document_cap_tokens)
-            batch = tg.pack({slot: pieces}, len(pieces), stage.document_cap_tokens, DOUBLE, pin=False, candidates=stage.candidates)
+            batch = tg.pack({slot: pieces}, DOUBLE, pin=False, candidates=stage.candidates)
             losses.append(model(batch.to(CPU), geometry, weights))
         return step, float(sum(losses).detach()), plain_gradients_of(model, sum(losses) / 8)
 
@@ -430,24 +429,3 @@ def test_training_learns(corpus, tiny):
         trainer.training_step(step, batches)
     assert np.log(512) - 0.1 < start < np.log(512) + 0.03  # the pointer copies from the start
     assert trainer.validate(trainer.final_geometry) < start - 0.5
-
-
-@pytest.mark.parametrize("cap", [1, 7, 48, 500])
-def test_no_batch_holds_more_documents_than_bounded(corpus, tiny, monkeypatch, cap):
-    """Without the room that rounding up and the warm-up add; pack would fail."""
-    monkeypatch.setattr(tg, "padded_borders", lambda documents: documents)
-    monkeypatch.setattr(tg, "generated_pieces", lambda *_, **__: [])
-    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: 1)
-    trainer = helpers.make_trainer(corpus, replace(PRESET, train_tokens=12_000, stages=(tg.Stage(80, 8 * 16, cap, 8, 16),)))
-    assert len(helpers.all_batches(trainer)) == 80
-
-
-def test_equal_stages_share_the_larger_bound():
-    """Stages are keys: a schedule may hold one twice, and its first part may have the batches with more documents."""
-    trainer = object.__new__(tg.Trainer)
-    stage = replace(PRESET.stages[0], steps=2)
-    trainer.preset = replace(PRESET, stages=(stage, stage))
-    trainer.micro_slots, trainer.warm_slots = {stage: 2}, {stage: {}}
-    trainer.slot_starts = np.split(stage.slot_tokens * np.arange(4 * tg.SLOTS).reshape(4, -1), 2)
-    trainer.stream = types.SimpleNamespace(borders=np.arange(2 * stage.batch_tokens))  # nothing but BOS in the first stage
-    assert trainer._borders()[stage] >= 2 * stage.slot_tokens
