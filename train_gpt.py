@@ -2389,8 +2389,10 @@ class RunLog:
     def _write(self) -> None:
         while (item := self.queue.get()) is not None:
             if isinstance(item, str):
-                if not self.quiet:
-                    print(item, end="", flush=True)
+                try:
+                    print("" if self.quiet else item, end="", flush=True)
+                except OSError:  # nobody reads any more, or the disk is full: the log goes on
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             elif self.file is not None:
                 text = json.dumps(item)
                 self.chain = hashlib.sha256((self.chain + text).encode()).hexdigest()[:16]
@@ -2425,7 +2427,7 @@ def files_hash(paths: Sequence[Path]) -> str:
         with path.open("rb") as file:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
         sums = path.with_name("SHA256SUMS")
-        if sums.exists() and f"  {path.name}\n" in (stated := sums.read_text()) and lines[-1] not in stated:
+        if sums.exists() and f"  {path.name}\n" in (stated := sums.read_text(errors="replace")) and lines[-1] not in stated:
             fail(f"{path}: SHA-256", "what SHA256SUMS states", lines[-1][:64], "fetch this file again")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -2764,25 +2766,37 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
         aside.unlink(missing_ok=True)
         fail(f"saving {path}", "a writable folder with space", error, "choose another place for --save")
 
+def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dict[str, Any]) -> bool:
+    """Whether a model file's settings can be used, as far as the shapes of its weights do not prove it."""
+    counts = *attention["windows"], validation["tokens"], validation["window"], config.pointer_window_tokens, config.vocabulary
+    numbers = attention["scale"], *attention["frequency"], *config.softcap
+    layers = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp]
+    return (len(counts) == 6 and all(type(n) is int and n > 0 for n in counts) and config.vocabulary < config.padded_vocabulary
+            and len(numbers) == 4 + config.head_width // 4 and all(isinstance(x, float) and math.isfinite(x) for x in numbers)
+            and all(layer.skip_from in (None, *(s for s in layers if s < slot)) and layer.value_embedding in (None, *range(config.value_embeddings))
+                    for slot, layer in enumerate(config.layers)) and isinstance(validation["data"], str))
+
 def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
     """A saved model with reference operators (so it runs on any device) and the rest of the file. Only tensors and plain data are read."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict):
             raise TypeError(f"a {type(content).__name__}")
-        weights, config, *_ = (content[key] for key in ("weights", "model", "attention", "validation"))
+        weights, config, *settings = (content[key] for key in ("weights", "model", "attention", "validation"))
         config = json.loads(config)
         # Before anything is allocated: a view of one element can claim any size.
         if sum(weight.nbytes for weight in weights.values()) > path.stat().st_size or config["value_embeddings"] > len(weights):
             raise ValueError("weights larger than the file")
         config = ModelConfig(**{**config, "layers": tuple(Layer(**layer) for layer in config["layers"]), "softcap": Softcap(*config["softcap"])})
+        if not settings_fit(config, *settings):
+            raise ValueError("settings out of range")
         if device.type == "cpu":  # bfloat16 matrix products are slow there
             config = dataclasses.replace(config, dtype="float32")
         for place in (torch.device("meta"), device):  # first the shapes alone
             model = GPT(config, select_ops(device, fast=False), place)
             model.load_state_dict(weights, strict=True, assign=place != device)
     except (OSError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         fail(f"model file {path}", "a file written by --save", found, "train one with --save FILE")
     return model.requires_grad_(False), content
 
@@ -2803,9 +2817,11 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
 
 def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
     """Continue `prompt` token by token; each step runs the whole prefix, which is fine for a paragraph."""
-    import tiktoken
     try:
+        import tiktoken
         encoding = tiktoken.get_encoding("gpt2")
+    except ImportError:
+        fail("tiktoken", "an installed package", "none", "pip install tiktoken")
     except OSError as error:
         fail("tiktoken's gpt2 vocabulary", "a download or a copy in TIKTOKEN_CACHE_DIR", type(error).__name__, "connect to the network once")
     model, content = load_model(path, device)
@@ -2828,19 +2844,21 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         first, _, last = text.partition(":")
         return int(first), int(last or first)
 
-    def positive(text: str) -> int:
-        if int(text) < 1:
-            raise ValueError
-        return int(text)
+    def within(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
+        def number(text: str) -> Any:
+            if not least <= (value := kind(text)) <= most:
+                raise ValueError
+            return value
+        return number
 
     parser = argparse.ArgumentParser(description="Train a small GPT as fast as the machine allows.", allow_abbrev=False)
     parser.add_argument("--preset", choices=PRESETS, default="speedrun")
     parser.add_argument("--data", type=Path, help="folder with *_train_*.bin and *_val_*.bin (default: the preset's)")
-    parser.add_argument("--seed", type=int, help="fixes the initial weights; drawn and logged without it")
-    parser.add_argument("--runs", type=positive, default=1, help="train this many times, seeds counting up, one log each")
-    parser.add_argument("--val-every", type=positive, metavar="N", help="validate every N steps too, off the clock")
+    parser.add_argument("--seed", type=within(int, 0, 2**62), help="fixes the initial weights; drawn and logged without it")
+    parser.add_argument("--runs", type=within(int, 1), default=1, help="train this many times, seeds counting up, one log each")
+    parser.add_argument("--val-every", type=within(int, 1), metavar="N", help="validate every N steps too, off the clock")
     parser.add_argument("--profile", type=span, metavar="A:B", help="write a Chrome trace of steps A to B; no record")
-    parser.add_argument("--stop-after", type=positive, metavar="N", help="end after N steps of the schedule; no record")
+    parser.add_argument("--stop-after", type=within(int, 1), metavar="N", help="end after N steps of the schedule; no record")
     parser.add_argument("--log-dir", type=Path, default=Path("logs"))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel of every step instead of replaying CUDA graphs")
@@ -2848,7 +2866,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
     parser.add_argument("--orthogonalize", choices=RECIPES, help="how Muon orthogonalises (default: the preset's)")
     parser.add_argument("--muon", action="store_true", help="plain Muon: no variance normalisation")
-    parser.add_argument("--stall-limit", type=float, default=120, metavar="SECONDS", help="end with exit code 4 when nothing progresses for so long")
+    parser.add_argument("--stall-limit", type=within(float, 0.1), default=120, metavar="SECONDS", help="exit code 4 if nothing progresses so long")
     parser.add_argument("--check", action="store_true", help="what a start would check, one line an item, then exit")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model of the last run")
     parser.add_argument("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
@@ -2874,6 +2892,11 @@ def check_folder(folder: Path, needed_mb: int) -> str:
         fail(f"saving in {folder}", f"a writable folder with {needed_mb} MB free", f"{there} with {free_mb:,} MB", "choose another place")
     return f"{free_mb:,} MB free for {folder}"
 
+def check_model_file(path: Path, model: ModelConfig) -> str:
+    if path.is_dir():
+        fail(f"saving {path}", "the name of a file", "a folder", "add a name")
+    return check_folder(path.parent, 1000 + model.table_rows // 500)
+
 def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: Ops) -> int:
     """What a start checks, a line an item; returns the exit code of the first that fails."""
     def memory() -> str:
@@ -2886,12 +2909,14 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
         return f"{stream.consumed(preset.stages):,} of {stream.length:,} training tokens in {len(stream.paths)} shards, SHA-256 {digest[:16]}"
 
     checks = {"versions": check_versions, "memory": memory, "data": data, "log": lambda: check_folder(arguments.log_dir, 10),
-              "model": lambda: check_folder(arguments.save.parent, 1000 + preset.model.table_rows // 500) if arguments.save else "not kept"}
+              "model": lambda: check_model_file(arguments.save, preset.model) if arguments.save else "not kept"}
     code = 0
     for name, check in checks.items():
         try:
             line = f"ok    {name:<9}  {check()}"
-        except Failure as failure:
+        except Exception as error:
+            if (failure := explained(error, ranks)) is None:
+                raise
             line, code = f"FAIL  {name:<9}  {failure}", code or failure.code
         if ranks.rank == 0:
             print(line, flush=True)
@@ -2914,7 +2939,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
         return preflight(arguments, preset, ranks, ops)
     check_versions()
     if arguments.save:
-        check_folder(arguments.save.parent, 1000 + preset.model.table_rows // 500)
+        check_model_file(arguments.save, preset.model)
     trainer = Trainer(preset, ranks, ops, clock, arguments.data or Path(preset.data))
     defaults = parse_arguments([])
     settings = {key: str(value) for key, value in vars(arguments).items() if value != getattr(defaults, key)}
@@ -2926,9 +2951,6 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
         watchdog = Watchdog(ranks, arguments.stall_limit, lambda text: (log.line("end", state=f"failed: {text}", code=EXIT_HARDWARE), log.close()))
         try:
             loss = train(trainer, seed + run, log, options, settings)
-            ranks.beat("the end of the run", 10)
-            if arguments.save and run == arguments.runs - 1 and main_rank:
-                save_model(arguments.save, trainer, loss, seed + run)
         except BaseException as error:
             cause = explained(error, ranks) or error
             log.line("end", state="interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}", code=getattr(cause, "code", None))
@@ -2936,6 +2958,8 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
         finally:
             watchdog.done.set()
             log.close()
+    if arguments.save and main_rank:
+        save_model(arguments.save, trainer, loss, seed + arguments.runs - 1)
     trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses
     return 0
 

@@ -59,6 +59,15 @@ def test_check_goes_on_after_a_failure(check, tmp_path):
     assert found.items["data"][1].startswith("train shards: expected ")
 
 
+def test_check_goes_on_after_a_file_that_is_a_folder(check, tmp_path):
+    """Not ours to explain, yet one line, and the other items follow."""
+    for name in ("x_train_000001.bin", "x_val_000000.bin"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+    found = check(data=tmp_path / "data")
+    assert found.code == 2 and [mark for mark, _ in found.items.values()] == ["ok", "ok", "FAIL", "ok", "ok"]
+    assert "Is a directory" in found.items["data"][1] and "; fix: " in found.items["data"][1]
+
+
 def test_check_and_start_refuse_too_little_memory(check, corpus, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tg, "memory_plan", partial(tg.memory_plan, room_bytes=1e6))
     found = check()

@@ -301,6 +301,21 @@ def test_a_crash_is_logged(run, monkeypatch, tmp_path):
     assert log[-1]["state"] == "failed: a bug"
 
 
+def test_the_log_outlives_who_watches(tmp_path, monkeypatch):
+    """As `train_gpt.py | head` or a full disk under its output: no event is lost."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken:
+        monkeypatch.setattr(sys, "stdout", broken)
+        log = tg.RunLog(tmp_path / "run.jsonl")
+        log.say("to nobody")
+        log.line("end", state="ok")
+        log.say("again")
+        log.close()
+        monkeypatch.undo()
+    assert read_log(tmp_path / "run.jsonl")[-1]["state"] == "ok" and not helpers.own_threads()
+
+
 # ---- saved models ----------------------------------------------------------------------------------------------------
 class Stub:
     """A tokenizer that needs no files: bytes are tokens."""
@@ -374,6 +389,14 @@ BAD_MODELS = {  # the fault, and what the message tells of it
                                      "weights larger than the file"),
     "without its validation": (edit(lambda content: content.pop("validation")), "KeyError: 'validation'"),
     "without its attention": (edit(lambda content: content.pop("attention")), "KeyError: 'attention'"),
+    "with an empty validation": (edit(lambda content: content["validation"].clear()), "KeyError"),
+    **{f"with attention's {name}": (edit(lambda content, name=name, value=value: content["attention"].update({name: value})), "settings out of range")
+       for name, value in (("frequency", [1.0]), ("windows", (1,)), ("windows", (0, 8)), ("scale", math.nan), ("scale", "1"))},
+    **{f"with validation's {name} {value}": (edit(lambda content, name=name, value=value: content["validation"].update({name: value})), "out of range")
+       for name, value in (("tokens", "x"), ("tokens", 0), ("tokens", -1), ("window", 0), ("window", -4), ("data", None))},
+    **{f"of {text}": (edit(lambda content, old=old, text=text: content.update(model=content["model"].replace(old, text))), "out of range")
+       for old, text in (('"skip_from": 2', '"skip_from": 50'), (f'"vocabulary": {helpers.VOCABULARY}', '"vocabulary": 1000000000'), ('"value_embedding": 1', '"value_embedding": 2'),
+                         ('"pointer_window_tokens": 2048', '"pointer_window_tokens": "x"'))},
 }
 
 
@@ -387,6 +410,38 @@ def test_bad_model_files(saved, corpus, capsys, monkeypatch, tmp_path, name):
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and re.match(r"train_gpt: model file .*: expected .*, found .*; fix: ", said) and told in said
     assert not (tmp_path / "executed").exists()
+
+
+def test_wrong_weights_are_named(saved, corpus, capsys):
+    path, _ = saved
+    edit(lambda content: content["weights"].pop("head"))(path)
+    assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 2 and 'Missing key(s) in state_dict: "head"' in capsys.readouterr().err
+
+
+def test_sampling_without_tiktoken(saved, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    assert tg.main(["--sample", str(saved[0]), "Once"]) == 2
+    assert capsys.readouterr().err == "train_gpt: tiktoken: expected an installed package, found none; fix: pip install tiktoken\n"
+
+
+@pytest.mark.parametrize("option, value", [("--seed", "9" * 20), ("--seed", "-1"), ("--stall-limit", "0"), ("--stall-limit", "nan"), ("--runs", "0")])
+def test_numbers_out_of_range_are_usage_errors(option, value, capsys):
+    with pytest.raises(SystemExit) as caught:
+        tg.main([option, value])
+    assert caught.value.code == 2 and f"argument {option}: invalid number value: '{value}'" in capsys.readouterr().err
+
+
+def test_saving_failed_after_the_run(run, tmp_path, monkeypatch):
+    """The run itself has ended well, and its log says so, once."""
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    result = run("--seed", 3, "--save", tmp_path / "model.pt")
+    assert result.code == 2 and result.err.startswith("train_gpt: saving ") and [e["state"] for e in result.logs[0] if e["kind"] == "end"] == ["ok"]
+
+
+def test_saving_onto_a_folder(run, tmp_path):
+    result = run("--seed", 3, "--save", tmp_path)
+    assert result.code == 2 and not result.logs
+    assert result.err == f"train_gpt: saving {tmp_path}: expected the name of a file, found a folder; fix: add a name\n"
 
 
 def test_saving_where_one_cannot(run, tmp_path):
