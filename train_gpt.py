@@ -555,7 +555,8 @@ def visible_range(positions: Tensor, remaining: Tensor, window: int | Tensor) ->
 
 def visible_chunks(positions: Tensor, window: int, chunk: int, least: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
     """At most `chunk` queries at a time, the keys that their window can reach, and which of them each sees, `least` tokens back or more."""
-    first_key, at = visible_range(positions, positions, window)[0], torch.arange(len(positions), device=positions.device)
+    at = torch.arange(len(positions), device=positions.device)
+    first_key = at - positions.clamp(max=window)
     for start in range(0, len(at), chunk):
         rows = slice(start, min(start + chunk, len(at)))
         keys = slice(max(start - window, 0), rows.stop)
