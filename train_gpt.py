@@ -272,7 +272,10 @@ class Ranks:
     @staticmethod
     def start() -> Ranks:
         """Read torchrun's variables, pick the device and join the process group."""
-        rank, world, local = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+        given = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))]
+        if not all(text.isdecimal() for text in given):
+            fail("RANK, WORLD_SIZE, LOCAL_RANK", "numbers, as torchrun sets them", given, "unset them, or start with torchrun")
+        rank, world, local = map(int, given)
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
         device = torch.device("cpu")
@@ -2646,6 +2649,9 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
     profiler.stop()  # waits for the device
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
+    if not path.exists():  # torch says nothing
+        path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+        log.say(f"trace: expected to write {path}, found no room; fix: free that folder")
     if not torch.cuda.is_available():
         log.say(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=10))
         return

@@ -223,6 +223,17 @@ def test_stopping_after_more_than_everything(run):
     assert only(log, "val")[0]["step"] == 5
 
 
+def test_a_trace_for_which_there_is_no_room(run, tmp_path, monkeypatch):
+    """torch leaves a part under another name and says nothing."""
+    def export(_, path):
+        open(f"{path}.tmp", "w").close()
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    result = run("--seed", 3, "--profile", "1:2")
+    assert result.code == 0 and re.search(r"trace: expected to write .*rank0\.trace\.json, found no room; fix: free that folder\n", result.out)
+    assert not list((tmp_path / "logs").glob("*trace*"))
+
+
 def test_profile_writes_a_trace(run, tmp_path):
     result = run("--seed", 3, "--profile", "1:2")
     trace = json.loads(next((tmp_path / "logs").glob("*.trace.json")).read_text())
@@ -252,6 +263,11 @@ def test_impossible_world_sizes(corpus, tiny, monkeypatch, capsys, world):
     assert tg.main(["--preset", "tiny", "--data", str(corpus)]) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(rf"train_gpt: number of processes: expected 1, 2, 4 or 8, found {world}; fix: .*\n", said)
+
+
+def test_ranks_that_are_no_numbers(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert tg.main([]) == 2 and "RANK, WORLD_SIZE, LOCAL_RANK: expected numbers, as torchrun sets them, found" in capsys.readouterr().err
 
 
 def test_ctrl_c(run, monkeypatch):
