@@ -2662,7 +2662,7 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
         totals[name] += stop - start
         busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
     length = end - spans[0][0]
-    log.say(f"trace in {path}: {length / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %")
+    log.say(f"trace{f' in {path}' if path.exists() else ''}: {length / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %")
     for name, time_us in totals.most_common(10):
         log.say(f"{time_us / 1e3:10.2f} ms {100 * time_us / busy:5.1f} %  {name[:110]}")
 
