@@ -501,13 +501,6 @@ class Documents:
     remaining: Tensor
     candidates: Tensor | None
     certain: Tensor | None
-    range_cache: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
-
-    def ranges(self, window: int) -> tuple[Tensor, Tensor]:
-        """visible_range of this batch; computed once for all layers with the same window."""
-        if window not in self.range_cache:
-            self.range_cache[window] = visible_range(self.positions, self.remaining, window)
-        return self.range_cache[window]
 
 @dataclass(frozen=True)
 class Geometry:
@@ -548,16 +541,9 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
         k = torch.where(still, before, k)
     return rotate(q, cos[positions], sin[positions]), rotate(k, cos[positions], sin[positions]), v
 
-def visible_range(positions: Tensor, remaining: Tensor, window: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Who sees whom, as two int32 [T] arrays: query i sees keys first_key[i] ... i, key j is seen by queries j ... last_query[j]. They are of one
-    document and at most `window` >= 0 tokens apart, an int or an int32 tensor of no dimensions; positions, remaining: see Documents.
-
-    Both arrays never decrease: that is all the kernels need to know of documents and windows."""
-    at = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-    return at - positions.clamp(max=window), at + remaining.clamp(max=window)
-
 def visible_chunks(positions: Tensor, window: int, chunk: int, least: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
-    """At most `chunk` queries at a time, the keys that their window can reach, and which of them each sees, `least` tokens back or more."""
+    """Who sees whom: at most `chunk` queries at a time, the keys that their window can reach, and which of them each sees: those of its document,
+    `least` to `window` tokens back; positions: see Documents."""
     at = torch.arange(len(positions), device=positions.device)
     first_key = at - positions.clamp(max=window)
     for start in range(0, len(at), chunk):
@@ -566,7 +552,7 @@ def visible_chunks(positions: Tensor, window: int, chunk: int, least: int = 0) -
         yield rows, keys, (at[keys] >= first_key[rows, None]) & (at[keys] <= at[rows, None] - least)
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
-    """Plain PyTorch attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; masks as in `visible_range`. Any device and dtype.
+    """Plain PyTorch attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; masks as in `visible_chunks`. Any device and dtype.
 
     Works on `chunk` queries at a time against the keys that their window can reach, so the scores need chunk * (chunk + window) * H."""
     outputs = []
@@ -814,7 +800,7 @@ def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dt
 #
 # Tiles lie on the flat token axis, because documents (median 391 tokens) are hardly longer than a tile: one tile may hold many. A program owns
 # BLOCK_M tokens of one head and walks over the other side in steps of BLOCK_N tokens, from the first that any of its tokens sees to the last. Mask
-# of a step: two comparisons with the monotone bounds of `visible_range`; to skip them where all is visible made the backward 7 % slower. Steps
+# of a step: comparisons with the token itself and with its `furthest`; to skip them where all is visible made the backward 7 % slower. Steps
 # start where the range starts, not at a multiple of BLOCK_N: TMA and cp.async do not care, and it saves a step now and then. Of the scores executed
 # at 64 x 64 four fifths are visible (49,152 tokens, window 640: 368 of 452 a query); 128 x 128 would execute 538.
 #
@@ -841,19 +827,27 @@ def store_rows(out, values, row, head, heads, tokens):
     tl.store(out + rows * stride + tl.arange(0, values.shape[1])[None, :], values.to(out.dtype.element_ty), mask=row + rows < tokens)
 
 @jit
-def attention_forward_kernel(q, k_steps, v_steps, q_stride, k_stride, v_stride, out, lse, first_key, tokens, scale_log2,
+def furthest(distances, at, tokens, window, KEYS: tl.constexpr):
+    """The first key that each query in `at` sees, distances being Documents.positions; or (KEYS) the last query that sees each key, of remaining.
+    Neither ever decreases along the tokens: that is all the kernels know of documents and windows. Past the last token it is that token's."""
+    at = tl.minimum(at, tokens - 1)
+    distance = tl.load(distances + at)  # the smaller one taken first costs 17 more instructions (of 422, sm_90) a step of dq
+    return tl.minimum(at + distance, at + window) if KEYS else tl.maximum(at - distance, at - window)
+
+@jit
+def attention_forward_kernel(q, k_steps, v_steps, q_stride, k_stride, v_stride, out, lse, positions, window, tokens, scale_log2,
                              DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """out and lse of BLOCK_M queries of one head. Grid [heads, tiles]: the heads of a tile run side by side. No running maximum."""
     head, start = tl.program_id(0), tl.program_id(1) * BLOCK_M
     queries = start + tl.arange(0, BLOCK_M)
-    query_first = tl.load(first_key + queries, mask=queries < tokens, other=0)
+    first_key = furthest(positions, queries, tokens, window, False)
     q_tile = load_rows(q, start, head, q_stride, tokens, DK, BLOCK_M)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, DV], tl.float32)
-    for step in tl.range(tl.load(first_key + start), tl.minimum(start + BLOCK_M, tokens), BLOCK_N):
+    for step in tl.range(furthest(positions, start, tokens, window, False), tl.minimum(start + BLOCK_M, tokens), BLOCK_N):
         scores = tl.dot(q_tile, tl.trans(load_rows(k_steps, step, head, k_stride, tokens, DK, BLOCK_N)))
         keys = step + tl.arange(0, BLOCK_N)
-        seen = (keys[None, :] >= query_first[:, None]) & (keys[None, :] <= queries[:, None])
+        seen = (keys[None, :] >= first_key[:, None]) & (keys[None, :] <= queries[:, None])
         p = tl.exp2(tl.where(seen, scores, float("-inf")) * scale_log2)
         row_sum += tl.sum(p, 1)
         v_tile = load_rows(v_steps, step, head, v_stride, tokens, DV, BLOCK_N)
@@ -871,16 +865,17 @@ def attention_delta_kernel(out, dout, delta, tokens, dout_stride, DV: tl.constex
     tl.store(delta + head * tokens + queries, tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1), mask=queries < tokens)
 
 @jit
-def attention_gradients(a, b, x_steps, y_steps, a_stride, b_stride, x_stride, y_stride, da, db, lse, delta, bounds, tokens, scale, scale_log2,
-                        KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def attention_gradients(a, b, x_steps, y_steps, a_stride, b_stride, x_stride, y_stride, da, db, lse, delta, distances, window, tokens, scale,
+                        scale_log2, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dq of BLOCK_M queries: a, b, x, y are q, dout, k, v. Or (KEYS) dk and dv of BLOCK_M keys, with k, v, q, dout: their scores are transposed,
     [keys, queries], so that the tensor cores take p and ds, left operands, from registers."""
     head, start = tl.program_id(0), tl.program_id(2) * BLOCK_M
-    own, stop = start + tl.arange(0, BLOCK_M), tl.minimum(start + BLOCK_M, tokens)
-    bound = tl.load(bounds + own, mask=own < tokens, other=-1)[:, None]
+    own = start + tl.arange(0, BLOCK_M)
+    bound = furthest(distances, own, tokens, window, KEYS)[:, None]
     a_tile, b_tile = load_rows(a, start, head, a_stride, tokens, DK, BLOCK_M), load_rows(b, start, head, b_stride, tokens, DV, BLOCK_M)
     da_tile, db_tile = tl.zeros(a_tile.shape, tl.float32), tl.zeros(b_tile.shape, tl.float32)
-    first, stop = (start, tl.load(bounds + stop - 1) + 1) if KEYS else (tl.load(bounds + start), stop)
+    end = furthest(distances, start + (BLOCK_M - 1 if KEYS else 0), tokens, window, KEYS)
+    first, stop = (start, end + 1) if KEYS else (end, tl.minimum(start + BLOCK_M, tokens))
     for step in tl.range(first, stop, BLOCK_N):
         others = step + tl.arange(0, BLOCK_N)
         query, key = (others[None, :], own[:, None]) if KEYS else (own[:, None], others[None, :])
@@ -901,15 +896,15 @@ def attention_gradients(a, b, x_steps, y_steps, a_stride, b_stride, x_stride, y_
 
 @jit
 def attention_backward_kernel(
-    q, k, v, dout, q_stride, k_stride, v_stride, dout_stride, q_steps, k_steps, v_steps, dout_steps, dq, dk, dv, lse, delta, first_key, last_query,
-    tokens, scale, scale_log2, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    q, k, v, dout, q_stride, k_stride, v_stride, dout_stride, q_steps, k_steps, v_steps, dout_steps, dq, dk, dv, lse, delta, positions, remaining,
+    window, tokens, scale, scale_log2, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dk and dv of BLOCK_M keys, or dq of BLOCK_M queries, of one head. Grid [heads, 2, tiles]: the two kinds alternate."""
     if tl.program_id(1) == 0:
-        attention_gradients(k, v, q_steps, dout_steps, k_stride, v_stride, q_stride, dout_stride, dk, dv, lse, delta, last_query, tokens,
-                            scale, scale_log2, True, DK, DV, BLOCK_M, BLOCK_N)
+        attention_gradients(k, v, q_steps, dout_steps, k_stride, v_stride, q_stride, dout_stride, dk, dv, lse, delta, remaining, window,
+                            tokens, scale, scale_log2, True, DK, DV, BLOCK_M, BLOCK_N)
     else:
-        attention_gradients(q, dout, k_steps, v_steps, q_stride, dout_stride, k_stride, v_stride, dq, None, lse, delta, first_key, tokens,
-                            scale, scale_log2, False, DK, DV, BLOCK_M, BLOCK_N)
+        attention_gradients(q, dout, k_steps, v_steps, q_stride, dout_stride, k_stride, v_stride, dq, None, lse, delta, positions, window,
+                            tokens, scale, scale_log2, False, DK, DV, BLOCK_M, BLOCK_N)
 
 def attention_tiles(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
     """Fixed launch configurations of forward and backward: tokens a program owns, tokens a step; warps, stages. tests/bench_attention.py --sweep
@@ -931,34 +926,34 @@ def steps_of(x: Tensor, tile: dict[str, int]) -> Tensor | TensorDescriptor:
 class PackedAttention(torch.autograd.Function):
     """Causal attention within packed documents and a sliding window; the result of attention_reference.
 
-    q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; bf16 or fp32, widths of a power of two up to 128; views of one buffer need no copy. first_key,
-    last_query: visible_range, shared by the layers. Documents and window recompile nothing. The softmax has no running maximum, so |scale q.k| must
+    q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; bf16 or fp32, widths of a power of two up to 128; views of one buffer need no copy. positions,
+    remaining: see Documents; another window recompiles nothing if it is a multiple of 16. The softmax has no running maximum, so |scale q.k| must
     stay below 60: 2^87 is far from the limits of bf16 and fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is enough."""
     @staticmethod
-    def forward(ctx, q, k, v, first_key, last_query, scale):
-        (tokens, heads, width), tile, ctx.scale = q.shape, attention_tiles(q.device)[0], scale
+    def forward(ctx, q, k, v, positions, remaining, window, scale):
+        (tokens, heads, width), tile, ctx.window, ctx.scale = q.shape, attention_tiles(q.device)[0], window, scale
         if scale * width >= 60:
             raise ValueError(f"attention without running maximum: expected scale * head width < 60, found {scale:g} * {width}")
         q, k, v = map(with_aligned_rows, (q, k, v))
         out, lse = v.new_empty(v.shape), q.new_empty(heads, tokens, dtype=torch.float32)  # lse: base 2
         attention_forward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
-            q, steps_of(k, tile), steps_of(v, tile), q.stride(0), k.stride(0), v.stride(0), out, lse, first_key, tokens, scale * math.log2(math.e),
-            DK=width, DV=v.size(2), **tile)
-        ctx.save_for_backward(q, k, v, out, lse, first_key, last_query)
+            q, steps_of(k, tile), steps_of(v, tile), q.stride(0), k.stride(0), v.stride(0), out, lse, positions, window, tokens,
+            scale * math.log2(math.e), DK=width, DV=v.size(2), **tile)
+        ctx.save_for_backward(q, k, v, out, lse, positions, remaining)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        *operands, out, lse, first_key, last_query = ctx.saved_tensors
+        *operands, out, lse, positions, remaining = ctx.saved_tensors
         (tokens, heads, width), tile, delta = out.shape, attention_tiles(out.device)[1], torch.empty_like(lse)
         grads = [x.new_empty(x.shape) for x in operands]
         operands.append(with_aligned_rows(dout))  # it may be the expanded gradient of a sum
         strides, steps = [x.stride(0) for x in operands], [steps_of(x, tile) for x in operands]
         attention_delta_kernel[heads, triton.cdiv(tokens, 64)](out, operands[3], delta, tokens, strides[3], DV=width, BLOCK_M=64)
         attention_backward_kernel[heads, 2, triton.cdiv(tokens, tile["BLOCK_M"])](
-            *operands, *strides, *steps, *grads, lse, delta, first_key, last_query, tokens, ctx.scale, ctx.scale * math.log2(math.e),
+            *operands, *strides, *steps, *grads, lse, delta, positions, remaining, ctx.window, tokens, ctx.scale, ctx.scale * math.log2(math.e),
             DK=operands[0].size(2), DV=width, **tile)
-        return *grads, None, None, None
+        return *grads, *(None,) * 4
 
 # ---- pointer ---------------------------------------------------------------------------------------------------------
 #     lse[t] = ln (1 + sum_i e^s[t, i]),   log_copy[t] = ln (sum_i match[t, i] e^s[t, i]) - lse[t],   match[t, i] = 1 if ids[i] = ids[t], else 0
@@ -967,16 +962,17 @@ class PackedAttention(torch.autograd.Function):
 # kernel does all three passes. lse is kept as infinite where nothing matches, so that those scores get no gradient.
 
 @jit
-def pointer_kernel(qk, qk_steps, ids, log_copy, lse, bounds, omega, dqk, tokens, scale_log2, NO_COPY: tl.constexpr, KEYS: tl.constexpr,
-                   D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """log_copy and lse (base 2) of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. bounds: first_key of
-    visible_range, or for keys last_query. Reference: pointer_reference."""
+def pointer_kernel(qk, qk_steps, ids, log_copy, lse, distances, window, omega, dqk, tokens, scale_log2, NO_COPY: tl.constexpr,
+                   KEYS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """log_copy and lse (base 2) of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. distances, window:
+    as `furthest` takes them. Reference: pointer_reference."""
     start = tl.program_id(0) * BLOCK_M
-    own, stop = start + tl.arange(0, BLOCK_M), tl.minimum(start + BLOCK_M, tokens)
-    bound = tl.load(bounds + own, mask=own < tokens, other=-1)[:, None]
+    own = start + tl.arange(0, BLOCK_M)
+    bound = furthest(distances, own, tokens, window, KEYS)[:, None]
     own_tile = load_rows(qk, start, KEYS, 2 * D, tokens, D, BLOCK_M)
     grad, everything, matching = tl.zeros(own_tile.shape, tl.float32), tl.full([BLOCK_M], 1.0, tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    first, stop = (start, tl.load(bounds + stop - 1) + 1) if KEYS else (tl.load(bounds + start), stop)
+    end = furthest(distances, start + (BLOCK_M - 1 if KEYS else 0), tokens, window, KEYS)
+    first, stop = (start, end + 1) if KEYS else (end, tl.minimum(start + BLOCK_M, tokens))
     for step in tl.range(first, stop, BLOCK_N):
         others = step + tl.arange(0, BLOCK_N)
         query, key = (others[None, :], own[:, None]) if KEYS else (own[:, None], others[None, :])
@@ -1001,29 +997,29 @@ def pointer_kernel(qk, qk_steps, ids, log_copy, lse, bounds, omega, dqk, tokens,
         store_rows(dqk, grad * (scale_log2 / 1.4426950408889634), start, KEYS, 2, tokens)
 
 class PointerLogCopy(torch.autograd.Function):
-    """pointer_reference in kernels: `PointerLogCopy.apply(qk, ids, *visible_range(...), scale)`; |scale q.k| < 60 as for PackedAttention."""
+    """pointer_reference in kernels: `PointerLogCopy.apply(qk, ids, positions, remaining, window, scale)`; |scale q.k| < 60 as for PackedAttention."""
     @staticmethod
     def launch(tile, scale, qk, *operands, omega=None, dqk=None, keys=0):
         pointer_kernel[(triton.cdiv(len(qk), tile["BLOCK_M"]),)](
             qk, steps_of(qk, tile), *operands, omega, dqk, len(qk), scale * math.log2(math.e), NO_COPY, keys, D=qk.size(2), **tile)
 
     @staticmethod
-    def forward(ctx, qk, ids, first_key, last_query, scale):
+    def forward(ctx, qk, ids, positions, remaining, window, scale):
         if scale * qk.size(2) >= 60:
             raise ValueError(f"pointer without running maximum: expected scale * width < 60, found {scale:g} * {qk.size(2)}")
-        qk, ctx.scale = qk.contiguous(), scale
+        qk, ctx.window, ctx.scale = qk.contiguous(), window, scale
         operands = qk, ids, *(qk.new_empty(len(qk), dtype=torch.float32) for _ in range(2))  # log_copy, lse
-        PointerLogCopy.launch(attention_tiles(qk.device)[0], scale, *operands, first_key)
-        ctx.save_for_backward(*operands, first_key, last_query)
+        PointerLogCopy.launch(attention_tiles(qk.device)[0], scale, *operands, positions, window)
+        ctx.save_for_backward(*operands, positions, remaining)
         return operands[2]
 
     @staticmethod
     def backward(ctx, omega):
-        *operands, first_key, last_query = ctx.saved_tensors
+        *operands, positions, remaining = ctx.saved_tensors
         tile, omega, dqk = attention_tiles(omega.device)[1], omega.contiguous(), torch.empty_like(operands[0])
-        for keys, bounds in enumerate((first_key, last_query)):
-            PointerLogCopy.launch(tile, ctx.scale, *operands, bounds, omega=omega, dqk=dqk, keys=keys)
-        return dqk, *(None,) * 4
+        for keys, distances in enumerate((positions, remaining)):
+            PointerLogCopy.launch(tile, ctx.scale, *operands, distances, ctx.window, omega=omega, dqk=dqk, keys=keys)
+        return dqk, *(None,) * 5
 
 # ---- FP8 copies and products -----------------------------------------------------------------------------------------
 @jit
@@ -1611,8 +1607,9 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     region, scales = compile_dynamic if compile else lambda function: function, HeadScales() if head == "fp8" else None
     torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
-        attention=lambda q, k, v, documents, window, scale: PackedAttention.apply(q, k, v, *documents.ranges(window), scale),
-        pointer=lambda qk, documents, window, scale: PointerLogCopy.apply(qk, documents.columns, *documents.ranges(window), scale),
+        attention=lambda q, k, v, documents, window, scale: PackedAttention.apply(q, k, v, documents.positions, documents.remaining, window, scale),
+        pointer=lambda qk, documents, window, scale: PointerLogCopy.apply(
+            qk, documents.columns, documents.positions, documents.remaining, window, scale),
         project_heads=lambda *operands: ProjectHeads.apply(*operands, MlpScales() if attention == "fp8" and torch.is_grad_enabled() else None),
         mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize, sparse_adam=sparse_adam,
         head_loss=lambda x, weight, targets, cap: HeadLoss.apply(x, weight, *targets, cap, scales), head_loss_eval=head_loss_eval,

@@ -93,12 +93,11 @@ class Cell:
         self.v, self.dout = normal().to(dtype), normal().to(dtype)
         self.distances, self.documents = distances(tokens, documents, device)
         self.tokens, self.window, self.device = tokens, window, device
-        self.ranges = tg.visible_range(*self.distances, window)
         self.context = Context()
         self.forward(self.context)
 
     def forward(self, context):
-        return tg.PackedAttention.forward(context, self.q, self.k, self.v, *self.ranges, SCALE)
+        return tg.PackedAttention.forward(context, self.q, self.k, self.v, *self.distances, self.window, SCALE)
 
     def call(self, name, tile=None):
         call = (lambda: self.forward(Context())) if name == "forward" else lambda: tg.PackedAttention.backward(self.context, self.dout)
@@ -174,7 +173,7 @@ def errors(cell, rival):
     exact = tg.attention_reference(*exact_leaves, cell.distances[0], cell.window, SCALE)
     exact = (exact.detach(), *torch.autograd.grad(exact, exact_leaves, cell.dout.double()))
     leaves = cell.leaves()
-    out = tg.PackedAttention.apply(*leaves, *cell.ranges, SCALE)
+    out = tg.PackedAttention.apply(*leaves, *cell.distances, cell.window, SCALE)
     rows = {"ours": (out.detach(), *torch.autograd.grad(out, leaves, cell.dout))}
     if rival:
         rows["varlen_attn"] = (rival[0]().detach(), *rival[1]())

@@ -32,11 +32,10 @@ class Cell:
         self.qk, self.omega = tg.pointer_in(self.h, self.weight), normal(tokens)
         self.ids = torch.from_numpy((50_257 * np.random.default_rng(0).power(0.28, tokens)).astype(np.int32)).to(DEVICE)
         self.distances, self.documents = attention.distances(tokens, CAP, DEVICE)
-        self.ranges = tg.visible_range(*self.distances, WINDOW)
         self.seen = float(self.distances[0].clamp(max=WINDOW).float().mean())
 
     def log_copy(self, qk):
-        return tg.PointerLogCopy.apply(qk, self.ids, *self.ranges, SCALE)
+        return tg.PointerLogCopy.apply(qk, self.ids, *self.distances, WINDOW, SCALE)
 
     def both(self, function, *operands):
         leaves = [x.detach().requires_grad_() for x in operands]

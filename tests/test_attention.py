@@ -61,7 +61,7 @@ def operands(tokens, heads=2, dk=16, dv=16, dtype=torch.float32, device="cpu", s
 
 
 def attention(q, k, v, lengths, window, scale):
-    return tg.PackedAttention.apply(q, k, v, *tg.visible_range(*distances(lengths, q.device), window), scale)
+    return tg.PackedAttention.apply(q, k, v, *distances(lengths, q.device), window, scale)
 
 
 def gradients(function, q, k, v, dout):
@@ -116,11 +116,13 @@ def test_who_sees_whom(layout):
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     i = torch.arange(sum(lengths))
     seen = (document[:, None] == document) & (i[:, None] >= i) & (i[:, None] - i <= window)
-    for run_time_window in (window, torch.tensor(window, dtype=torch.int32)):
-        first_key, last_query = tg.visible_range(batch.positions, batch.remaining, run_time_window)
-        assert first_key.dtype == last_query.dtype == torch.int32
-        assert torch.equal(seen, (i >= first_key[:, None]) & (i <= i[:, None]))
-        assert torch.equal(seen, (i[:, None] >= i) & (i[:, None] <= last_query))
+    first_key, last_query = i - batch.positions.clamp(max=window), i + batch.remaining.clamp(max=window)
+    assert batch.positions.dtype == batch.remaining.dtype == torch.int32
+    assert torch.equal(seen, (i >= first_key[:, None]) & (i <= i[:, None]))
+    assert torch.equal(seen, (i[:, None] >= i) & (i[:, None] <= last_query))
+    assert (first_key.diff() >= 0).all() and (last_query.diff() >= 0).all(), "the kernels walk from the first token's to the last one's"
+    for rows, keys, part in tg.visible_chunks(batch.positions, window, 16):
+        assert torch.equal(seen[rows, keys], part) and seen[rows].sum() == part.sum()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -284,11 +286,10 @@ def test_causal_and_windowed(tiles):
 
 
 @interpreted
-def test_repeatable_whatever_holds_the_window(tiles):
+def test_repeatable(tiles):
     lengths, window = LAYOUTS["many_in_a_tile"]
     q, k, v, dout = operands(sum(lengths))
-    first, second = (gradients(lambda q, k, v: attention(q, k, v, lengths, w, 0.3), q, k, v, dout)
-                     for w in (window, torch.tensor(window, dtype=torch.int32)))
+    first, second = (gradients(lambda q, k, v: attention(q, k, v, lengths, window, 0.3), q, k, v, dout) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
@@ -333,12 +334,12 @@ def test_gpu_full_size(tokens, window, monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_gpu_graph_follows_documents_and_window():
-    """One captured graph replays with other documents and another window, bitwise as eager calls give them."""
+def test_gpu_graph_follows_documents():
+    """One captured graph replays with other documents, bitwise as eager calls give them."""
     first, second = [100, 200, 212], [512]
-    documents, window = distances(first, "cuda"), torch.tensor(64, dtype=torch.int32, device="cuda")
+    documents = distances(first, "cuda")
     q, k, v, dout = operands(512, 6, 128, 128, torch.bfloat16, "cuda")
-    run = lambda: gradients(lambda q, k, v: tg.PackedAttention.apply(q, k, v, *tg.visible_range(*documents, window), 0.1), q, k, v, dout)
+    run = lambda: gradients(lambda q, k, v: tg.PackedAttention.apply(q, k, v, *documents, 64, 0.1), q, k, v, dout)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         run()
@@ -346,10 +347,9 @@ def test_gpu_graph_follows_documents_and_window():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
-    for lengths, value in ((first, 64), (second, 200)):
+    for lengths in (first, second):
         for place, values in zip(documents, distances(lengths)):
             place.copy_(values)
-        window.fill_(value)
         graph.replay()
         eager = run()
         assert all(torch.equal(x, y) for x, y in zip(captured, eager, strict=True))

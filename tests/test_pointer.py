@@ -50,7 +50,7 @@ def gradients(function, qk, omega):
 
 
 def kernels(ids, lengths, window, scale):
-    return lambda qk: tg.PointerLogCopy.apply(qk, ids, *tg.visible_range(*distances(lengths, qk.device), window), scale)
+    return lambda qk: tg.PointerLogCopy.apply(qk, ids, *distances(lengths, qk.device), window, scale)
 
 
 def compare(results, expected, tolerance):
