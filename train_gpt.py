@@ -1342,18 +1342,13 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, x, weight, columns, positions, weights, candidates, certain, log_copy, spare, cap=Softcap(), scales=None):
         ctx.targets = Targets(columns, positions, weights, candidates, certain, log_copy, spare)
         ctx.cap, ctx.scales, ctx.shape = cap, scales, weight.shape
-        if scales:
-            weight, _ = quantize_both(weight, scales.weight)
         saved, total = [], 0.0
         for rows, part in ctx.targets.parts():
-            ids, head = part.candidates, weight
+            head = weight if part.candidates is None else weight[part.candidates]
             if scales:
-                head = weight if ids is None else weight.view(torch.int8)[ids].view(weight.dtype)
-                x8, x8_t = quantize_both(x[rows], scales.x)
-                logits = fp8_matmul_nt(x8, head, scales.x, scales.weight, fast_accum=True)
-                operands = x8_t, transposed(head)
+                (x8, x8_t), (head8, head8_t) = quantize_both(x[rows], scales.x), quantize_both(head, scales.weight)
+                logits, operands = fp8_matmul_nt(x8, head8, scales.x, scales.weight, fast_accum=True), (x8_t, head8_t)
             else:
-                head = weight if ids is None else weight[ids]
                 logits, operands = x[rows] @ head.T, (x[rows], head)
             losses, lse, copied = row_losses(logits, part, len(weight), cap, fast=scales is not None and logits.is_cuda)
             saved += [*operands, logits, lse, copied]
