@@ -1907,33 +1907,35 @@ def normalize(x: Tensor, update: Tensor | None = None) -> Tensor:
 
 def layer_inputs(x0: Tensor, ngram: Tensor, *residuals: Tensor) -> list[Tensor]:
     """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
-    rows = len(x0), 1  # a weight for each: its gradient is a row's sum, in the kernel of x0's gradient; a sum over everything would read again
-    return [(r[1].expand(rows) * x0 + r[2].expand(rows) * ngram).to(x0.dtype) for r in residuals]
+    return [(by_rows(r[1], x0) + by_rows(r[2], ngram)).to(x0.dtype) for r in residuals]
 
 def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> Tensor:
+def by_rows(weight: Tensor, x: Tensor) -> Tensor:
+    """weight [] times x [T, width], float32. Its gradient is summed by rows first, in the kernel of x's; a sum of everything would read both again."""
+    return weight.expand(len(x), 1) * x
+
     """Residual stream at the start of a layer: the U-Net skip, then layer_inputs' mix."""
     x = updated(x, update)
     if skip is not None:
-        x = x + torch.sigmoid(skip_weight) * skip
-    return residual[0] * x + mix
+        x = x + by_rows(torch.sigmoid(skip_weight), skip)
+    return (by_rows(residual[0], x) + mix).to(mix.dtype)
 
 def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None,
-                 residual: Tensor, scales: Tensor, qkv: Tensor, gate: Tensor, value_gate: Tensor | None):
-    """Up to the projection: residual stream and normalised [T, width], weight, gates [T, H] of the heads' outputs and of the value embedding.
+                 residual: Tensor, scale: Tensor, gate: Tensor, value_gate: Tensor | None):
+    """Up to the projection: residual stream and normalised [T, width], gates [T, H] of the heads' outputs and of the value embedding.
 
-    scales[0] multiplies the weight instead of V (q and k are normalised anyway): 2304 rows instead of T (record 47)."""
+    The layer's scale is on the outputs' gates: on the weights (record 47) it would take a pass over them, and one over their gradients."""
     x = enter_layer(x, update, mix, skip, skip_weight, residual)
-    h = norm(x)
-    inputs = gate.size(1)
-    gates, value_gates = torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype))), None
+    h, inputs, value_gates = norm(x), gate.size(1), None
+    gates = (scale * torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype)))).to(h.dtype)
     if value is not None:
         mixed = torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)  # no gradient: it would cost a pass over all of value
-        value_gates = 2 * torch.sigmoid(F.linear(mixed, value_gate.to(h.dtype)))
-    return x, h, scales[0] * qkv, gates, value_gates
+        value_gates = 4 * torch.sigmoid(F.linear(mixed, value_gate.to(h.dtype)))
+    return x, h, gates, value_gates
 
-def attention_out(x: Tensor, y: Tensor, gates: Tensor, scales: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+def attention_out(x: Tensor, y: Tensor, gates: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Sparse gates of the heads' outputs y [T, H, D], output projection, residual: the stream, and normalised for the MLP."""
-    x = x + F.linear((y * gates[:, :, None]).flatten(1), scales[1] * out)
+    x = x + F.linear((y * gates[:, :, None]).flatten(1), out)
     return x, norm(x)
 
 def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor):
@@ -1968,7 +1970,7 @@ class Block(nn.Module):
         if layer.attention:
             self.qkv = declared("attention", empty(3 * attention_width, width), (attention_width, width))
             self.out = declared("attention", empty(width, attention_width), (width, attention_width))
-            self.scales = declared("scalar", empty(2, dtype=torch.float32))
+            self.scale = declared("scalar", empty((), dtype=torch.float32))
             self.gate = declared("gate", empty(config.heads, config.gate_inputs, dtype=torch.float32))
             gated = layer.value_embedding is not None
             self.value_gate = declared("gate", empty(config.heads, config.gate_inputs, dtype=torch.float32)) if gated else None
@@ -1986,7 +1988,7 @@ class Block(nn.Module):
             bound = math.sqrt(3) * 0.5 * self.qkv.size(1) ** -0.5
             self.qkv.uniform_(-bound, bound, generator=generator)
             self.out.zero_()
-            self.scales.copy_(torch.tensor([0.5, 1.0]))
+            self.scale.fill_(0.5)
             for gate in (self.gate, self.value_gate):
                 if gate is not None:
                     gate.zero_()
@@ -1999,15 +2001,15 @@ class Block(nn.Module):
                 geometry: Geometry) -> tuple[Tensor, Tensor | None]:
         layer = self.layer
         if layer.attention:
-            x, h, weight, gates, value_gates = self.attention_in(x, update, mix, skip, value, self.skip_weight, self.residual, self.scales,
-                                                                 self.qkv, self.gate, self.value_gate)
+            x, h, gates, value_gates = self.attention_in(x, update, mix, skip, value, self.skip_weight, self.residual, self.scale,
+                                                         self.gate, self.value_gate)
             turn = documents.positions, geometry.cos, geometry.sin
-            q, k, v = self.ops.project_heads(h, weight, value, value_gates, *turn, layer.key_offset)
+            q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn, layer.key_offset)
             y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale)
-            x, h = self.attention_out(x, y, gates, self.scales, self.out)
+            x, h = self.attention_out(x, y, gates, arrived(self.out))
         else:
             x, h = self.mlp_in(x, update, mix, skip, self.skip_weight, self.residual)
-        return x, self.ops.mlp(h, self.up, self.down) if layer.mlp else None
+        return x, self.ops.mlp(h, arrived(self.up), arrived(self.down)) if layer.mlp else None
 
 class GPT(nn.Module):
     """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch."""
@@ -2051,8 +2053,6 @@ class GPT(nn.Module):
         """Final hidden states [T, width], normalised, ready for the head."""
         ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
         x = x0 = self.normalize(self.ops.embed(arrived(self.embedding), documents))
-        for parameter in self.blocks.parameters():
-            arrived(parameter)
         skips: dict[int | None, Tensor | None] = {None: None}
         update, residuals = None, [block.residual for block in self.blocks.values()]  # without gradients a mix at a time: windows are long
         mixes = self.layer_inputs(x0, ngram, *residuals) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, r)[0] for r in residuals)
@@ -2063,7 +2063,7 @@ class GPT(nn.Module):
             value = None if table is None else self.ops.embed(table, documents)
             x, update = block(x, update, mix, skips[layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
-                skips[int(slot)] = updated(x, update)
+                skips[int(slot)], update = (x := updated(x, update)), None  # one sum, and one gradient, for both that read it
         return self.normalize(x, update)
 
     def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
