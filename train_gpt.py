@@ -9,8 +9,7 @@ Launch
     torchrun --standalone --nproc_per_node=8 train_gpt.py        one node; 4, 2 or 1 GPU train on the same tokens, accumulated
     python train_gpt.py --preset smoke                           any computer, no network: a minute or two on two CPU cores
 
-Options worth knowing: --seed N, --runs N (the compiled model is reused), --profile A:B (a trace of those steps), --val-every N,
---stop-after N, --check (what would a start find wrong?), --save FILE, --eval FILE, --sample FILE "text".
+Options (--help): --seed N, --runs N, --profile A:B, --val-every N, --stop-after N, --check, --save FILE, --eval FILE, --sample FILE "text".
 
 Map
     1 imports, constants      2 configuration          3 runtime             4 reference operators    5 Triton kernels
@@ -1616,17 +1615,24 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 # 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, both sharded over the ranks but for the n-gram table
 # ======================================================================================================================
 # Four kinds of state with the same phases: gather_ (collect what the other ranks last updated, asynchronous; `arrive` waits for it), reduce_
-# (average gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard, clear the gradient). Parameters and their gradients
-# live in a few static buffers, of which the model's parameters are views, so a phase is one large call.
-def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> None:
-    """Move the parameters into the flat order of `weights`, each at a multiple of `align`; their .grad become views of `grads`."""
-    weights, grads, start = weights.view(-1), grads.view(-1), 0
+# (average gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard). Parameters live in a few static buffers, of which the
+# model's are views, and their gradients come together there, so a phase is one large call. Between steps no parameter has a gradient: what arrives
+# first is then kept where it is, not added to zeros.
+def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> Callable[[], None]:
+    """Move the parameters into the flat order of `weights`, each at a multiple of `align`. Returns what moves their gradients into that of `grads`."""
+    weights, grads, start, places = weights.view(-1), grads.view(-1), 0, []
     for parameter in parameters:
         part = slice(start, start + parameter.numel())
         weights[part].copy_(parameter.detach().view(-1))
         parameter.data = weights[part].view_as(parameter)
-        parameter.grad = grads[part].view_as(parameter)
+        places.append(grads[part].view_as(parameter))
         start += -(-parameter.numel() // align) * align
+
+    def collect() -> None:
+        torch._foreach_copy_(places, [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+    return collect
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
     """The float32 whose rounding to bfloat16 is `high` and whose remaining bits, a signed difference, are `low` (int16)."""
@@ -1675,7 +1681,7 @@ def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_mo
 
 def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
                 beta1: float, beta2: float, epsilon: float) -> None:
-    """One Adam step in place on flat tensors, computed in float32; `step_size` carries rate and bias corrections.
+    """One Adam step in place, computed in float32; `step_size` carries rate and bias corrections.
 
     The decay, a share `shrink` of the weight, is cautious: only where the update shrinks the weight too (record 50)."""
     g = grad.float()
@@ -1687,7 +1693,7 @@ def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step
 
 class Stateful:
     """Optimizer state by name; `kept` says which attributes belong to it."""
-    kept: tuple[str, ...] = ("weights", "grads", "mean", "square")
+    kept: tuple[str, ...] = ("weights", "mean", "square")
 
     def state(self) -> dict[str, Tensor]:
         return {name: tensor for name in self.kept if (tensor := getattr(self, name)) is not None}
@@ -1705,7 +1711,7 @@ class Stateful:
 
 class MatrixBank(Stateful):
     """All hidden matrices of one shape: [N, rows, columns], N padded with zero matrices to a multiple of the slots."""
-    kept = ("weights", "grads", "low", "momentum", "second_moment")
+    kept = ("weights", "low", "momentum", "second_moment")
 
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.ops, self.config = ranks, ops, config
@@ -1714,7 +1720,7 @@ class MatrixBank(Stateful):
         matrices = -(-sum(counts) // SLOTS) * SLOTS
         self.weights = torch.zeros(matrices, rows, columns, dtype=parameters[0].dtype, device=ranks.device)
         self.grads = torch.zeros_like(self.weights)
-        rehome(parameters, self.weights, self.grads)
+        self.collect = rehome(parameters, self.weights, self.grads)
         self.shard, self.grad_shard = ranks.shard(self.weights), ranks.shard(self.grads)
         self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
@@ -1727,12 +1733,12 @@ class MatrixBank(Stateful):
         self.nesterov, self.update = ops.compile(nesterov_momentum), ops.compile(normuon_update)
 
     def reduce_(self) -> None:
+        self.collect()
         self.reduced = self.ranks.reduce_scatter_mean(self.grads)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
         self.reduced()
         update = self.nesterov(self.grad_shard, self.momentum, rates["momentum"])
-        self.grads.zero_()
         update = self.ops.orthogonalize(update, self.recipe)
         self.update(update, self.shard, self.low, self.second_moment, self.multiplier, rates["muon"],
                     self.config.muon_weight_decay, self.config.second_moment_decay)
@@ -1741,28 +1747,27 @@ class AdamTable(Stateful):
     """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
     weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.config, self.rule, self.role = ranks, config, rule, parameter.role
-        self.weights, self.grads = parameter.data, torch.zeros_like(parameter)
-        parameter.grad, parameter.receive, self.begun = self.grads, self.receive, False  # whether lookups have written a part of their sum
-        self.shard, self.grad_shard = ranks.shard(self.weights).view(-1), ranks.shard(self.grads).view(-1)
+        self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.role, parameter
+        self.weights, parameter.receive = parameter.data, self.receive
+        self.shard = ranks.shard(self.weights)
         self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
         self.update = ops.compile(adam_update)
 
     def receive(self, grad: Tensor, *lookup: Tensor) -> None:
-        launch_groups(_embedding_grad_kernel, grad, *lookup, self.grads, ADD=self.begun)
-        self.begun = True
+        """Add the gradient of a lookup [T, width] to the table's; the first of a step writes all of it, so nothing is cleared before."""
+        table, begun = self.parameter, self.parameter.grad is not None
+        table.grad = table.grad if begun else torch.empty_like(table)
+        launch_groups(_embedding_grad_kernel, grad, *lookup, table.grad, ADD=begun)
 
     def reduce_(self) -> None:
         with torch.profiler.record_function(f"reduce {self.role}"):
-            self.reduced = self.ranks.reduce_scatter_mean(self.grads)
+            self.reduced = self.ranks.reduce_scatter_mean(self.parameter.grad)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
         self.reduced()
-        self.update(self.shard, self.grad_shard, self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
+        self.update(self.shard, self.ranks.shard(self.parameter.grad), self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
                     *self.rule.betas, self.config.adam_epsilon)
-        if not self.begun:  # else the next gradient overwrites this one
-            self.grads.zero_()
-        self.begun = False
+        self.parameter.grad = None
 
 class SparseTable(Stateful):
     """A table [rows, width] of which a step reads few rows. The ranks gather the gradients of all lookups and make the same update of those rows,
@@ -1803,7 +1808,7 @@ class AdamScalars(Stateful):
         size = {p: aligned(p.numel()) for p in parameters}
         self.weights = torch.zeros(sum(size.values()), device=ranks.device)
         self.grads, self.mean, self.square = (torch.zeros_like(self.weights) for _ in range(3))
-        rehome(parameters, self.weights, self.grads, align=aligned(1))
+        self.collect = rehome(parameters, self.weights, self.grads, align=aligned(1))
         self.parts, start = {}, 0
         for role in dict.fromkeys(p.role for p in parameters):
             stop = start + sum(size[p] for p in parameters if p.role == role)
@@ -1811,6 +1816,7 @@ class AdamScalars(Stateful):
         self.update = ops.compile(adam_update)
 
     def reduce_(self) -> None:
+        self.collect()
         self.reduced = self.ranks.all_reduce_mean(self.grads)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
@@ -1818,14 +1824,13 @@ class AdamScalars(Stateful):
         for role, part in self.parts.items():
             self.update(self.weights[part], self.grads[part], self.mean[part], self.square[part], rates[role], rates[f"{role} decay"],
                         *self.rules[role].betas, self.config.adam_epsilon)
-        self.grads.zero_()
 
 class Optimizer:
     """Owns the storage of every parameter and decides when each gradient leaves.
 
-    Order of a step: the ranks gather what the last step updated, and the model waits for a table only where it reads it; tables reduce
-    from hooks while the backward pass (of the last micro-batch) still runs; after it the rest reduces, and Adam's updates hide that. The tables
-    that the next step reads before any matrix are gathered at once, behind the updates of the matrices."""
+    Order of a step: the ranks gather what the last step updated, and the model waits for a matrix or table only where it reads it; tables reduce
+    from hooks while the backward pass (of the last micro-batch) still runs, the rest after it, the gradients of sparse tables last; Adam's updates
+    hide that. The tables that the next step reads before any matrix are gathered at once, behind the updates of the matrices."""
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         rules = dict(config.rules)
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
@@ -1839,14 +1844,15 @@ class Optimizer:
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in by_shape.values()]
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
         self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
+        self.sparse = [table for table in self.tables if table.rule.sparse]
         owners = dict(zip(tables, self.tables)) | {p: bank for bank, group in zip(self.banks, by_shape.values()) for p in group}
         gathering = list(dict.fromkeys(owners[p] for p in model.in_order() if p in owners))
         first = next((at for at, item in enumerate(gathering) if item in self.banks), 0)
         self.early, self.late = gathering[:first], gathering[first:]
         for parameter, owner in owners.items():
             parameter.arrive = owner.arrive
-        for parameter, table in zip(tables, self.tables):
-            parameter.register_post_accumulate_grad_hook(lambda _, table=table: self._table_ready(table))
+        for table in (table for table in self.tables if table not in self.sparse):
+            table.parameter.register_post_accumulate_grad_hook(lambda _, table=table: self._table_ready(table))
         self.complete, self.left = False, []  # whether the next backward pass completes the gradients; the tables whose have left
 
     def begin(self) -> None:
@@ -1861,7 +1867,7 @@ class Optimizer:
             item.gather_()
             item.arrive()
 
-    def _table_ready(self, table: AdamTable | SparseTable) -> None:
+    def _table_ready(self, table: AdamTable) -> None:
         if self.complete:
             table.reduce_()
             self.left.append(table)
@@ -1872,13 +1878,13 @@ class Optimizer:
         rest = [self.scalars, *self.banks]
         for item in self.late:
             item.arrive()  # a table that no layer reads: nothing may stay under way
-        for item in rest:
+        for item in (*rest, *self.sparse):
             item.reduce_()
         for item in self.left:  # in the order in which the reductions left
             item.compute_(rates)
         for item in self.early:
             item.gather_()
-        for item in rest:
+        for item in (*rest, *self.sparse):
             item.compute_(rates)
         for item in self.early:
             item.arrive()
@@ -1905,15 +1911,15 @@ def normalize(x: Tensor, update: Tensor | None = None) -> Tensor:
     """RMSNorm of the embedding, or of the stream after the last layer: [T, width]."""
     return norm(updated(x, update))
 
+def by_rows(weight: Tensor, x: Tensor) -> Tensor:
+    """weight [] times x [T, width], float32. Its gradient is summed by rows first, in the kernel of x's; a sum of everything would read both again."""
+    return weight.expand(len(x), 1) * x
+
 def layer_inputs(x0: Tensor, ngram: Tensor, *residuals: Tensor) -> list[Tensor]:
     """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
     return [(by_rows(r[1], x0) + by_rows(r[2], ngram)).to(x0.dtype) for r in residuals]
 
 def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> Tensor:
-def by_rows(weight: Tensor, x: Tensor) -> Tensor:
-    """weight [] times x [T, width], float32. Its gradient is summed by rows first, in the kernel of x's; a sum of everything would read both again."""
-    return weight.expand(len(x), 1) * x
-
     """Residual stream at the start of a layer: the U-Net skip, then layer_inputs' mix."""
     x = updated(x, update)
     if skip is not None:
@@ -2456,7 +2462,10 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
             return False, sys.maxsize, 0
         room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
     meta = Ranks(ranks.rank, ranks.world, torch.device("meta"))
-    state = sum(tensor.nbytes for tensor in Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops).state().values())
+    optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
+    state = sum(tensor.nbytes for tensor in optimizer.state().values())
+    # Gradients: but for tables, where they arrive and where they come together.
+    state += sum(item.weights.nbytes for item in 2 * [optimizer.scalars, *optimizer.banks] + optimizer.tables if item not in optimizer.sparse)
     state += 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages)  # the gradients that SparseTable gathers
     slot = max(stage.slot_tokens for stage in preset.stages)
     for recompute, per_token in ((False, {"fp8": 504_000, "bf16": 560_000}.get(ops.names["mlp"], 1_050_000)), (True, 262_000)):

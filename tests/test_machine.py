@@ -140,10 +140,13 @@ def state_bytes(world):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_state_is_summed_exactly(ranked, world):
-    """Against the tensors that the ranks of a real run held."""
+    """Against the tensors that the ranks of a real run held, and what they do not keep from step to step."""
     state = torch.load(ranked / f"{world}-{world - 1}.pt")["state"]
-    gathered = 2 * PRESET.model.width * PRESET.stages[-1].batch_tokens  # not kept from step to step
-    assert state_bytes(world) == sum(tensor.nbytes for tensor in state.values()) + gathered
+    gathered = 2 * PRESET.model.width * PRESET.stages[-1].batch_tokens
+    dense = {name: tensor.nbytes for name, tensor in state.items() if name.endswith(".weights") and name.replace("weights", "last") not in state}
+    gradients = sum(size if name.startswith("table") else 2 * size for name, size in dense.items())
+    assert len(dense) == sum(name.endswith(".weights") for name in state) - 1 and gathered > 0
+    assert state_bytes(world) == sum(tensor.nbytes for tensor in state.values()) + gathered + gradients
 
 
 @pytest.mark.parametrize("card, free_bytes, recompute, slots", [

@@ -114,15 +114,14 @@ def test_matrix_bank_follows_the_formulas(shape, variance):
     written = [Written(m, 2.0, variance) for m in stacked.detach().view(3, *shape)] + [Written(single.detach(), 4.0, variance)]
     for step in range(5):
         gradients = torch.randn(4, *shape) * 10.0 ** (step - 2)
-        stacked.grad.copy_(gradients[:3].view_as(stacked))
-        single.grad.copy_(gradients[3])
+        stacked.grad, single.grad = gradients[:3].view_as(stacked), gradients[3]
         rate, momentum = 0.3 / (step + 1), 0.85 + 0.02 * step
         bank.reduce_()
         bank.compute_(rates(rate, momentum))
         bank.gather_()
         for one, gradient in zip(written, gradients):
             one.step(gradient, rate, momentum)
-        assert not bank.grads.any()
+        assert stacked.grad is None and single.grad is None, "the next gradient is not added to this one"
     found = [*stacked.detach().view(3, *shape), single.detach()]
     assert all(relative(f, w.p) < 2e-5 for f, w in zip(found, written)), [relative(f, w.p) for f, w in zip(found, written)]
     assert not bank.weights[4:].any(), "the padding stays zero"
@@ -152,8 +151,8 @@ def test_a_bfloat16_bank_keeps_the_lower_bits():
     half, full = (tg.MatrixBank([p], RULES, tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS) for p in parameters)
     for _ in range(30):
         gradient = torch.randn(32, 16).bfloat16()
-        for bank in (half, full):
-            bank.grads[0].copy_(gradient)
+        for bank, parameter in zip((half, full), parameters):
+            parameter.grad = gradient.to(parameter.dtype)
             bank.reduce_()
             bank.compute_(rates(1e-4))
     moved = tg.join_float32(half.weights[0], half.low[0]) - start.float()
@@ -176,7 +175,7 @@ def update(owner, parameters, preset, step):
     owner.reduce_()
     owner.compute_({name: torch.tensor(value) for name, value in tg.step_rates(preset, step).items()})
     owner.gather_()
-    assert not any(p.grad.any() for p in parameters)
+    assert all(p.grad is None for p in parameters)
 
 
 ADAM = replace(PRESET, stages=(tg.Stage(40, 512, 48, 8, 16),), optimizer=tg.OptimizerConfig(cooldown_fraction=0.5))
@@ -192,7 +191,7 @@ def test_adam_is_torchs(roles):
               for p, role in zip(reference, roles)]
     for step in range(7):
         for mine, theirs, adam in zip(parameters, reference, torchs):
-            mine.grad.copy_(torch.randn(16, 4) * 10.0 ** torch.randint(-4, 3, (16, 4)))
+            mine.grad = torch.randn(16, 4) * 10.0 ** torch.randint(-4, 3, (16, 4))
             theirs.grad = mine.grad.clone()
             adam.step()
         update(owner, parameters, ADAM, step)
@@ -209,7 +208,7 @@ def test_cautious_decay(role):
     weights, means, squares, decayed = parameter.flatten().tolist(), [0.0] * 64, [0.0] * 64, 0
     rate, (beta1, beta2) = 0.008 * rules[role].learning_rate_multiplier, rules[role].betas
     for count in range(1, 6):
-        parameter.grad.copy_(torch.randn(16, 4))
+        parameter.grad = torch.randn(16, 4)
         for i, g in enumerate(parameter.grad.flatten().tolist()):
             means[i] = beta1 * means[i] + (1 - beta1) * g
             squares[i] = beta2 * squares[i] + (1 - beta2) * g * g
@@ -223,13 +222,13 @@ def test_cautious_decay(role):
 
 # ---- who owns what ---------------------------------------------------------------------------------------------------
 def owners(optimizer):
-    """(owner, its weights, its gradients) of every group; the gradients of a sparse table are those of its parameter: none."""
-    return [(item, item.weights, None if isinstance(item, tg.SparseTable) else item.grads)
-            for item in (*optimizer.banks, optimizer.scalars, *optimizer.tables)]
+    """(owner, its weights, where its gradients come together) of every group; a table's are its parameter's: None."""
+    return [(item, item.weights, getattr(item, "grads", None)) for item in (*optimizer.banks, optimizer.scalars, *optimizer.tables)]
 
 
 def test_every_parameter_is_in_exactly_one_group():
-    """By storage: each parameter is a view of one owner's weights, its .grad of the same owner's gradients, and views do not overlap."""
+    """By storage: each parameter is a view of one owner's weights, its gradient comes to the same place among the same owner's, and views do not
+    overlap."""
     model = tg.GPT(MODEL, OPS, CPU)
     model.reset(0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -243,10 +242,14 @@ def test_every_parameter_is_in_exactly_one_group():
         rule = RULES[parameter.role]
         kind = tg.MatrixBank if isinstance(rule, tg.MuonRule) else tg.AdamTable if rule.sharded else tg.SparseTable if rule.sparse else tg.AdamScalars
         assert type(owner) is kind, name
-        for tensor, storage in ((parameter, parameter.untyped_storage()), *([] if grads is None else [(parameter.grad, grads.untyped_storage())])):
-            assert tensor.untyped_storage().data_ptr() == storage.data_ptr() and tensor.is_contiguous(), name
-            assert tensor.storage_offset() == parameter.storage_offset(), name
-            assert tensor.data_ptr() % 16 == 0, f"{name}: compiled code takes it for aligned"
+        assert parameter.is_contiguous() and parameter.data_ptr() % 16 == 0, f"{name}: compiled code takes it for aligned"
+        if grads is not None:
+            parameter.grad = torch.randn_like(parameter)
+            place, gradient = grads.view(-1)[parameter.storage_offset():][:parameter.numel()], parameter.grad.flatten()
+            owner.collect()
+            assert place.equal(gradient) and parameter.grad is None, name
+            owner.collect()
+            assert not place.any(), "no gradient, so zeros"
         span = set(range(parameter.storage_offset(), parameter.storage_offset() + tg.aligned(parameter.numel())))
         assert not span & claimed.setdefault(id(owner), set()), f"{name} overlaps another"
         claimed[id(owner)] |= span
@@ -290,8 +293,9 @@ def test_the_state_is_complete(corpus, tiny):
     for step, batches in enumerate(helpers.all_batches(trainer)):
         trainer.training_step(step, batches)
     known = {t.untyped_storage().data_ptr() for t in state.values()}
-    assert not [name for name, t in held.items() if not t.equal(before[name]) and t.untyped_storage().data_ptr() not in known]
-    assert not [name for name, t in state.items() if t.equal(start[name]) and "grads" not in name]
+    changed = {name for name, t in held.items() if not t.equal(before[name]) and t.untyped_storage().data_ptr() not in known}
+    assert all(name.endswith(("grads", "grad_shard")) for name in changed), "but for where gradients come together"
+    assert not [name for name, t in state.items() if t.equal(start[name])]
     assert tg.state_hash(state) != first
     assert trainer.initialise(2) != first and trainer.initialise(1) == first
 

@@ -113,8 +113,8 @@ def sparse_table(trainer):
 
 
 def of_the_step(trainer):
-    """The gradient of the sums and the ids that were added, of all micro-batches; before the update, which lets go of them."""
-    return [full for full, _ in sparse_table(trainer).reduced]
+    """The gradient of the sums and the ids that were added, of all micro-batches; before they leave."""
+    return [torch.cat(parts) for parts in zip(*sparse_table(trainer).received)]
 
 
 def dense_gradient(table, grad, ids):
@@ -213,26 +213,25 @@ def test_head_chunks_do_not_matter(tiny):
 
 
 def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
-    """From the zero initialisation it takes some updates until the signal has reached everything; no .grad is ever replaced."""
+    """From the zero initialisation it takes some updates until the signal has reached everything; no gradient outlives its step."""
     trainer = helpers.make_trainer(corpus)
     trainer.initialise(3)
     parameters = dict(trainer.model.named_parameters())
-    dense = {name: p for name, p in parameters.items() if p.grad is not None}
-    storage = {name: (p.data_ptr(), p.grad.data_ptr()) for name, p in dense.items()}
+    storage = {name: p.data_ptr() for name, p in parameters.items()}
     reached, start = set(), {name: p.detach().clone() for name, p in parameters.items()}
     step_of = trainer.optimizer.step
 
     def look_and_step(rates):
-        reached.update(name for name, p in dense.items() if p.grad.abs().max() > 0)
+        reached.update(name for name, p in parameters.items() if p.grad is not None and p.grad.any())
         assert of_the_step(trainer)[0].any(1).all(), "of every token's n-grams"
         step_of(rates)
 
     trainer.optimizer.step = look_and_step
     for step, batches in enumerate(helpers.all_batches(trainer)[:4]):
         trainer.training_step(step, batches)
-    assert reached == set(dense) == set(parameters) - {"ngram"}
-    assert not any(p.grad.any() for p in dense.values()), "cleared after its use"
-    assert storage == {name: (p.data_ptr(), p.grad.data_ptr()) for name, p in dense.items()}
+    assert reached == set(parameters) - {"ngram"}
+    assert all(p.grad is None for p in parameters.values()), "cleared after its use"
+    assert storage == {name: p.data_ptr() for name, p in parameters.items()}
     assert not [name for name, p in parameters.items() if p.detach().equal(start[name])]
 
 
@@ -270,24 +269,19 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
         backward(loss, *arguments, **options)
         passes[-1] = "done"
 
-    def gradient_of(table):
-        return (of_the_step(trainer)[0] if isinstance(table, tg.SparseTable) else table.grads).clone()
-
     def counted(reduce_):
         def counted_reduce(table):
-            events.append((table, len(passes), passes[-1], trainer.model.embedding.grad.clone()))
+            events.append((table, len(passes), passes[-1], trainer.model.embedding.grad is None))
             reduce_(table)
-            events[-1] += gradient_of(table),
+            events[-1] += table.parameter.grad.clone(),
         return counted_reduce
 
     monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
-    for kind in (tg.AdamTable, tg.SparseTable):
-        monkeypatch.setattr(kind, "reduce_", counted(kind.reduce_))
-    step_of, tables = trainer.optimizer.step, trainer.optimizer.tables
+    monkeypatch.setattr(tg.AdamTable, "reduce_", counted(tg.AdamTable.reduce_))
+    step_of, tables = trainer.optimizer.step, [table for table in trainer.optimizer.tables if isinstance(table, tg.AdamTable)]
 
     def keep_and_step(rates):
-        assert not any(table.received for table in tables if isinstance(table, tg.SparseTable)), "nothing came later"
-        final.update({table: gradient_of(table) for table in tables})
+        final.update({table: table.parameter.grad.clone() for table in tables})
         step_of(rates)
 
     trainer.optimizer.step = keep_and_step
@@ -297,8 +291,8 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
         assert [(count, state) for _, count, state, _, _ in events] == [(8 // slots, "running")] * len(tables)
         assert {id(table) for table, *_ in events} == {id(table) for table in tables}
         assert all(grads.equal(final[table]) for table, _, _, _, grads in events), "what left was complete"
-        (embedding,) = [table for table in final if table.role == "embedding"]
-        assert events[0][0].role == "head" and not events[0][3].equal(final[embedding]), "the head's left before the embedding's was there"
+        if slots == 8:
+            assert events[0][0].role == "head" and events[0][3], "the head's left before the embedding's was there"
 
 
 # ---- eager = compiled ------------------------------------------------------------------------------------------------
@@ -358,7 +352,7 @@ def test_eager_is_compiled_by_inductor(corpus, tiny, monkeypatch):
     narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32, pointer_width=32), optimizer=replace(SHORT.optimizer, rules=betas))
     differences, counts = compare(corpus, narrow, validate=True)
     assert max(differences.values()) < 1e-5, differences
-    assert counts == [9 + 3, 0, 0]
+    assert counts == [9 + 4, 0, 0]  # Adam for tables and for the scalars, which are flat
 
 
 # ---- 1 = 2 = 4 processes ---------------------------------------------------------------------------------------------
