@@ -1614,10 +1614,9 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 # ======================================================================================================================
 # 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, both sharded over the ranks but for the n-gram table
 # ======================================================================================================================
-# Four kinds of state with the same phases: gather_ (collect what the other ranks last updated, asynchronous; `arrive` waits for it), reduce_
-# (average gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard). Parameters live in a few static buffers, of which the
-# model's are views, and their gradients come together there, so a phase is one large call. Between steps no parameter has a gradient: what arrives
-# first is then kept where it is, not added to zeros.
+# Four kinds of state with the same phases: gather_ (collect what the other ranks last updated, asynchronous; `arrive` waits for it), reduce_ (average
+# gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard). Small parameters are views of a few static buffers, where their
+# gradients come together: a phase is one large call. Between steps there are no gradients: what comes first is kept where it is, not added to zeros.
 def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> Callable[[], None]:
     """Move the parameters into the flat order of `weights`, each at a multiple of `align`. Returns what moves their gradients into that of `grads`."""
     weights, grads, start, places = weights.view(-1), grads.view(-1), 0, []
@@ -1699,9 +1698,8 @@ class Stateful:
         return {name: tensor for name in self.kept if (tensor := getattr(self, name)) is not None}
 
     def reset(self) -> None:
-        for name, tensor in self.state().items():
-            if name != "weights":
-                tensor.zero_()
+        for tensor in (tensor for name, tensor in self.state().items() if name != "weights"):
+            tensor.zero_()
 
     def gather_(self) -> None:
         self.gathered = self.ranks.all_gather(self.weights)
@@ -1764,7 +1762,7 @@ class AdamTable(Stateful):
             self.reduced = self.ranks.reduce_scatter_mean(self.parameter.grad)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        self.reduced()
+        vars(self).pop("reduced")()  # kept, NCCL's handle would keep the gradient
         self.update(self.shard, self.ranks.shard(self.parameter.grad), self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
                     *self.rule.betas, self.config.adam_epsilon)
         self.parameter.grad = None
@@ -1892,6 +1890,7 @@ class Optimizer:
     def reset(self) -> None:
         for item in (*self.banks, self.scalars, *self.tables):
             item.reset()
+            vars(item).get("received", []).clear()  # in a step that was broken off
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that training changes, the model's parameters included."""
@@ -2564,6 +2563,7 @@ class Trainer:
 
     def initialise(self, seed: int) -> str:
         self.model.reset(seed)
+        self.model.zero_grad(set_to_none=True)
         self.optimizer.reset()
         return state_hash(self.optimizer.state())
 

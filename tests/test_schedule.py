@@ -95,8 +95,10 @@ def test_every_preset_is_consistent(preset):
     for stage in preset.stages:
         assert stage.batch_tokens % (8 * 32) == 0  # 32: so that a slot starts anew in the rows of `recall` that new tokens share
         assert stage.short_window_tokens <= stage.long_window_tokens
+        assert not (stage.short_window_tokens | stage.long_window_tokens) % 16, "else Triton compiles another kernel for it"
         assert stage.candidates is None or stage.candidates % 128 == 0 and stage.candidates <= model.padded_vocabulary
         assert len(stage.targets[0]) == len(stage.targets[1]) and stage.targets[0][0] == stage.targets[1][0] == 1.0
+    assert not any(window % 16 for window in (*preset.val_windows_tokens, model.pointer_window_tokens))
     assert preset.stages[-1].targets == ((1.0,), (1.0,)) and preset.stages[-1].candidates is None, "it ends on what is validated"
     assert preset.val_tokens % 8 == 0 and not any(a.extension and not b.extension for a, b in zip(preset.stages, preset.stages[1:]))
     rates = [tg.learning_rate(preset, step) for step in range(preset.steps)]

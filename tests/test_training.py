@@ -236,7 +236,7 @@ def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
 
 
 def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
-    """The lookups that write into the optimizer's buffers, as on the GPU but for their kernel: the same training but for rounding, here to float64."""
+    """The lookups that make their table's gradient themselves, as on the GPU but for their kernel: the same training but for rounding, here to float64."""
     def launch(kernel, grad, tokens, order, starts, dense, ADD):
         assert kernel is tg._embedding_grad_kernel and order.equal(torch.argsort(tokens, stable=True)) and starts[-1] == len(tokens)
         found = tg.embedding_grad_reference(grad, tokens, len(dense), dense.dtype)
@@ -258,11 +258,11 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monkeypatch, slots):
-    """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed."""
+    """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed; a sparse table's after all else."""
     monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)
     trainer = helpers.make_trainer(corpus)
     helpers.randomise(trainer.model)
-    events, passes, backward, final = [], [], torch.Tensor.backward, {}
+    events, later, passes, backward, final = [], [], [], torch.Tensor.backward, {}
 
     def counted_backward(loss, *arguments, **options):
         passes.append("running")
@@ -271,13 +271,16 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
 
     def counted(reduce_):
         def counted_reduce(table):
-            events.append((table, len(passes), passes[-1], trainer.model.embedding.grad is None))
+            embedding = trainer.model.embedding.grad
+            events.append((table, len(passes), passes[-1], None if embedding is None else embedding.clone()))
             reduce_(table)
             events[-1] += table.parameter.grad.clone(),
         return counted_reduce
 
     monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
     monkeypatch.setattr(tg.AdamTable, "reduce_", counted(tg.AdamTable.reduce_))
+    for kind in (tg.AdamScalars, tg.MatrixBank, tg.SparseTable):
+        monkeypatch.setattr(kind, "reduce_", lambda item, reduce_=kind.reduce_: (later.append(type(item)), reduce_(item)))
     step_of, tables = trainer.optimizer.step, [table for table in trainer.optimizer.tables if isinstance(table, tg.AdamTable)]
 
     def keep_and_step(rates):
@@ -286,13 +289,60 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
 
     trainer.optimizer.step = keep_and_step
     for step, batches in enumerate(helpers.all_batches(trainer)[:2]):
-        events.clear(), passes.clear()
+        events.clear(), later.clear(), passes.clear()
         trainer.training_step(step, batches)
         assert [(count, state) for _, count, state, _, _ in events] == [(8 // slots, "running")] * len(tables)
         assert {id(table) for table, *_ in events} == {id(table) for table in tables}
         assert all(grads.equal(final[table]) for table, _, _, _, grads in events), "what left was complete"
-        if slots == 8:
-            assert events[0][0].role == "head" and events[0][3], "the head's left before the embedding's was there"
+        (embedding,) = [grads for table, grads in final.items() if table.role == "embedding"]
+        assert events[0][0].role == "head", "the head's left before the embedding's was there"
+        assert slots == 8 and events[0][3] is None or slots == 2 and not events[0][3].equal(embedding)
+        assert later == [tg.AdamScalars, *[tg.MatrixBank] * len(trainer.optimizer.banks), tg.SparseTable] and not sparse_table(trainer).received
+
+
+def test_a_step_that_was_broken_off_leaves_nothing(corpus, tiny, monkeypatch):
+    """Neither a gradient nor what a sparse table has received: the run after it is that of another process."""
+    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: 4)
+    ends = []
+    for broken in (False, True):
+        trainer = helpers.make_trainer(corpus)
+        trainer.initialise(1)
+        if broken:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(trainer.optimizer, "step", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+                trainer.training_step(0, helpers.all_batches(trainer)[0])
+            trainer.initialise(1)
+        for step, batches in enumerate(helpers.all_batches(trainer)[:3]):
+            trainer.training_step(step, batches)
+        ends.append(tg.state_hash(trainer.optimizer.state()))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nothing_reads_weights_before_they_have_arrived(corpus, tiny, monkeypatch, recompute):
+    """With gathers that leave NaN, and row 0 for ids, until somebody waits for them: the same losses and the same end."""
+    under_way, ends = [], []
+
+    def late(_, full):
+        kept = full.clone()
+        full.fill_(torch.nan if full.is_floating_point() else 0)
+        under_way.append(full)
+        return lambda: (full.copy_(kept), under_way.pop())
+
+    for all_gather in (tg.Ranks.all_gather, late):
+        with monkeypatch.context() as patch:
+            patch.setattr(tg.Ranks, "all_gather", all_gather)
+            patch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9, 0))
+            trainer, losses = helpers.make_trainer(corpus), []
+            trainer.initialise(1)
+            for step, batches in enumerate(helpers.all_batches(trainer)):
+                losses.append(float(trainer.training_step(step, batches)))
+                if step % 2:
+                    trainer.optimizer.gather()
+                    losses.append(trainer.validate(trainer.final_geometry))
+                    assert not under_way
+            ends.append((losses, tg.state_hash(trainer.optimizer.state())))
+    assert ends[0] == ends[1] and len(ends[0][0]) > 5
 
 
 # ---- eager = compiled ------------------------------------------------------------------------------------------------
