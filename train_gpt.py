@@ -1615,7 +1615,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 # 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, both sharded over the ranks but for the n-gram table
 # ======================================================================================================================
 # Four kinds of state with the same phases: gather_ (collect what the other ranks last updated, asynchronous; `arrive` waits for it), reduce_ (average
-# gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard). Small parameters are views of a few static buffers, where their
+# gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard). All but tables are views of a few static buffers, where their
 # gradients come together: a phase is one large call. Between steps there are no gradients: what comes first is kept where it is, not added to zeros.
 def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> Callable[[], None]:
     """Move the parameters into the flat order of `weights`, each at a multiple of `align`. Returns what moves their gradients into that of `grads`."""
@@ -1736,8 +1736,7 @@ class MatrixBank(Stateful):
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
         self.reduced()
-        update = self.nesterov(self.grad_shard, self.momentum, rates["momentum"])
-        update = self.ops.orthogonalize(update, self.recipe)
+        update = self.ops.orthogonalize(self.nesterov(self.grad_shard, self.momentum, rates["momentum"]), self.recipe)
         self.update(update, self.shard, self.low, self.second_moment, self.multiplier, rates["muon"],
                     self.config.muon_weight_decay, self.config.second_moment_decay)
 
@@ -1762,7 +1761,7 @@ class AdamTable(Stateful):
             self.reduced = self.ranks.reduce_scatter_mean(self.parameter.grad)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        vars(self).pop("reduced")()  # kept, NCCL's handle would keep the gradient
+        self.reduced()
         self.update(self.shard, self.ranks.shard(self.parameter.grad), self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
                     *self.rule.betas, self.config.adam_epsilon)
         self.parameter.grad = None
@@ -1890,7 +1889,8 @@ class Optimizer:
     def reset(self) -> None:
         for item in (*self.banks, self.scalars, *self.tables):
             item.reset()
-            vars(item).get("received", []).clear()  # in a step that was broken off
+        for table in self.sparse:
+            table.received.clear()  # in a step that was broken off
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that training changes, the model's parameters included."""
@@ -1932,7 +1932,7 @@ def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | N
     The layer's scale is on the outputs' gates: on the weights (record 47) it would take a pass over them, and one over their gradients."""
     x = enter_layer(x, update, mix, skip, skip_weight, residual)
     h, inputs, value_gates = norm(x), gate.size(1), None
-    gates = (scale * torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype)))).to(h.dtype)
+    gates = scale * torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype)))
     if value is not None:
         mixed = torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)  # no gradient: it would cost a pass over all of value
         value_gates = 4 * torch.sigmoid(F.linear(mixed, value_gate.to(h.dtype)))
