@@ -1,0 +1,65 @@
+"""Times of a step on one rank of several, on one GPU: what does not shrink with the number of ranks; not a test.
+
+    python tests/bench_ranks.py 8 --preset sprint --data FOLDER --profile 20:24 --stop-after 50      the steps of rank 0 of eight
+    python tests/bench_ranks.py 8 --preset smoke --stop-after 4                                      on a CPU: proves that it runs through
+
+Takes the options of train_gpt.py. Collectives are left out, so times are those of a rank that never waits, and the losses mean nothing: of
+each step this rank sees its own slots alone. For the update of sparse tables the other ranks' gradients are copies of its own, and their ids
+its own, moved along the table, so that about as many different rows are updated as in truth.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent))
+import train_gpt as tg
+
+
+class LoneRank(tg.Ranks):
+    """Rank 0 of `world`, without the others."""
+
+    def reduce_scatter_mean(self, full):
+        return lambda: None
+
+    all_reduce_mean = all_gather = reduce_scatter_mean
+
+    def sum(self, tensor):
+        return tensor
+
+    def gather_objects(self, value):
+        return [value] * self.world
+
+    def finish(self, code):
+        pass
+
+
+def fill(table):
+    """Before a SparseTable is updated: what it would have gathered."""
+    for full, _ in table.reduced:
+        own, *others = full.view(table.ranks.world, -1)
+        for rank, other in enumerate(others, 1):
+            torch.add(own, 0 if full.is_floating_point() else 7919 * rank, out=other)
+        if not full.is_floating_point():
+            full.remainder_(len(table.weights))
+
+
+def main():
+    if sys.argv[1:2] not in (["1"], ["2"], ["4"], ["8"]) or "--stop-after" not in sys.argv:  # shortened, so that no log of it looks like a record's
+        sys.exit(__doc__)
+    world, start, compute = int(sys.argv[1]), tg.Ranks.start, tg.SparseTable.compute_
+
+    def start_alone():
+        alone = start()
+        ranks = LoneRank(0, world, alone.device)
+        ranks.processes = alone.processes * world
+        return ranks
+
+    tg.Ranks.start = staticmethod(start_alone)
+    tg.SparseTable.compute_ = lambda table, rates: (fill(table), compute(table, rates))
+    sys.exit(tg.main(sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()
