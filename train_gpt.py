@@ -1708,14 +1708,14 @@ class Stateful:
         vars(self).pop("gathered", lambda: None)()
 
 class MatrixBank(Stateful):
-    """All hidden matrices of one shape: [N, rows, columns], N padded with zero matrices to a multiple of the slots."""
+    """All hidden matrices of one shape: [N, rows, columns], N padded with zero matrices to a multiple of the ranks."""
     kept = ("weights", "low", "momentum", "second_moment")
 
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.ops, self.config = ranks, ops, config
         rows, columns = parameters[0].matrix
         counts = [p.numel() // (rows * columns) for p in parameters]
-        matrices = -(-sum(counts) // SLOTS) * SLOTS
+        matrices = -(-sum(counts) // ranks.world) * ranks.world
         self.weights = torch.zeros(matrices, rows, columns, dtype=parameters[0].dtype, device=ranks.device)
         self.grads = torch.zeros_like(self.weights)
         self.collect = rehome(parameters, self.weights, self.grads)

@@ -124,7 +124,7 @@ def test_matrix_bank_follows_the_formulas(shape, variance):
         assert stacked.grad is None and single.grad is None, "the next gradient is not added to this one"
     found = [*stacked.detach().view(3, *shape), single.detach()]
     assert all(relative(f, w.p) < 2e-5 for f, w in zip(found, written)), [relative(f, w.p) for f, w in zip(found, written)]
-    assert not bank.weights[4:].any(), "the padding stays zero"
+    assert len(bank.weights) == 4, "one rank needs no padding"
 
 
 def test_normuon_update_alone_in_float64():
@@ -257,7 +257,6 @@ def test_every_parameter_is_in_exactly_one_group():
     assert muon == {name for name, p in model.named_parameters() if name.split(".")[-1] in ("qkv", "out", "up", "down", "pointer")}
     for owner, weights, _ in owners(optimizer):
         assert type(owner) is tg.MatrixBank or len(claimed[id(owner)]) == weights.numel(), "weights without a parameter"
-        assert not isinstance(owner, tg.MatrixBank) or len(weights) % tg.SLOTS == 0
 
 
 def test_multipliers_follow_their_matrices():

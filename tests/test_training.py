@@ -414,7 +414,7 @@ def outcome(folder, world):
 def test_processes_agree_with_one(ranked, world):
     """Five steps: weights alike everywhere, shards of the optimizer's state side by side equal to the state of one process."""
     alone, ranks = outcome(ranked, 1)[0], outcome(ranked, world)
-    differences = {}
+    differences, padded = {}, set()
     for name, expected in alone["state"].items():
         parts = [rank["state"][name] for rank in ranks]
         if name.endswith("weights"):
@@ -424,10 +424,13 @@ def test_processes_agree_with_one(ranked, world):
             found = torch.cat(parts)
         else:
             found = parts[0]
-        assert found.shape == expected.shape
-        differences[name] = relative(found, expected)
+        size = min(len(found), len(expected))  # zero matrices fill a bank up to a multiple of the ranks
+        assert found.shape[1:] == expected.shape[1:] and not found[size:].any() and not expected[size:].any()
+        differences[name] = relative(found[:size], expected[:size])
+        padded |= {name} if len(found) > size else set()
     assert all(difference < (1e-5 if name.endswith("weights") else 3e-5) for name, difference in differences.items()), differences
     assert sum("weights" in name for name in differences) >= 5
+    assert world == 2 or any(name.endswith("momentum") for name in padded), "a bank that needed padding"
 
 
 @pytest.mark.parametrize("world", [2, 4])
