@@ -454,13 +454,12 @@ def multiprocessors(device: torch.device) -> int:
 # 4. Reference operators: what the fast ones must compute, on any device and in any dtype
 # ======================================================================================================================
 class Targets(NamedTuple):
-    """What the head has to predict, on the device; all int32 but weights and log_copy.
-
-    columns [T]: where in the head the next token is (-1: nowhere). positions [T], to find the tokens after the next in the same document. weights
-    [K] float32: of the next token, the one after it, ... candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch
-    use (the columns above index these); None: all. certain [S]: so many, the first, are there because they are targets; each of the others, met
-    on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns in the softmax. log_copy [T] float32, of pointer_reference, or
-    None: the share of the next token in what column `spare` has in the softmax; it makes p[next] + p[spare] exp(log_copy) of p[next]."""
+    """What the head has to predict, on the device; all int32 but weights and log_copy. columns [T]: where in the head the next token is (-1:
+    nowhere). positions [T], to find the tokens after the next in the same document. weights [K] float32: of the next token, the one after it, ...
+    candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch use (the columns above index these); None: all. certain
+    [S]: so many, the first, are there because they are targets; each of the others, met on a walk over the vocabulary, stands for (V - certain) / (P
+    - certain) columns in the softmax. log_copy [T] float32, of pointer_reference, or None: the share of the next token in what column `spare` has in
+    the softmax; it makes p[next] + p[spare] exp(log_copy) of p[next]."""
     columns: Tensor
     positions: Tensor
     weights: Tensor
@@ -486,11 +485,9 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """A packed batch of T tokens on the device; every tensor is int32.
-
-    tokens [T]: rows of the embedding tables; order [T] and starts [rows + 1] group them, see sort_ids. ngrams [T, 3]: rows of the n-gram table.
-    columns, candidates, certain: see Targets. positions, remaining [T]: how many tokens of its document (or of the part of it that this batch
-    holds) are before a token, and after it."""
+    """A packed batch of T tokens on the device; every tensor is int32. tokens [T]: rows of the embedding tables; order [T] and starts [rows + 1]
+    group them, see sort_ids. ngrams [T, 3]: rows of the n-gram table. columns, candidates, certain: see Targets. positions, remaining [T]: how many
+    tokens of its document (or of the part of it that this batch holds) are before a token, and after it."""
     tokens: Tensor
     order: Tensor
     starts: Tensor
@@ -525,10 +522,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor,
                           key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """What attention reads, q, k, v [T, H, D], from their projection qkv [T, 3 H D]: q and k normalised and rotated, v plus the gated value.
-
-    value [T, H * D], value_gates [T, H]; positions [T]; cos, sin [positions, D / 2]. Key offset: the channels of k that do not turn come from the
-    token before, if the document has one: induction in a single layer (record 49)."""
+    """What attention reads, q, k, v [T, H, D], from their projection qkv [T, 3 H D]: q and k normalised and rotated, v plus the gated value. value
+    [T, H * D], value_gates [T, H]; positions [T]; cos, sin [positions, D / 2]. Key offset: the channels of k that do not turn come from the token
+    before, if the document has one: induction in a single layer (record 49)."""
     q, k, v = qkv.view(len(qkv), 3, -1, 2 * cos.size(1)).unbind(1)
     tokens, heads, width = q.shape
     if value is not None:
@@ -551,9 +547,8 @@ def visible_chunks(positions: Tensor, window: int, chunk: int, least: int = 0) -
         yield rows, keys, (at[keys] >= first_key[rows, None]) & (at[keys] <= at[rows, None] - least)
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
-    """Plain PyTorch attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; masks as in `visible_chunks`. Any device and dtype.
-
-    Works on `chunk` queries at a time against the keys that their window can reach, so the scores need chunk * (chunk + window) * H."""
+    """Plain PyTorch attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; masks as in `visible_chunks`. Any device and dtype. Works on `chunk`
+    queries at a time against the keys that their window can reach, so the scores need chunk * (chunk + window) * H."""
     outputs = []
     for rows, keys, seen in visible_chunks(positions, window, chunk):
         heads_first = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
@@ -561,11 +556,10 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, wind
     return torch.cat(outputs)
 
 def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
-    """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NO_COPY for none.
-
-    qk [T, 2, D]: queries and keys; ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at i, t - window <= i < t
-    in its document, with the weight a[t, i] = e^s[t, i] / (1 + sum_j e^s[t, j]), s[t, i] = scale q[t].k[i], and nowhere with what is left; the share
-    is the sum of a[t, i] over the i with ids[i] = ids[t]. float32, or float64 for float64 operands."""
+    """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NO_COPY for none. qk [T, 2,
+    D]: queries and keys; ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at i, t - window <= i < t in its
+    document, with the weight a[t, i] = e^s[t, i] / (1 + sum_j e^s[t, j]), s[t, i] = scale q[t].k[i], and nowhere with what is left; the share is the
+    sum of a[t, i] over the i with ids[i] = ids[t]. float32, or float64 for float64 operands."""
     (q, k), shares = qk.to(torch.promote_types(qk.dtype, torch.float32)).unbind(1), []
     for rows, keys, seen in visible_chunks(positions, window, chunk, least=1):
         scores, match = scale * (q[rows] @ k[keys].T), seen & (ids[keys] == ids[rows, None])
@@ -596,10 +590,8 @@ def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
 
 def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softcap = Softcap(), chunk_rows: int = 4096) -> Tensor:
-    """Weighted sum of the cross-entropies (nats) of softcapped logits, 0-d float32 (float64 for float64 operands).
-
-    x [T, D], weight [V, D]. Every column that is no candidate is left out of the softmax; without candidates all V take part, padding too. Chunks
-    are recomputed in the backward, so that only `chunk_rows` rows of logits are ever alive."""
+    """Weighted sum of the cross-entropies (nats) of softcapped logits, 0-d float32 (float64 for float64 operands). x [T, D], weight [V, D]. Every
+    column that is no candidate is left out; without candidates all V take part, padding too. Chunks are recomputed in the backward pass."""
     def chunk_loss(x, weight, stands_for, columns, log_copy=None):
         logits = x @ weight.T
         log_p = (softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap) + stands_for).log_softmax(-1)
@@ -629,8 +621,7 @@ def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
 
 def sparse_adam_reference(grad, ids, weights, square, last, step, rate, shrink, beta2, epsilon, scale):
     """One Adam step, in place, of the rows of weights [rows, D] that occur in ids [T, K]. g = scale · Σ grad [T, D] over the tokens that read a row;
-    v ← β2^(step - last) v + (1 - β2) mean(g²): a number a row in square [rows], where last [rows] is the step that updated the row before; no first
-    moment. rate and shrink as in adam_update."""
+    v ← β2^(step - last) v + (1 - β2) mean(g²): a number a row in square [rows]; last [rows]: the step of the row's last update. No first moment."""
     rows, group = ids.flatten().unique(return_inverse=True)
     g = scale * embedding_grad_reference(grad.repeat_interleave(ids.size(1), 0), group, len(rows), torch.promote_types(grad.dtype, torch.float32))
     v = beta2 ** (step - last[rows]) * square[rows] + (1 - beta2) * g.square().mean(1)
@@ -640,11 +631,10 @@ def sparse_adam_reference(grad, ids, weights, square, last, step, rate, shrink, 
 
 @dataclass(frozen=True)
 class OrthogonalizeRecipe:
-    """How singular values are driven to 1: scale them into (0, 1], then one odd quintic a s + b s^3 + c s^5 per step.
-
-    scaling: "frobenius" divides by safety * ||X||_F; "aol" scales every row i by (sum_j |G_ij|)^-1/2, G = X X^T, which also bounds the spectral
-    norm by 1 but is tighter, and takes no pass over X (arXiv 2208.03160). It changes the polar factor a little: an equaliser of rows, not only a
-    normalisation. coefficients: one (a, b, c) per step. safety: room for rounding, since a polynomial explodes above its interval."""
+    """How singular values are driven to 1: scale them into (0, 1], then one odd quintic a s + b s^3 + c s^5 per step. scaling: "frobenius" divides by
+    safety * ||X||_F; "aol" scales every row i by (sum_j |G_ij|)^-1/2, G = X X^T, which also bounds the spectral norm by 1 but is tighter, and takes
+    no pass over X (arXiv 2208.03160). It changes the polar factor a little: an equaliser of rows, not only a normalisation. coefficients: one (a, b,
+    c) per step. safety: room for rounding, since a polynomial explodes above its interval."""
     name: str
     scaling: str
     coefficients: tuple[tuple[float, float, float], ...]
@@ -665,16 +655,14 @@ RECIPES = {recipe.name: recipe for recipe in (
 )}
 
 def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
-    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
-
-    The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 costs nothing, a float32 copy of X two passes over it."""
+    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero. The norm is summed in float32 but divides in
+    X's dtype: a common factor of 1 + 2^-9 costs nothing, a float32 copy of X two passes over it."""
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(X.dtype, torch.float32))
     return (X / (safety * norm).clamp_min(torch.finfo(X.dtype).tiny).to(X.dtype)).to(dtype)
 
 def aol_scale(X: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """diag(s) X and its Gram matrix diag(s) G diag(s), where G = X X^T [..., n, n] and s_i = (sum_j |G_ij|)^-1/2.
-
-    So the Gram of the scaled matrix costs no product. s_i s_j is formed first: it keeps the result exactly symmetric."""
+    """diag(s) X and its Gram matrix diag(s) G diag(s), where G = X X^T [..., n, n] and s_i = (sum_j |G_ij|)^-1/2. So the Gram of the scaled matrix
+    costs no product. s_i s_j is formed first: it keeps the result exactly symmetric."""
     wide = torch.promote_types(X.dtype, torch.float32)
     s = torch.linalg.vector_norm(G, ord=1, dim=-1, keepdim=True, dtype=wide).clamp_min(torch.finfo(wide).tiny).rsqrt()
     return (X * s).to(X.dtype), (G * (s * s.mT)).to(G.dtype)
@@ -701,10 +689,9 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
 # arguments, a stride of 1 is compiled in, so loads stay contiguous along whichever axis is, and X^T X needs no copy.
 
 def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symmetric: bool) -> dict:
-    """Fixed launch configuration (tile rows, columns, depth; warps, stages) for [batch, rows, columns] outputs.
-
-    Large tiles reuse more of what they load; small ones are for batches that could not fill the GPU otherwise (three 768 x 768 Gram matrices are 63
-    large tiles), and for fp32, whose large tiles exceed the shared memory; tiny ones for few rows: with odd strides bigger ones would spill."""
+    """Fixed launch configuration (tile rows, columns, depth; warps, stages) for [batch, rows, columns] outputs. Large tiles reuse more of what they
+    load; small ones are for batches that could not fill the GPU otherwise (three 768 x 768 Gram matrices are 63 large tiles), and for fp32, whose
+    large tiles exceed the shared memory; tiny ones for few rows: with odd strides bigger ones would spill."""
     if rows <= 32:
         return dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=3)
     tile_rows, tile_columns = -(-rows // 128), -(-columns // 128)
@@ -716,12 +703,10 @@ def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symme
 @jit
 def product_kernel(B, X, C, n, m, k, b_batch, b_row, b_column, x_batch, x_row, x_column, c_batch, c_row, c_column, scale, plus,
                    ADD_X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """C = B X [+ plus X: ADD_X].  B [batch, n, n], X and C [batch, n, m], k = n.  Without a B: C = scale X X^T [+ plus X, square and symmetric].
-    X [batch, n, k], C [batch, n, n], m = n.  C is not X; fp32 accumulation. Reference: the products in orthogonalize_reference.
-
-    B X takes 2 n^2 m flops a matrix; row tiles of one column panel are neighbours in the grid: that panel of X comes from memory once, B stays in L2.
-    X X^T takes n (n + BLOCK) k, half of a full product: only tiles on and below the diagonal are computed (the grid has no others), then stored
-    twice. Bytes: each matrix once."""
+    """C = B X [+ plus X: ADD_X]. B [batch, n, n], X and C [batch, n, m], k = n. Without a B: C = scale X X^T [+ plus X, square and symmetric]. X
+    [batch, n, k], C [batch, n, n], m = n. C is not X; fp32 accumulation. Reference: the products in orthogonalize_reference. B X takes 2 n^2 m flops
+    a matrix; row tiles of one column panel are neighbours in the grid: that panel of X comes from memory once, B stays in L2. X X^T takes n (n +
+    BLOCK) k, half of a full product: only tiles on and below the diagonal are computed (the grid has no others), then stored twice."""
     tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     X += batch * x_batch
     C += batch * c_batch
@@ -772,10 +757,9 @@ def add_product(B: Tensor, X: Tensor, a: float, out: Tensor, tiles: dict | None 
     return out
 
 def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Near-orthogonal factor of each matrix of [batch, M, N] (fp32 or bf16), computed and returned in dtype.
-
-    Agrees with orthogonalize_reference up to rounding; the input is left as it is. Three launches a step after the scaling; a CUDA graph can capture
-    them. "aol" squares unscaled entries in dtype: bf16 has the range of fp32, but in fp16 they must not be tiny."""
+    """Near-orthogonal factor of each matrix of [batch, M, N] (fp32 or bf16), computed and returned in dtype. Agrees with orthogonalize_reference up
+    to rounding; the input is left as it is. Three launches a step after the scaling; a CUDA graph can capture them. "aol" squares unscaled entries in
+    dtype: bf16 has the range of fp32, but in fp16 they must not be tiny."""
     tall = matrices.size(-2) > matrices.size(-1)
     X = matrices.mT if tall else matrices
     n = X.size(1)
@@ -800,8 +784,7 @@ def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dt
 # Tiles lie on the flat token axis, because documents (median 391 tokens) are hardly longer than a tile: one tile may hold many. A program owns
 # BLOCK_M tokens of one head and walks over the other side in steps of BLOCK_N tokens, from the first that any of its tokens sees to the last. Mask
 # of a step: comparisons with the token itself and with its `furthest`; to skip them where all is visible made the backward 7 % slower. Steps
-# start where the range starts, not at a multiple of BLOCK_N: TMA and cp.async do not care, and it saves a step now and then. Of the scores executed
-# at 64 x 64 four fifths are visible (49,152 tokens, window 640: 368 of 452 a query); 128 x 128 would execute 538.
+# start where the range starts, not at a multiple of BLOCK_N: TMA and cp.async do not care. At 64 x 64 four fifths of the scores executed are visible.
 #
 # A program loads its own tiles through pointers, all at once, and the steps (`*_steps`) through tensor descriptors (TMA), which spare the
 # registers of the addresses: 138 instead of 242 for the forward; 255 without spills, two programs a multiprocessor, for the backward. That
@@ -923,11 +906,10 @@ def steps_of(x: Tensor, tile: dict[str, int]) -> Tensor | TensorDescriptor:
     return x if x.is_cuda and capability(x.device) < (9, 0) else TensorDescriptor.from_tensor(x.flatten(1), [tile["BLOCK_N"], x.size(2)])
 
 class PackedAttention(torch.autograd.Function):
-    """Causal attention within packed documents and a sliding window; the result of attention_reference.
-
-    q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; bf16 or fp32, widths of a power of two up to 128; views of one buffer need no copy. positions,
-    remaining: see Documents; another window recompiles nothing if it is a multiple of 16. The softmax has no running maximum, so |scale q.k| must
-    stay below 60: 2^87 is far from the limits of bf16 and fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is enough."""
+    """Causal attention within packed documents and a sliding window; the result of attention_reference. q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv];
+    bf16 or fp32, widths of a power of two up to 128; views of one buffer need no copy. positions, remaining: see Documents; another window recompiles
+    nothing if it is a multiple of 16. The softmax has no running maximum, so |scale q.k| must stay below 60: 2^87 is far from the limits of bf16 and
+    fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is enough."""
     @staticmethod
     def forward(ctx, q, k, v, positions, remaining, window, scale):
         (tokens, heads, width), tile, ctx.window, ctx.scale = q.shape, attention_tiles(q.device)[0], window, scale
@@ -963,8 +945,7 @@ class PackedAttention(torch.autograd.Function):
 @jit
 def pointer_kernel(qk, qk_steps, ids, log_copy, lse, distances, window, omega, dqk, tokens, scale_log2, NO_COPY: tl.constexpr,
                    KEYS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """log_copy and lse (base 2) of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. distances, window:
-    as `furthest` takes them. Reference: pointer_reference."""
+    """log_copy and lse (base 2) of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. See pointer_reference."""
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
     bound = furthest(distances, own, tokens, window, KEYS)[:, None]
@@ -1079,9 +1060,7 @@ def unit(scale, device):
     return torch.full((), scale, device=device)
 
 def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum):
-    """a [M, K] times b [N, K] transposed, bf16 [M, N]: both row-major, the layout FP8 tensor cores want.
-
-    Scales are numbers or 0-d float32 tensors."""
+    """a [M, K] times b [N, K] transposed, bf16 [M, N]: row-major, as FP8 tensor cores want them. Scales are numbers or 0-d float32 tensors."""
     scale_a, scale_b = (scale if isinstance(scale, Tensor) else unit(scale, a.device) for scale in (scale_a, scale_b))
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
 
@@ -1182,10 +1161,9 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
         tl.store(dgates_ptr + rows * H + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
 
 class ProjectHeads(torch.autograd.Function):
-    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, key_offset, scales)`.
-
-    h [T, width], weight [3 H D, width]. Beside the products one kernel each way: inductor's code took eight times what its bytes need. With `scales`
-    the products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype: the path of GPUs without FP8, and of validation."""
+    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, key_offset, scales)`. h [T,
+    width], weight [3 H D, width]. Beside the products one kernel each way: inductor's code took eight times what its bytes need. With `scales` the
+    products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype: the path of GPUs without FP8, and of validation."""
     @staticmethod
     def launch(kernel, qkv, *arguments, key_offset, rows=32):
         T, _, H, D = qkv.shape
@@ -1332,11 +1310,10 @@ def head_grad(logits, targets, vocabulary, lse, copied, factor, cap, dtype, fast
     return out
 
 class HeadLoss(torch.autograd.Function):
-    """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D] and weight [V, D] bf16.
-
-    With `scales` the products are FP8: T, D, V and the number of candidates multiples of 16; forward e4m3 · e4m3, backward e5m2 · e4m3 without fast
-    accumulation, which has been reported to turn gradients into NaN; dx and dW are bf16. The peak is the bf16 logits and the gradient in both
-    layouts, 4 bytes a logit. Without, everything is in the operands' own dtype: the path of GPUs without FP8."""
+    """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D] and weight [V, D] bf16. With `scales` the products
+    are FP8: T, D, V and the number of candidates multiples of 16; forward e4m3 · e4m3, backward e5m2 · e4m3 without fast accumulation, which has been
+    reported to turn gradients into NaN; dx and dW are bf16. The peak is the bf16 logits and the gradient in both layouts, 4 bytes a logit. Without,
+    everything is in the operands' own dtype: the path of GPUs without FP8."""
     @staticmethod
     def forward(ctx, x, weight, columns, positions, weights, candidates, certain, log_copy, spare, cap=Softcap(), scales=None):
         ctx.targets = Targets(columns, positions, weights, candidates, certain, log_copy, spare)
@@ -1388,11 +1365,9 @@ def head_loss_eval(x, weight, targets, cap=Softcap(), chunk_rows=8192):
 def _mlp_kernel(a, b, hidden, out, out_t, T, H, factor,
                 K: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr):
     """out = f(a bᵀ) · factor, saturated, [T, H], and out_t its transposed copy. Forward, without hidden: f(x) = relu(x)²; backward: x · sqrt(hidden),
-    where the root stands for relu(pre), which need not be kept: an error of 2^-5 at most, beside 2^-3 of the result's own rounding.
-
-    Descriptors: a [T, K], b [H, K], hidden [T, H], FP8; out in a's format, out_t as its bits. Persistent: the next tile's loads run under the
-    epilogue. 65,536 tokens, one H200: 0.319 ms (968 TFLOP/s), backward 0.468 (660); products, elementwise kernels and transpositions apart took
-    1.09 in all. Fast accumulation moves two roundings in a thousand; exact would take 1.6 times as long. Reference: relu_squared_mlp."""
+    where the root stands for relu(pre), which need not be kept: an error of 2^-5 at most, beside 2^-3 of the result's own rounding. Descriptors: a
+    [T, K], b [H, K], hidden [T, H], FP8; out in a's format, out_t as its bits. Persistent: the next tile's loads run under the epilogue. 65,536
+    tokens, H 2560, one H200: 0.26 ms (1010 TFLOP/s), backward 0.32 (800). Exact accumulation would take 1.6 times as long. See relu_squared_mlp."""
     across = tl.cdiv(H, COLS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(T, ROWS) * across, tl.num_programs(0), flatten=True):
         row, col = tile // across * ROWS, tile % across * COLS
@@ -1415,10 +1390,8 @@ def mlp_product(a, b, factor, hidden8=None):
     return out, out_t
 
 class Fp8Mlp(torch.autograd.Function):
-    """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales)`.
-
-    h [T, D] RMS-normed, up and down [H, D], all bf16; T, D and H multiples of 16. Forward e4m3 · e4m3, backward e5m2 · e4m3, whose bf16 results
-    take no fast accumulation. What takes part in two products needs two layouts: they sum over contiguous rows."""
+    """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales)`. h [T, D] RMS-normed, up and down [H, D], all bf16; T, D and H
+    multiples of 16. Forward e4m3 · e4m3, backward e5m2 · e4m3 without fast accumulation. Products sum over contiguous rows: hence two layouts."""
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
         (h8, h8_t), (up8, up8_t), (down8, down8_t) = map(quantize_both, (h, up, down), (scales.input, scales.weight, scales.weight))
@@ -1503,8 +1476,7 @@ def _embedding_grad_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, dense_p
     tl.store(dense_ptr + cols, total.to(dense_ptr.dtype.element_ty), inside)
 
 def launch_groups(kernel, grad, ids, order, starts, *arguments, ROWS=4, num_warps=2, **options):
-    """Launch a kernel, a program for each group of equal ids (order, starts: see sort_ids), which sums them in a fixed order: bitwise repeatable. The
-    ids, [T] or [T, K], stand for rows of grad [T, D]."""
+    """Launch a kernel, a program for each group of equal ids [T] or [T, K] (see sort_ids), which sums their rows of grad [T, D] in a fixed order."""
     runs, D, grad = len(order) // RUN, grad.size(1), grad.contiguous()
     partial = grad.new_empty(max(runs, 1), D, dtype=torch.float32)
     shape = dict(PER=len(order) // len(grad), RUN=RUN, ROWS=ROWS, BLOCK_D=triton.next_power_of_2(D), num_warps=num_warps)
@@ -1515,8 +1487,7 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, ROWS=4, num_warp
 @jit
 def _sparse_adam_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ptr, weights_ptr, square_ptr, last_ptr, step_ptr, rate_ptr, shrink_ptr,
                         beta2, epsilon, scale, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program a sorted id, idle unless it is the last of its group. Moves 4TD + 4UD bytes in bf16 for U rows: 0.5 GB at T = 65536, U = 95000,
-    D = 768. Reference: sparse_adam_reference."""
+    """One program a sorted id, idle unless it is the last of its group. Moves 4TD + 4UD bytes in bf16 for U rows. See sparse_adam_reference."""
     at, cols = tl.program_id(0), tl.arange(0, BLOCK_D)
     begin, end, row = tl.load(starts_ptr + at), tl.load(starts_ptr + at + 1), tl.load(sorted_ptr + at).to(tl.int64)
     if begin < end:
@@ -1652,11 +1623,9 @@ def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
 
 def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_moment: Tensor | None, multiplier: Tensor,
                    rate: Tensor, decay: float, beta2: float | None) -> None:
-    """Apply orthogonalised updates [N, rows, columns] to the weights in place.
-
-    NorMuon divides by a running root mean square per output (rows, or columns where a matrix is wide) and restores each matrix's norm; without
-    `second_moment` this is Muon. The cautious decay shrinks weights only where the update does too. Sources: NorMuon arXiv 2510.05491; public
-    records 41-43 and 48."""
+    """Apply orthogonalised updates [N, rows, columns] to the weights in place. NorMuon divides by a running root mean square per output (rows, or
+    columns where a matrix is wide) and restores each matrix's norm; without `second_moment` this is Muon. The cautious decay shrinks weights only
+    where the update does too. Sources: NorMuon arXiv 2510.05491; public records 41-43 and 48."""
     update = update.float()
     if second_moment is not None:
         axis = -1 if update.size(-2) >= update.size(-1) else -2
@@ -1680,9 +1649,8 @@ def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_mo
 
 def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
                 beta1: float, beta2: float, epsilon: float) -> None:
-    """One Adam step in place, computed in float32; `step_size` carries rate and bias corrections.
-
-    The decay, a share `shrink` of the weight, is cautious: only where the update shrinks the weight too (record 50)."""
+    """One Adam step in place, computed in float32; `step_size` carries rate and bias corrections. The decay, a share `shrink` of the weight, is
+    cautious: only where the update shrinks the weight too (record 50)."""
     g = grad.float()
     m, v = torch.lerp(mean.float(), g, 1 - beta1), torch.lerp(square.float(), g * g, 1 - beta2)
     mean.copy_(m)
@@ -1800,8 +1768,7 @@ class AdamScalars(Stateful):
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.config, self.rules = ranks, config, rules
         parameters = sorted(parameters, key=lambda p: p.role)  # each role becomes one contiguous part; the sort is stable
-        # Compiled code takes it for granted, without a check, that parameters are aligned as they were when it was compiled (perhaps by
-        # another process that filled the cache): so all are.
+        # Compiled code, perhaps another process's, takes it for granted that parameters are aligned as when it was compiled: so all are.
         size = {p: aligned(p.numel()) for p in parameters}
         self.weights = torch.zeros(sum(size.values()), device=ranks.device)
         self.grads, self.mean, self.square = (torch.zeros_like(self.weights) for _ in range(3))
@@ -1823,11 +1790,10 @@ class AdamScalars(Stateful):
                         *self.rules[role].betas, self.config.adam_epsilon)
 
 class Optimizer:
-    """Owns the storage of every parameter and decides when each gradient leaves.
-
-    Order of a step: the ranks gather what the last step updated, and the model waits for a matrix or table only where it reads it; tables reduce
-    from hooks while the backward pass (of the last micro-batch) still runs, the rest after it, the gradients of sparse tables last; Adam's updates
-    hide that. The tables that the next step reads before any matrix are gathered at once, behind the updates of the matrices."""
+    """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, and
+    the model waits for a matrix or table only where it reads it; tables reduce from hooks while the backward pass (of the last micro-batch) still
+    runs, the rest after it, the gradients of sparse tables last; Adam's updates hide that. The tables that the next step reads before any matrix are
+    gathered at once, behind the updates of the matrices."""
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         rules = dict(config.rules)
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
@@ -1927,9 +1893,8 @@ def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | No
 
 def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None,
                  residual: Tensor, scale: Tensor, gate: Tensor, value_gate: Tensor | None):
-    """Up to the projection: residual stream and normalised [T, width], gates [T, H] of the heads' outputs and of the value embedding.
-
-    The layer's scale is on the outputs' gates: on the weights (record 47) it would take a pass over them, and one over their gradients."""
+    """Up to the projection: residual stream and normalised [T, width], gates [T, H] of the heads' outputs and of the value embedding. The layer's
+    scale is on the outputs' gates: on the weights (record 47) it would take a pass over them, and one over their gradients."""
     x = enter_layer(x, update, mix, skip, skip_weight, residual)
     h, inputs, value_gates = norm(x), gate.size(1), None
     gates = scale * torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype)))
@@ -2171,10 +2136,9 @@ def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
     return [tokens[start:min(start + cap, stop) + 1] for first, stop in zip(bounds, bounds[1:]) for start in range(first, stop, cap)]
 
 def sample_candidates(targets: np.ndarray, count: int, vocabulary: int, sweep: int, spare: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
-    """A sampled softmax: (ids [count], how many of them are certain, column of each target), see Targets.
-
-    After the spare ids, which are no targets, and the ids that are targets, ascending, comes the sweep-th stretch of a walk over the vocabulary in
-    steps of 20011, which meets every id. A target that finds no room gets -1."""
+    """A sampled softmax: (ids [count], how many of them are certain, column of each target), see Targets. After the spare ids, which are no targets,
+    and the ids that are targets, ascending, comes the sweep-th stretch of a walk over the vocabulary in steps of 20011, which meets every id. A
+    target that finds no room gets -1."""
     present = np.zeros(vocabulary, bool)
     present[targets] = True
     walk = (np.arange(vocabulary) + sweep * count) * 20011 % vocabulary
@@ -2332,10 +2296,8 @@ def target_weights(preset: Preset, step: int) -> list[float]:
     return [start + passed * (end - start) for start, end in zip(*stage.targets)]
 
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
-    """Rotary frequencies [head_width / 4], in radians a position, and the softmax scale in a stage.
-
-    Half of the channels turn, in pairs. At each change of the long window YaRN stretches the slow frequencies (those that turn less than 32 times
-    in the window) and sharpens the softmax. Sources: arXiv 2309.00071, public record 31."""
+    """Rotary frequencies [head_width / 4], in radians a position, and the softmax scale in a stage. Half of the channels turn, in pairs. At each
+    change of the long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens the softmax (arXiv 2309.00071)."""
     frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.head_width // 4), 0.1
     windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
     for old, new in zip(windows, windows[1:]):
@@ -2514,8 +2476,7 @@ class Trainer:
         self.target_weights = [torch.tensor(target_weights(preset, step), device=ranks.device) for step in range(preset.steps)]
 
     def training_step(self, step: int, batches: list[HostBatch]) -> Tensor:
-        """Forward, backward and update over this rank's micro-batches; returns their summed loss (on the device, no synchronise; the next
-        step may overwrite it)."""
+        """Forward, backward and update over this rank's micro-batches; returns their summed loss on the device, until the next step."""
         sources = [*(batch.data for batch in batches), self.rates[step], self.target_weights[step]]
         if (index := stage_index(self.preset, step)) not in self.graphs:
             return self._step(step, batches, [source.to(self.ranks.device, copy=True, non_blocking=True) for source in sources])
@@ -2616,8 +2577,7 @@ class Meter:
         self.last, self.last_step = self.pending[3], step + 1
 
     def flush(self) -> None:
-        """Log what was recorded last. On every rank at the same step, raises Failure (numerics) if its loss is not finite, and
-        KeyboardInterrupt if a rank was asked to stop."""
+        """Log what was recorded last. On every rank at the same step: Failure if its loss is not finite, KeyboardInterrupt if a rank was asked to."""
         if self.pending is None:
             return
         (step, host, before, after, steps, stage, tokens), self.pending = self.pending, None
