@@ -1729,7 +1729,7 @@ class AdamTable(Stateful):
             self.reduced = self.ranks.reduce_scatter_mean(self.parameter.grad)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        self.reduced()
+        vars(self).pop("reduced")()  # not kept: NCCL's handle keeps the gradient alive
         self.update(self.shard, self.ranks.shard(self.parameter.grad), self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
                     *self.rule.betas, self.config.adam_epsilon)
         self.parameter.grad = None
