@@ -1389,12 +1389,13 @@ def _mlp_kernel(a, b, hidden, out, out_t, T, H, factor,
 
 def mlp_product(a, b, factor, hidden8=None):
     """What _mlp_kernel makes of a [T, K] and b [H, K], contiguous FP8, all sizes multiples of 16: [T, H] and [H, T] in a's format."""
-    (T, K), H, rows, cols, depth = a.shape, len(b), 128, 256, 128  # shared memory: 208 KB forward, 192 backward
-    out, out_t, describe = a.new_empty(T, H), a.new_empty(H, T), TensorDescriptor.from_tensor
-    _mlp_kernel[(min(triton.cdiv(T, rows) * triton.cdiv(H, cols), multiprocessors(a.device)),)](
+    # Backward two smaller programs a multiprocessor, the epilogue of one beside the products of the other. Shared memory: 208 KB; 2 x 112.
+    rows, cols, depth, programs, warps, stages = (128, 256, 128, 1, 8, 3) if hidden8 is None else (128, 128, 64, 2, 4, 4)
+    (T, K), H, out, out_t, describe = a.shape, len(b), a.new_empty(len(a), len(b)), a.new_empty(len(b), len(a)), TensorDescriptor.from_tensor
+    _mlp_kernel[(min(triton.cdiv(T, rows) * triton.cdiv(H, cols), programs * multiprocessors(a.device)),)](
         describe(a, [rows, depth]), describe(b, [cols, depth]), None if hidden8 is None else describe(hidden8, [rows, cols]),
         describe(out, [rows, cols]), describe(out_t.view(torch.int8), [cols, rows]), T, H, factor, K=K, LIMIT=torch.finfo(a.dtype).max,
-        ROWS=rows, COLS=cols, DEPTH=depth, num_warps=8, num_stages=3 if hidden8 is None else 2)
+        ROWS=rows, COLS=cols, DEPTH=depth, num_warps=warps, num_stages=stages)
     return out, out_t
 
 class Fp8Mlp(torch.autograd.Function):

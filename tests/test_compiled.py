@@ -96,6 +96,8 @@ def test_the_cure_is_still_needed():
 @pytest.mark.parametrize("backward", [False, True], ids=("forward", "backward"))
 def test_products_of_the_mlp(backward, capability):
     (kind, limit), tile = E5M2 if backward else E4M3, "tensordesc<{}[{}, {}]>".format
-    given = dict(a=tile(kind, 128, 128), b=tile(E4M3[0], 256, 128), hidden=tile(E4M3[0], 128, 256), out=tile(kind, 128, 256), out_t=tile("i8", 256, 128))
-    constants = dict(K=768, LIMIT=limit, ROWS=128, COLS=256, DEPTH=128) | ({} if backward else {"hidden": None})
-    assert not misuses(tg._mlp_kernel, capability, 8, given, constants, stages=2 if backward else 3)
+    cols, depth, warps, stages = (128, 64, 4, 4) if backward else (256, 128, 8, 3)
+    given = dict(a=tile(kind, 128, depth), b=tile(E4M3[0], cols, depth), hidden=tile(E4M3[0], 128, cols),
+                 out=tile(kind, 128, cols), out_t=tile("i8", cols, 128))
+    constants = dict(K=768, LIMIT=limit, ROWS=128, COLS=cols, DEPTH=depth) | ({} if backward else {"hidden": None})
+    assert not misuses(tg._mlp_kernel, capability, warps, given, constants, stages=stages)
