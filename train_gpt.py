@@ -142,7 +142,11 @@ class OptimizerConfig:
     adam_learning_rate: float = 0.008
     adam_epsilon: float = 1e-10
     cooldown_fraction: float = 0.55
-    final_learning_rate: float = 0.1  # relative to the peak
+    final_learning_rate: float = 0.25  # relative to the peak; averaging does the rest
+    averaging_fraction: float = 0.25  # of the steps, the last: a running average of matrices and dense tables (record 92)
+    averaging_interval_steps: int = 4
+    averaging_rate: float = 0.0755
+    averaged_share: float = 0.5  # of the final weights
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
         ("attention", MuonRule(2.0)),
         ("pointer", MuonRule(2.0)),
@@ -240,8 +244,8 @@ PRESETS = {preset.name: preset for preset in (
            train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset("smoke", GPT_TINY, (Stage(40, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=4096),
                                Stage(36, 1024, 256, 128, 256, candidates=8192), Stage(4, 1024, 256, 128, 256, extension=True)),
-           OptimizerConfig(momentum_warmup_steps=40, momentum_cooldown_steps=10), "data/sample", train_tokens=10_000_000, val_tokens=16_384,
-           val_window_tokens=2048, val_windows_tokens=(128, 512), log_every_steps=10,
+           OptimizerConfig(momentum_warmup_steps=40, momentum_cooldown_steps=10, averaging_interval_steps=1), "data/sample",
+           train_tokens=10_000_000, val_tokens=16_384, val_window_tokens=2048, val_windows_tokens=(128, 512), log_every_steps=10,
            status="smoke: practice on a small public-domain sample, never on a leaderboard"),
     Preset("smoke-gpu", GPT_SMALL, (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
            OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5), "data/sample", train_tokens=10_000_000,
@@ -1668,8 +1672,9 @@ def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step
     weight.copy_(value - update - shrink * value * (update * value > 0))
 
 class Stateful:
-    """Optimizer state by name; `kept` says which attributes belong to it."""
+    """Optimizer state by name; `kept` says which attributes belong to it. `low`: see join_float32."""
     kept: tuple[str, ...] = ("weights", "mean", "square")
+    low: Tensor | None = None
 
     def state(self) -> dict[str, Tensor]:
         return {name: tensor for name in self.kept if (tensor := getattr(self, name)) is not None}
@@ -1677,6 +1682,16 @@ class Stateful:
     def reset(self) -> None:
         for tensor in (tensor for name, tensor in self.state().items() if name != "weights"):
             tensor.zero_()
+
+    def average_(self, rate: float, share: float = 0.0) -> None:
+        """Move the running average of the weights a share `rate` of the way to them; then, at the end of a training, the weights a `share` of the
+        way to it. Each row keeps its norm: averages are shorter."""
+        exact = self.shard.float() if self.low is None else join_float32(self.shard, self.low)
+        self.average.lerp_(exact, rate)
+        if share:
+            mixed = exact.lerp(self.average, share)
+            lengths = [torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (exact, mixed)]
+            self.shard.copy_(mixed * (lengths[0] / lengths[1]))
 
     def gather_(self) -> None:
         self.gathered = self.ranks.all_gather(self.weights)
@@ -1686,7 +1701,7 @@ class Stateful:
 
 class MatrixBank(Stateful):
     """All hidden matrices of one shape: [N, rows, columns], N padded with zero matrices to a multiple of the ranks."""
-    kept = ("weights", "low", "momentum", "second_moment")
+    kept = ("weights", "low", "momentum", "second_moment", "average")
 
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.ops, self.config = ranks, ops, config
@@ -1698,7 +1713,7 @@ class MatrixBank(Stateful):
         self.collect = rehome(parameters, self.weights, self.grads)
         self.shard, self.grad_shard = ranks.shard(self.weights), ranks.shard(self.grads)
         self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
-        self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
+        self.momentum, self.average = (torch.zeros_like(self.shard, dtype=torch.float32) for _ in range(2))
         reduced = (rows, 1) if rows >= columns else (1, columns)
         self.second_moment = None if config.second_moment_decay is None else torch.zeros(len(self.shard), *reduced, device=ranks.device)
         multipliers = [rules[p.role].learning_rate_multiplier for p, count in zip(parameters, counts) for _ in range(count)]
@@ -1720,11 +1735,13 @@ class MatrixBank(Stateful):
 class AdamTable(Stateful):
     """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
     weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
+    kept = ("weights", "mean", "square", "average")
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.role, parameter
         self.weights, parameter.receive = parameter.data, self.receive
         self.shard = ranks.shard(self.weights)
         self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
+        self.average = torch.zeros_like(self.shard, dtype=torch.float32)
         self.update = ops.compile(adam_update)
 
     def receive(self, grad: Tensor, *lookup: Tensor) -> None:
@@ -1817,13 +1834,14 @@ class Optimizer:
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
         self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
         self.sparse = [table for table in self.tables if table.rule.sparse]
+        self.averaged = [item for item in (*self.banks, *self.tables) if item not in self.sparse]
         owners = dict(zip(tables, self.tables)) | {p: bank for bank, group in zip(self.banks, by_shape.values()) for p in group}
         gathering = list(dict.fromkeys(owners[p] for p in model.in_order() if p in owners))
         first = next((at for at, item in enumerate(gathering) if item in self.banks), 0)
         self.early, self.late = gathering[:first], gathering[first:]
         for parameter, owner in owners.items():
             parameter.arrive = owner.arrive
-        for table in (table for table in self.tables if table not in self.sparse):
+        for table in self.averaged[len(self.banks):]:
             table.parameter.register_post_accumulate_grad_hook(lambda _, table=table: self._table_ready(table))
         self.complete, self.left = False, []  # whether the next backward pass completes the gradients; the tables whose have left
 
@@ -1833,9 +1851,13 @@ class Optimizer:
         for item in self.late:
             item.gather_()
 
+    def average(self, rate: float, share: float = 0.0) -> None:
+        for item in self.averaged:
+            item.average_(rate, share)
+
     def gather(self) -> None:
         """Every rank has all weights: before anything but a training step reads them."""
-        for item in self.late:
+        for item in (*self.early, *self.late):
             item.gather_()
             item.arrive()
 
@@ -2297,6 +2319,13 @@ def step_rates(preset: Preset, step: int) -> dict[str, float]:
             rates |= {role: rate * correction, f"{role} decay": rate**2 * rule.decay}
     return rates
 
+def averaging(preset: Preset, step: int) -> tuple[float, float]:
+    """What Optimizer.average takes after a step: a rate, 1 for the first weights that enter and 0 between two; a share, 0 until the last step."""
+    config = preset.optimizer
+    since = step - math.ceil((1 - config.averaging_fraction) * preset.steps)
+    enters = since >= 0 and since % config.averaging_interval_steps == 0
+    return (config.averaging_rate if since else 1.0) * enters, config.averaged_share * (step + 1 == preset.steps)
+
 def target_weights(preset: Preset, step: int) -> list[float]:
     """Weights of the coming tokens as targets: linear between the two ends of the stage."""
     index = stage_index(preset, step)
@@ -2461,12 +2490,11 @@ class Trainer:
         stages, pin = preset.stages, ranks.device.type == "cuda"
         self.stream, validation_shard, windows, self.data_hash = open_corpus(preset, data)
         recompute, micro_batch_tokens, _ = memory_plan(preset, ranks, ops)
-        self.longest = max(len(piece) for pieces in windows for piece in pieces)
+        self.warm, self.longest = False, max(len(piece) for pieces in windows for piece in pieces)
         self.validation = [pack({0: pieces}, preset.model, pin) for pieces in windows[ranks.rank::ranks.world]]
         validated = np.asarray(open_shard(validation_shard, preset.model.vocabulary)[:preset.val_tokens + 1])
         self.validation_hash = hashlib.sha256(validated.tobytes()).hexdigest()[:16]
         self.micro_slots = {stage: micro_batch_slots(stage, ranks, micro_batch_tokens) for stage in stages}
-        self.warm = False
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}  # of a step of each stage, with its inputs and its loss
         self.graph_pool = torch.cuda.MemPool() if ops.graphs else None  # after the graphs: it must outlive them
         self.model = GPT(preset.model, ops, ranks.device)
@@ -2550,8 +2578,8 @@ class Trainer:
         for step, batches in reversed(variants.items()) if self.ops.graphs else ():  # the largest first: the others fit into its memory
             self.ranks.beat("warm-up", 10)
             self.capture(step, batches)
-        pieces = generated_pieces(self.preset.val_window_tokens, self.longest, seed=7)
-        self.evaluate(pack({0: pieces}, self.preset.model, pin), self.final_geometry)
+        self.optimizer.average(1.0, 0.5)
+        self.evaluate(pack({0: generated_pieces(self.preset.val_window_tokens, self.longest, 7)}, self.preset.model, pin), self.final_geometry)
         return len(variants)
 
 class RunOptions(NamedTuple):
@@ -2655,6 +2683,8 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
             micro = [next(batches) for _ in range(SLOTS // ranks.world // trainer.micro_slots[stage])]
             digest += sum(batch.digest for batch in micro)
             loss = trainer.training_step(step, micro)
+            if any(shares := averaging(preset, step)):
+                trainer.optimizer.average(*shares)
             ranks.beat(f"step {step + 1}")
             last_of_stage = step + 1 == options.steps or stage_index(preset, step + 1) != index
             if (step + 1) % preset.log_every_steps == 0 or step == 0 or last_of_stage:

@@ -160,6 +160,55 @@ def test_a_bfloat16_bank_keeps_the_lower_bits():
     assert parameters[0].detach().equal(half.weights[0]) and parameters[0].dtype == torch.bfloat16
 
 
+# ---- averages --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_running_average(dtype):
+    """Three weights enter, the first whole; then they move half of the way, each row as long as before. A row of zeros stays."""
+    torch.manual_seed(5)
+    matrix = tg.declared("mlp_up", torch.zeros(2 * 12, 8, dtype=dtype), (12, 8))
+    table = tg.declared("head", torch.zeros(16, 8, dtype=dtype))
+    bank = tg.MatrixBank([matrix], RULES, tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
+    owners = bank, tg.AdamTable(table, RULES["head"], tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
+    averages = [0.0, 0.0]
+    for rate, share in ((1.0, 0.0), (0.2, 0.0), (0.3, 0.0), (0.0, 0.5)):
+        for i, owner in enumerate(owners):
+            values = torch.randn(owner.weights.shape)
+            values[..., 3, :] = 0
+            exact = values.double()
+            if dtype == torch.bfloat16 and owner is bank:
+                high, low = tg.split_float32(values)
+                owner.weights.copy_(high)
+                owner.low.copy_(low)
+            else:
+                owner.weights.copy_(values)
+                exact = owner.weights.double()
+            averages[i] = averages[i] + rate * (exact - averages[i])
+            owner.average_(rate, share)
+            mixed = exact + share * (averages[i] - exact)
+            length = mixed.norm(dim=-1, keepdim=True)
+            want = mixed * (exact.norm(dim=-1, keepdim=True) / length.clamp(min=1e-20))
+            assert relative(owner.average, averages[i]) < 1e-6
+            assert relative(owner.weights, want) < (1e-6 if dtype == torch.float32 else 3e-3) and not owner.weights[..., 3, :].any()
+
+
+def test_what_is_averaged():
+    """Matrices and dense tables. What every rank updates alike, scalars and the n-gram table, is left as it is."""
+    model = tg.GPT(MODEL, OPS, CPU)
+    helpers.randomise(model)
+    optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.average(1.0)
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p))
+    moved = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.average(0.0, 0.5)
+    optimizer.gather()
+    for name, p in model.named_parameters():
+        rule = RULES[p.role]
+        assert p.equal(moved[name]) == (isinstance(rule, tg.AdamRule) and not rule.sharded), name
+        assert not p.equal(before[name])
+
+
 # ---- Adam ------------------------------------------------------------------------------------------------------------
 def adam_owner(roles, rules, config):
     """Parameters [16, 4] of these roles, and what updates them."""
@@ -291,6 +340,7 @@ def test_the_state_is_complete(corpus, tiny):
     start = {name: t.clone() for name, t in state.items()}
     for step, batches in enumerate(helpers.all_batches(trainer)):
         trainer.training_step(step, batches)
+    trainer.optimizer.average(1.0)
     known = {t.untyped_storage().data_ptr() for t in state.values()}
     changed = {name for name, t in held.items() if not t.equal(before[name]) and t.untyped_storage().data_ptr() not in known}
     assert all(name.endswith(("grads", "grad_shard")) for name in changed), "but for where gradients come together"
