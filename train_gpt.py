@@ -188,7 +188,7 @@ class Preset:
     _: dataclasses.KW_ONLY
     train_tokens: int  # shards are opened in order until they hold this many
     val_tokens: int
-    val_window_tokens: int = 262_144  # contiguous tokens a forward pass of the validation sees
+    val_window_tokens: int = 131_072  # contiguous tokens a forward pass of the validation sees
     val_windows_tokens: tuple[int, int] = (768, 2560)  # (short, long) attention windows of the final validation
     target_loss: float | None = None
     status: str  # one line said at the start
@@ -217,9 +217,9 @@ LAYERS = (
     Layer(value_embedding=3),
     Layer(value_embedding=4, window="long", key_offset=True),
 )
-GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**21, pointer_width=128)
+GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**22, pointer_width=128)
 # One pass over 94 M tokens wants less (records/LOG.md): attention in four layers fewer, one layer fewer, narrower MLPs.
-GPT_SPRINT = ModelConfig(width=768, heads=6, head_width=128, mlp_width=2560, value_embeddings=3, ngram_rows=2**21, pointer_width=128, layers=(
+GPT_SPRINT = ModelConfig(width=768, heads=6, head_width=128, mlp_width=2560, value_embeddings=3, ngram_rows=2**22, pointer_width=128, layers=(
     LAYERS[0], LAYERS[1], LAYERS[2], Layer(attention=False), LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7],
     Layer(attention=False), Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
 GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=2**14, pointer_width=64,
@@ -228,26 +228,26 @@ GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_e
     Layer(value_embedding=2, window="long", key_offset=True)))
 
 def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens: tuple[int, int, int], rates: tuple[float, float, float],
-                 cap_tokens: int, candidates: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
+                 cap_tokens: int, candidates: tuple[int, int, int]) -> tuple[Stage, ...]:
     """Batches, windows and rates grow by stage (record 46) while the second and third next token fade as targets (53); then the extension (35)."""
     windows = (128, 384), (384, 896), (640, 1408)
     targets = ((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), ((1.0, 0.5), (1.0, 0.0)), ((1.0,), (1.0,))
     return (*(Stage(n, batch, cap_tokens, *window, rate, target, drawn)
               for n, batch, window, rate, target, drawn in zip(steps, batch_tokens, windows, rates, targets, candidates)),
-            Stage(extension_steps, batch_tokens[-1], cap_tokens, 768, 1664, rates[-1], extension=True))
+            Stage(extension_steps, batch_tokens[-1], cap_tokens, 768, 1664, rates[-1], candidates=candidates[-1], extension=True))
 
 PRESETS = {preset.name: preset for preset in (
     Preset("speedrun", GPT_SMALL, three_stages((500, 500, 500), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072, (10_240, 14_336, 28_672)),
            train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28, status="speedrun: not yet run on FineWeb"),
     # One pass over 94 M tokens. Half the batch of the speedrun: twice the steps lower the loss by 0.05 at the same time on one GPU (records/LOG.md).
-    Preset("sprint", GPT_SPRINT, three_stages((232, 232, 221), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (6144, 10_240, 16_384)),
+    Preset("sprint", GPT_SPRINT, three_stages((224, 224, 214), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (6144, 10_240, 16_384)),
            train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset("smoke", GPT_TINY, (Stage(40, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=4096),
                                Stage(36, 1024, 256, 128, 256, candidates=8192), Stage(4, 1024, 256, 128, 256, extension=True)),
            OptimizerConfig(momentum_warmup_steps=40, momentum_cooldown_steps=10, averaging_interval_steps=1), "data/sample",
            train_tokens=10_000_000, val_tokens=16_384, val_window_tokens=2048, val_windows_tokens=(128, 512), log_every_steps=10,
            status="smoke: practice on a small public-domain sample, never on a leaderboard"),
-    Preset("smoke-gpu", GPT_SMALL, (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
+    Preset("smoke-gpu", dataclasses.replace(GPT_SMALL, ngram_rows=2**20), (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
            OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5), "data/sample", train_tokens=10_000_000,
            val_tokens=65_536, val_window_tokens=65_536, val_windows_tokens=(384, 1408), log_every_steps=5,
            status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
@@ -1424,7 +1424,7 @@ class Fp8Mlp(torch.autograd.Function):
 
 def fp8_mlp(h, up, down):
     """Fp8Mlp in training; validation computes what the reference computes, as head_loss_eval does."""
-    return Fp8Mlp.apply(h, up, down) if torch.is_grad_enabled() else F.linear(h, up).relu_().square_() @ down  # in place: 262,144 tokens
+    return Fp8Mlp.apply(h, up, down) if torch.is_grad_enabled() else F.linear(h, up).relu_().square_() @ down  # in place: windows are long
 
 # ---- embedding gradient, sparse update -------------------------------------------------------------------------------
 RUN = 32  # sorted positions summed by one program; a token's ragged ends are then at most 2 · (RUN - 1) rows
@@ -2467,10 +2467,11 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     state += sum(item.weights.nbytes for item in 2 * [optimizer.scalars, *optimizer.banks] + optimizer.tables if item not in optimizer.sparse)
     state += 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages)  # the gradients that SparseTable gathers
     slot = max(stage.slot_tokens for stage in preset.stages)
-    for recompute, per_token in ((False, {"fp8": 504_000, "bf16": 560_000}.get(ops.names["mlp"], 1_050_000)), (True, 262_000)):
+    head = 4 * max(stage.candidates or preset.model.padded_vocabulary for stage in preset.stages)  # logits and their gradient
+    for recompute, per_token in ((False, head + {"fp8": 303_000, "bf16": 359_000}.get(ops.names["mlp"], 849_000)), (True, head + 61_000)):
         most = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time
         tokens = max(micro_batch_slots(stage, ranks, most) * stage.slot_tokens for stage in preset.stages)
-        needed = state + max(tokens * per_token, 28_000 * preset.val_window_tokens)
+        needed = state + max(tokens * per_token, 31_000 * preset.val_window_tokens)
         if needed <= room_bytes:
             return recompute, tokens, needed
     fail("GPU memory", f"{needed / 2**30:.1f} GiB for one slot of {slot:,} tokens at a time", f"{room_bytes / 2**30:.1f} GiB",
