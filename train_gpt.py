@@ -1,7 +1,7 @@
 """Train a GPT-2-small-class language model as fast as the machine allows, in one file.
 
-    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.219 in 33.9 s on two H200 (n = 3, torch 2.11, Triton 3.6;
-    records/2026-11-22_fewer-launches-2gpu); states before, 3.218 in 63.4 s on one and 3.215 in 19.9 s on four (recall-1gpu, pointer-ngrams-fp8-4gpu).
+    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.217 in 60.7 s on one H200 (n = 3, torch 2.11, Triton 3.6;
+    records/2026-11-22_averages-1gpu); states before, 3.219 in 33.9 s on two and 3.215 in 19.9 s on four (fewer-launches-2gpu, pointer-ngrams-fp8-4gpu).
     speedrun, FineWeb: not yet run.
 
 Launch
