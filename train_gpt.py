@@ -1,7 +1,7 @@
 """Train a GPT-2-small-class language model as fast as the machine allows, in one file.
 
     sprint, webtext (one pass over at most 94 M tokens): validation loss 3.217 in 60.7 s on one H200 (n = 3, torch 2.11, Triton 3.6;
-    records/2026-11-22_averages-1gpu); states before, 3.219 in 33.9 s on two and 3.215 in 19.9 s on four (fewer-launches-2gpu, pointer-ngrams-fp8-4gpu).
+    records/2026-11-22_averages-1gpu); states before, 3.219 in 33.9 s on two and 3.215 in 19.9 s on four (fewer-launches-2gpu, pointer-ngrams-fp8).
     speedrun, FineWeb: not yet run.
 
 Launch
@@ -228,7 +228,7 @@ GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_e
     Layer(value_embedding=2, window="long", key_offset=True)))
 
 def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens: tuple[int, int, int], rates: tuple[float, float, float],
-                 cap_tokens: int, candidates: tuple[int, int, int]) -> tuple[Stage, ...]:
+                 cap_tokens: int, candidates: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
     """Batches, windows and rates grow by stage (record 46) while the second and third next token fade as targets (53); then the extension (35)."""
     windows = (128, 384), (384, 896), (640, 1408)
     targets = ((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), ((1.0, 0.5), (1.0, 0.0)), ((1.0,), (1.0,))
@@ -461,9 +461,9 @@ class Targets(NamedTuple):
     """What the head has to predict, on the device; all int32 but weights and log_copy. columns [T]: where in the head the next token is (-1:
     nowhere). positions [T], to find the tokens after the next in the same document. weights [K] float32: of the next token, the one after it, ...
     candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch use (the columns above index these); None: all. certain
-    [S]: so many, the first, are there because they are targets; each of the others, met on a walk over the vocabulary, stands for (V - certain) / (P
-    - certain) columns in the softmax. log_copy [T] float32, of pointer_reference, or None: the share of the next token in what column `spare` has in
-    the softmax; it makes p[next] + p[spare] exp(log_copy) of p[next]."""
+    [S]: so many, the first, are targets; each other one, met on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns in the
+    softmax. log_copy [T] float32, of pointer_reference, or None: the share of the next token in what column `spare` has in the softmax; it makes
+    p[next] + p[spare] exp(log_copy) of p[next]."""
     columns: Tensor
     positions: Tensor
     weights: Tensor
@@ -595,7 +595,7 @@ def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
 
 def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softcap = Softcap(), chunk_rows: int = 4096) -> Tensor:
     """Weighted sum of the cross-entropies (nats) of softcapped logits, 0-d float32 (float64 for float64 operands). x [T, D], weight [V, D]. Every
-    column that is no candidate is left out; without candidates all V take part, padding too. Chunks are recomputed in the backward pass."""
+    column that is no candidate is left out; without candidates all V take part, padding too. The backward recomputes chunks: few logits at a time."""
     def chunk_loss(x, weight, stands_for, columns, log_copy=None):
         logits = x @ weight.T
         log_p = (softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap) + stands_for).log_softmax(-1)
@@ -625,7 +625,7 @@ def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
 
 def sparse_adam_reference(grad, ids, weights, square, last, step, rate, shrink, beta2, epsilon, scale):
     """One Adam step, in place, of the rows of weights [rows, D] that occur in ids [T, K]. g = scale · Σ grad [T, D] over the tokens that read a row;
-    v ← β2^(step - last) v + (1 - β2) mean(g²): a number a row in square [rows]; last [rows]: the step of the row's last update. No first moment."""
+    v ← β2^(step - last) v + (1 - β2) mean(g²): a number a row in square [rows]; last [rows]: when it was updated. rate, shrink: see adam_update."""
     rows, group = ids.flatten().unique(return_inverse=True)
     g = scale * embedding_grad_reference(grad.repeat_interleave(ids.size(1), 0), group, len(rows), torch.promote_types(grad.dtype, torch.float32))
     v = beta2 ** (step - last[rows]) * square[rows] + (1 - beta2) * g.square().mean(1)
@@ -949,7 +949,7 @@ class PackedAttention(torch.autograd.Function):
 @jit
 def pointer_kernel(qk, qk_steps, ids, log_copy, lse, distances, window, omega, dqk, tokens, scale_log2, NO_COPY: tl.constexpr,
                    KEYS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """log_copy and lse (base 2) of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. See pointer_reference."""
+    """log_copy and lse (base 2) of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. distances: see furthest."""
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
     bound = furthest(distances, own, tokens, window, KEYS)[:, None]
@@ -1379,7 +1379,7 @@ def _mlp_kernel(a, b, hidden, out, out_t, T, H, factor,
     """out = f(a bᵀ) · factor, saturated, [T, H], and out_t its transposed copy. Forward, without hidden: f(x) = relu(x)²; backward: x · sqrt(hidden),
     where the root stands for relu(pre), which need not be kept: an error of 2^-5 at most, beside 2^-3 of the result's own rounding. Descriptors: a
     [T, K], b [H, K], hidden [T, H], FP8; out in a's format, out_t as its bits. Persistent: the next tile's loads run under the epilogue. 65,536
-    tokens, H 2560, one H200: 0.26 ms (1010 TFLOP/s), backward 0.32 (800). Exact accumulation would take 1.6 times as long. See relu_squared_mlp."""
+    tokens, H 2560, one H200: 0.26 ms (1010 TFLOP/s), backward 0.32 (800). Fast accumulation: exact takes 1.6 times as long. See relu_squared_mlp."""
     across = tl.cdiv(H, COLS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(T, ROWS) * across, tl.num_programs(0), flatten=True):
         row, col = tile // across * ROWS, tile % across * COLS
@@ -1404,7 +1404,7 @@ def mlp_product(a, b, factor, hidden8=None):
 
 class Fp8Mlp(torch.autograd.Function):
     """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales)`. h [T, D] RMS-normed, up and down [H, D], all bf16; T, D and H
-    multiples of 16. Forward e4m3 · e4m3, backward e5m2 · e4m3 without fast accumulation. Products sum over contiguous rows: hence two layouts."""
+    multiples of 16. Forward e4m3 · e4m3, backward e5m2 · e4m3 without fast accumulation. What takes part in two products needs two layouts."""
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
         (h8, h8_t), (up8, up8_t), (down8, down8_t) = map(quantize_both, (h, up, down), (scales.input, scales.weight, scales.weight))
@@ -1602,7 +1602,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 # gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard). All but tables are views of a few static buffers, where their
 # gradients come together: a phase is one large call. Between steps there are no gradients: what comes first is kept where it is, not added to zeros.
 def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> Callable[[], None]:
-    """Move the parameters into the flat order of `weights`, each at a multiple of `align`. Returns what moves their gradients into that of `grads`."""
+    """Move the parameters into the flat order of `weights`, each at a multiple of `align`. Returns what moves their gradients to that of `grads`."""
     weights, grads, start, places = weights.view(-1), grads.view(-1), 0, []
     for parameter in parameters:
         part = slice(start, start + parameter.numel())
@@ -1819,7 +1819,7 @@ class Optimizer:
     """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, and
     the model waits for a matrix or table only where it reads it; tables reduce from hooks while the backward pass (of the last micro-batch) still
     runs, the rest after it, the gradients of sparse tables last; Adam's updates hide that. The tables that the next step reads before any matrix are
-    gathered at once, behind the updates of the matrices."""
+    gathered at once, behind the updates of the matrices. Averages: see Stateful.average_."""
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         rules = dict(config.rules)
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
@@ -1908,7 +1908,7 @@ def normalize(x: Tensor, update: Tensor | None = None) -> Tensor:
     return norm(updated(x, update))
 
 def by_rows(weight: Tensor, x: Tensor) -> Tensor:
-    """weight [] times x [T, width], float32. Its gradient is summed by rows first, in the kernel of x's; a sum of everything would read both again."""
+    """weight [] times x [T, width], float32. Its gradient is summed by rows first, in the kernel of x's; a sum of all would read both again."""
     return weight.expand(len(x), 1) * x
 
 def layer_inputs(x0: Tensor, ngram: Tensor, *residuals: Tensor) -> list[Tensor]:
@@ -2324,7 +2324,7 @@ def averaging(preset: Preset, step: int) -> tuple[float, float]:
     config = preset.optimizer
     since = step - math.ceil((1 - config.averaging_fraction) * preset.steps)
     enters = since >= 0 and since % config.averaging_interval_steps == 0
-    return (config.averaging_rate if since else 1.0) * enters, config.averaged_share * (step + 1 == preset.steps)
+    return (config.averaging_rate if since else 1.0) * enters, config.averaged_share * (since >= 0 and step + 1 == preset.steps)
 
 def target_weights(preset: Preset, step: int) -> list[float]:
     """Weights of the coming tokens as targets: linear between the two ends of the stage."""
@@ -2463,9 +2463,9 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     meta = Ranks(ranks.rank, ranks.world, torch.device("meta"))
     optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
     state = sum(tensor.nbytes for tensor in optimizer.state().values())
-    # Gradients: but for tables, where they arrive and where they come together.
+    # Gradients: but for tables, where they arrive and where they come together; those that SparseTable gathers. Then what average_ holds at once.
     state += sum(item.weights.nbytes for item in 2 * [optimizer.scalars, *optimizer.banks] + optimizer.tables if item not in optimizer.sparse)
-    state += 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages)  # the gradients that SparseTable gathers
+    state += 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages) + 4 * max(item.average.nbytes for item in optimizer.averaged)
     slot = max(stage.slot_tokens for stage in preset.stages)
     head = 4 * max(stage.candidates or preset.model.padded_vocabulary for stage in preset.stages)  # logits and their gradient
     for recompute, per_token in ((False, head + {"fp8": 303_000, "bf16": 359_000}.get(ops.names["mlp"], 849_000)), (True, head + 61_000)):
@@ -2514,7 +2514,7 @@ class Trainer:
         self.target_weights = [torch.tensor(target_weights(preset, step), device=ranks.device) for step in range(preset.steps)]
 
     def training_step(self, step: int, batches: list[HostBatch]) -> Tensor:
-        """Forward, backward and update over this rank's micro-batches; returns their summed loss on the device, until the next step."""
+        """Forward, backward and update over this rank's micro-batches; returns their summed loss, on the device until the next step."""
         sources = [*(batch.data for batch in batches), self.rates[step], self.target_weights[step]]
         if (index := stage_index(self.preset, step)) not in self.graphs:
             return self._step(step, batches, [source.to(self.ranks.device, copy=True, non_blocking=True) for source in sources])

@@ -143,7 +143,7 @@ def state_bytes(world):
 def test_state_is_summed_exactly(ranked, world):
     """Against the tensors that the ranks of a real run held, and what they do not keep from step to step."""
     state = torch.load(ranked / f"{world}-{world - 1}.pt")["state"]
-    gathered = 2 * PRESET.model.width * PRESET.stages[-1].batch_tokens
+    gathered = 2 * PRESET.model.width * PRESET.stages[-1].batch_tokens + 4 * max(t.nbytes for name, t in state.items() if name.endswith("average"))
     dense = {name: tensor.nbytes for name, tensor in state.items() if name.endswith(".weights") and name.replace("weights", "last") not in state}
     gradients = sum(size if name.startswith("table") else 2 * size for name, size in dense.items())
     assert len(dense) == sum(name.endswith(".weights") for name in state) - 1 and gathered > 0
@@ -159,6 +159,13 @@ def test_what_fits_on_which_card(card, free_bytes, recompute, slots):
     found, tokens, needed = tg.memory_plan(preset, ranks, FAST, 0.95 * free_bytes)
     assert found == recompute and needed <= 0.95 * free_bytes and tokens >= 393_216 // 8
     assert [tg.micro_batch_slots(stage, ranks, tokens) for stage in preset.stages] == slots
+
+
+def test_a_sampled_softmax_needs_less():
+    """Logits and their gradient take 4 bytes a column of the head that the batch uses, in whichever stage uses most."""
+    sampled = replace(LARGE, stages=tuple(replace(stage, candidates=n) for stage, n in zip(LARGE.stages, (1024, 20_480, 4096, 4096))))
+    (_, tokens, full), (_, other, less) = (tg.memory_plan(preset, tg.Ranks(0, 1, CPU), FAST, 140 * GB) for preset in (LARGE, sampled))
+    assert tokens == other and full - less == tokens * 4 * (50_304 - 20_480)
 
 
 def test_what_does_not_fit():

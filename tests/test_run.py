@@ -185,6 +185,16 @@ def test_second_run_equals_a_fresh_process(run, ranked):
     assert first[-1]["state"] == second[-1]["state"] == "ok"
 
 
+def test_a_training_averages(corpus, tiny, tmp_path, monkeypatch):
+    """The warm-up once, then from step 2 of 5 on every other; only the last step of a whole schedule moves the weights."""
+    calls, average = [], tg.Optimizer.average
+    monkeypatch.setattr(tg.Optimizer, "average", lambda self, *shares: (calls.append(shares), average(self, *shares)))
+    for options, expected in (((), [(1.0, 0.5), (1.0, 0.0), (0.3, 0.5)]), (("--stop-after", "4"), [(1.0, 0.5), (1.0, 0.0)])):
+        calls.clear()
+        assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path), *options]) == 0
+        assert calls == expected
+
+
 def test_warm_up_changes_nothing(corpus, tiny, monkeypatch):
     """It really trains, on none of the training data, and the state after it is the state before it, generator included."""
     trainer = helpers.make_trainer(corpus)

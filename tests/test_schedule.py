@@ -121,6 +121,8 @@ def test_averaging():
     config = replace(CONFIG, averaging_fraction=0.25, averaging_interval_steps=4, averaging_rate=0.1, averaged_share=0.5)
     preset = replace(SPEEDRUN, optimizer=config, stages=tg.three_stages((200, 200, 130), 10, (131_072, 262_144, 393_216), (1.0, 1.51, 1.93), 3072, (None,) * 3))
     found = {step: shares for step in range(540) if any(shares := tg.averaging(preset, step))}
+    never = replace(preset, optimizer=replace(config, averaging_fraction=0.0))
+    assert not any(any(tg.averaging(never, step)) for step in range(540)), "an average of nothing moves nothing"
     assert found == {405: (1.0, 0.0)} | {step: (0.1, 0.0) for step in range(409, 540, 4)} | {539: (0.0, 0.5)}
 
 

@@ -431,6 +431,7 @@ def test_processes_agree_with_one(ranked, world):
     assert all(difference < (1e-5 if name.endswith("weights") else 3e-5) for name, difference in differences.items()), differences
     assert sum("weights" in name for name in differences) >= 5
     assert world == 2 or any(name.endswith("momentum") for name in padded), "a bank that needed padding"
+    assert all(tensor.any() for name, tensor in alone["state"].items() if name.endswith("average")), "averages have begun"
 
 
 @pytest.mark.parametrize("world", [2, 4])
