@@ -1672,9 +1672,10 @@ def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step
     weight.copy_(value - update - shrink * value * (update * value > 0))
 
 class Stateful:
-    """Optimizer state by name; `kept` says which attributes belong to it. `low`: see join_float32."""
-    kept: tuple[str, ...] = ("weights", "mean", "square")
+    """Optimizer state by name; `kept` says which attributes belong to it. `low`: see join_float32; `average`: see average_."""
+    kept: tuple[str, ...] = ("weights", "mean", "square", "average")
     low: Tensor | None = None
+    average: Tensor | None = None
 
     def state(self) -> dict[str, Tensor]:
         return {name: tensor for name in self.kept if (tensor := getattr(self, name)) is not None}
@@ -1735,7 +1736,6 @@ class MatrixBank(Stateful):
 class AdamTable(Stateful):
     """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
     weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
-    kept = ("weights", "mean", "square", "average")
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.role, parameter
         self.weights, parameter.receive = parameter.data, self.receive
