@@ -1,7 +1,7 @@
 """Train a GPT-2-small-class language model as fast as the machine allows, in one file.
 
     sprint, webtext (one pass over at most 94 M tokens): validation loss 3.217 in 60.7 s on one H200 (n = 3, torch 2.11, Triton 3.6;
-    records/2026-11-22_averages-1gpu); states before, 3.219 in 33.9 s on two and 3.215 in 19.9 s on four (fewer-launches-2gpu, pointer-ngrams-fp8).
+    records/2026-11-22_averages-1gpu); states before: 3.219 in 33.9 s on two, 3.215 in 19.9 on four (fewer-launches-2gpu, pointer-ngrams-fp8-4gpu).
     speedrun, FineWeb: not yet run.
 
 Launch
@@ -458,12 +458,12 @@ def multiprocessors(device: torch.device) -> int:
 # 4. Reference operators: what the fast ones must compute, on any device and in any dtype
 # ======================================================================================================================
 class Targets(NamedTuple):
-    """What the head has to predict, on the device; all int32 but weights and log_copy. columns [T]: where in the head the next token is (-1:
-    nowhere). positions [T], to find the tokens after the next in the same document. weights [K] float32: of the next token, the one after it, ...
-    candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch use (the columns above index these); None: all. certain
-    [S]: so many, the first, are targets; each other one, met on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns in the
-    softmax. log_copy [T] float32, of pointer_reference, or None: the share of the next token in what column `spare` has in the softmax; it makes
-    p[next] + p[spare] exp(log_copy) of p[next]."""
+    """What the head has to predict, on the device; all int32 but weights and log_copy. columns [T]: where in the head the next token is
+    (-1: nowhere). positions [T], to find the tokens after the next in the same document. weights [K] float32: of the next token, the one after it,
+    ... candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch use (the columns above index these); None: all.
+    certain [S]: so many, the first, are targets; each other one, met on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns
+    in the softmax. log_copy [T] float32, of pointer_reference, or None: the share of the next token in what column `spare` has in the softmax; it
+    makes p[next] + p[spare] exp(log_copy) of p[next]."""
     columns: Tensor
     positions: Tensor
     weights: Tensor
@@ -560,10 +560,10 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, wind
     return torch.cat(outputs)
 
 def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
-    """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NO_COPY for none. qk [T, 2,
-    D]: queries and keys; ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at i, t - window <= i < t in its
-    document, with the weight a[t, i] = e^s[t, i] / (1 + sum_j e^s[t, j]), s[t, i] = scale q[t].k[i], and nowhere with what is left; the share is the
-    sum of a[t, i] over the i with ids[i] = ids[t]. float32, or float64 for float64 operands."""
+    """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NO_COPY for none. qk
+    [T, 2, D]: queries and keys; ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at i, t - window <= i < t in
+    its document, with the weight a[t, i] = e^s[t, i] / (1 + sum_j e^s[t, j]), s[t, i] = scale q[t].k[i], and nowhere with what is left; the share is
+    the sum of a[t, i] over the i with ids[i] = ids[t]. float32, or float64 for float64 operands."""
     (q, k), shares = qk.to(torch.promote_types(qk.dtype, torch.float32)).unbind(1), []
     for rows, keys, seen in visible_chunks(positions, window, chunk, least=1):
         scores, match = scale * (q[rows] @ k[keys].T), seen & (ids[keys] == ids[rows, None])
@@ -709,8 +709,8 @@ def product_kernel(B, X, C, n, m, k, b_batch, b_row, b_column, x_batch, x_row, x
                    ADD_X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """C = B X [+ plus X: ADD_X]. B [batch, n, n], X and C [batch, n, m], k = n. Without a B: C = scale X X^T [+ plus X, square and symmetric]. X
     [batch, n, k], C [batch, n, n], m = n. C is not X; fp32 accumulation. Reference: the products in orthogonalize_reference. B X takes 2 n^2 m flops
-    a matrix; row tiles of one column panel are neighbours in the grid: that panel of X comes from memory once, B stays in L2. X X^T takes n (n +
-    BLOCK) k, half of a full product: only tiles on and below the diagonal are computed (the grid has no others), then stored twice."""
+    a matrix; row tiles of one column panel are neighbours in the grid: that panel of X comes from memory once, B stays in L2. X X^T takes n
+    (n + BLOCK) k, half of a full product: only tiles on and below the diagonal are computed (the grid has no others), then stored twice."""
     tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     X += batch * x_batch
     C += batch * c_batch
@@ -1165,9 +1165,9 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
         tl.store(dgates_ptr + rows * H + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
 
 class ProjectHeads(torch.autograd.Function):
-    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, key_offset, scales)`. h [T,
-    width], weight [3 H D, width]. Beside the products one kernel each way: inductor's code took eight times what its bytes need. With `scales` the
-    products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype: the path of GPUs without FP8, and of validation."""
+    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, key_offset, scales)`. h
+    [T, width], weight [3 H D, width]. Beside the products one kernel each way: inductor's code took eight times what its bytes need. With `scales`
+    the products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype: the path of GPUs without FP8, and of validation."""
     @staticmethod
     def launch(kernel, qkv, *arguments, key_offset, rows=32):
         T, _, H, D = qkv.shape
@@ -1833,15 +1833,15 @@ class Optimizer:
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in by_shape.values()]
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
         self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
-        self.sparse = [table for table in self.tables if table.rule.sparse]
-        self.averaged = [item for item in (*self.banks, *self.tables) if item not in self.sparse]
+        self.sparse, self.dense = ([table for table in self.tables if table.rule.sparse == sparse] for sparse in (True, False))
+        self.averaged = [*self.banks, *self.dense]
         owners = dict(zip(tables, self.tables)) | {p: bank for bank, group in zip(self.banks, by_shape.values()) for p in group}
         gathering = list(dict.fromkeys(owners[p] for p in model.in_order() if p in owners))
         first = next((at for at, item in enumerate(gathering) if item in self.banks), 0)
         self.early, self.late = gathering[:first], gathering[first:]
         for parameter, owner in owners.items():
             parameter.arrive = owner.arrive
-        for table in self.averaged[len(self.banks):]:
+        for table in self.dense:
             table.parameter.register_post_accumulate_grad_hook(lambda _, table=table: self._table_ready(table))
         self.complete, self.left = False, []  # whether the next backward pass completes the gradients; the tables whose have left
 
@@ -2464,7 +2464,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
     state = sum(tensor.nbytes for tensor in optimizer.state().values())
     # Gradients: but for tables, where they arrive and where they come together; those that SparseTable gathers. Then what average_ holds at once.
-    state += sum(item.weights.nbytes for item in 2 * [optimizer.scalars, *optimizer.banks] + optimizer.tables if item not in optimizer.sparse)
+    state += sum(item.weights.nbytes for item in 2 * [optimizer.scalars, *optimizer.banks] + optimizer.dense)
     state += 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages) + 4 * max(item.average.nbytes for item in optimizer.averaged)
     slot = max(stage.slot_tokens for stage in preset.stages)
     head = 4 * max(stage.candidates or preset.model.padded_vocabulary for stage in preset.stages)  # logits and their gradient
@@ -2615,7 +2615,7 @@ class Meter:
         self.last, self.last_step = self.pending[3], step + 1
 
     def flush(self) -> None:
-        """Log what was recorded last. On every rank at the same step: Failure if its loss is not finite, KeyboardInterrupt if a rank was asked to."""
+        """Log what was recorded last. On every rank at the same step: Failure if its loss is not finite, KeyboardInterrupt if one shall stop."""
         if self.pending is None:
             return
         (step, host, before, after, steps, stage, tokens), self.pending = self.pending, None
