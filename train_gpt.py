@@ -1,7 +1,7 @@
 """Train a GPT-2-small-class language model as fast as the machine allows, in one file.
 
-    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.217 in 60.7 s on one H200 (n = 3, torch 2.11, Triton 3.6;
-    records/2026-11-22_averages-1gpu); states before: 3.219 in 33.9 s on two, 3.215 in 19.9 on four (fewer-launches-2gpu, pointer-ngrams-fp8-4gpu).
+    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.215 in 16.5 s on four H200 (n = 3, torch 2.11, Triton 3.6;
+    records/2026-11-22_values-of-ngrams-4gpu); states before: 3.217 in 60.7 s on one, 3.219 in 33.9 on two (averages-1gpu, fewer-launches-2gpu).
     speedrun, FineWeb: not yet run.
 
 Launch
@@ -69,6 +69,7 @@ SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024  # llm.c's to
 BOS = 50256  # <|endoftext|>: opens every document
 SLOTS = 8  # a step's batch is packed into 8 slots whatever the number of ranks, so every world size sees the same tokens
 FP8_PARTS = "attention", "head", "mlp"  # whose matrix products can be FP8
+NGRAMS = -1  # as a layer's value embedding: none of its own, but what embeds the last few tokens
 NO_COPY = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 # Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
@@ -84,7 +85,7 @@ class Layer:
     mlp: bool = True
     window: str = "short"  # which of the stage's two windows its attention uses
     key_offset: bool = False  # the channels of K that do not turn come from the token before: induction in one layer (record 49)
-    value_embedding: int | None = None  # the value-embedding table added to V
+    value_embedding: int | None = None  # the value-embedding table added to V, or NGRAMS
     skip_from: int | None = None  # U-Net: the earlier slot whose output enters here through a sigmoid gate
 
 class Softcap(NamedTuple):
@@ -141,7 +142,7 @@ class OptimizerConfig:
     orthogonalization: str = "polar-express"
     adam_learning_rate: float = 0.008
     adam_epsilon: float = 1e-10
-    cooldown_fraction: float = 0.55
+    cooldown_fraction: float = 0.7
     final_learning_rate: float = 0.25  # relative to the peak; averaging does the rest
     averaging_fraction: float = 0.25  # of the steps, the last: a running average of matrices and dense tables (record 92)
     averaging_interval_steps: int = 4
@@ -208,9 +209,9 @@ LAYERS = (
     Layer(),
     Layer(value_embedding=0),
     Layer(value_embedding=1),
-    Layer(window="long", key_offset=True),
+    Layer(value_embedding=NGRAMS, window="long", key_offset=True),
     Layer(),
-    Layer(),
+    Layer(value_embedding=NGRAMS),
     Layer(attention=False, skip_from=4),
     Layer(),
     Layer(value_embedding=2),
@@ -218,14 +219,13 @@ LAYERS = (
     Layer(value_embedding=4, window="long", key_offset=True),
 )
 GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**22, pointer_width=128)
-# One pass over 94 M tokens wants less (records/LOG.md): attention in four layers fewer, one layer fewer, narrower MLPs.
+# One pass over 94 M tokens wants less (records/LOG.md): three slots and one layer's attention fewer, narrower MLPs.
 GPT_SPRINT = ModelConfig(width=768, heads=6, head_width=128, mlp_width=2560, value_embeddings=3, ngram_rows=2**22, pointer_width=128, layers=(
-    LAYERS[0], LAYERS[1], LAYERS[2], Layer(attention=False), LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7],
-    Layer(attention=False), Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
-GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=2**14, pointer_width=64,
-                       dtype="float32", layers=(
-    Layer(value_embedding=0), Layer(value_embedding=1, window="long", key_offset=True), Layer(attention=False, skip_from=1), Layer(), Layer(),
-    Layer(value_embedding=2, window="long", key_offset=True)))
+    LAYERS[0], LAYERS[1], LAYERS[2], LAYERS[0], LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7], LAYERS[0],
+    Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
+GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=2**14, pointer_width=64, layers=(
+    Layer(value_embedding=0), Layer(value_embedding=1, window="long", key_offset=True), Layer(attention=False, skip_from=1),
+    Layer(value_embedding=NGRAMS), Layer(value_embedding=NGRAMS), Layer(value_embedding=2, window="long", key_offset=True)), dtype="float32")
 
 def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens: tuple[int, int, int], rates: tuple[float, float, float],
                  cap_tokens: int, candidates: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
@@ -240,11 +240,11 @@ PRESETS = {preset.name: preset for preset in (
     Preset("speedrun", GPT_SMALL, three_stages((500, 500, 500), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072, (10_240, 14_336, 28_672)),
            train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28, status="speedrun: not yet run on FineWeb"),
     # One pass over 94 M tokens. Half the batch of the speedrun: twice the steps lower the loss by 0.05 at the same time on one GPU (records/LOG.md).
-    Preset("sprint", GPT_SPRINT, three_stages((224, 224, 214), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (6144, 10_240, 16_384)),
+    Preset("sprint", GPT_SPRINT, three_stages((228, 228, 218), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (6144, 10_240, 16_384)),
            train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset("smoke", GPT_TINY, (Stage(40, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=4096),
                                Stage(36, 1024, 256, 128, 256, candidates=8192), Stage(4, 1024, 256, 128, 256, extension=True)),
-           OptimizerConfig(momentum_warmup_steps=40, momentum_cooldown_steps=10, averaging_interval_steps=1), "data/sample",
+           OptimizerConfig(momentum_warmup_steps=40, momentum_cooldown_steps=10, cooldown_fraction=0.55, averaging_interval_steps=1), "data/sample",
            train_tokens=10_000_000, val_tokens=16_384, val_window_tokens=2048, val_windows_tokens=(128, 512), log_every_steps=10,
            status="smoke: practice on a small public-domain sample, never on a leaderboard"),
     Preset("smoke-gpu", dataclasses.replace(GPT_SMALL, ngram_rows=2**20), (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
@@ -2060,8 +2060,8 @@ class GPT(nn.Module):
         for (slot, block), mix in zip(self.blocks.items(), mixes):
             layer = block.layer
             # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
-            table = None if layer.value_embedding is None else arrived(self.value_embeddings[layer.value_embedding])
-            value = None if table is None else self.ops.embed(table, documents)
+            of = layer.value_embedding
+            value = ngram if of == NGRAMS else None if of is None else self.ops.embed(arrived(self.value_embeddings[of]), documents)
             x, update = block(x, update, mix, skips[layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
                 skips[int(slot)], update = (x := updated(x, update)), None  # one sum, and one gradient, for both that read it
@@ -2778,10 +2778,10 @@ def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dic
     """Whether a model file's settings can be used, as far as the shapes of its weights do not prove it."""
     counts = *attention["windows"], validation["tokens"], validation["window"], config.pointer_window_tokens, config.vocabulary
     numbers = attention["scale"], *attention["frequency"], *config.softcap
-    layers = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp]
+    layers, values = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp], range(NGRAMS, config.value_embeddings)
     return (len(counts) == 6 and all(type(n) is int and n > 0 for n in counts) and config.vocabulary < config.padded_vocabulary
             and len(numbers) == 4 + config.head_width // 4 and all(isinstance(x, float) and math.isfinite(x) for x in numbers)
-            and all(layer.skip_from in (None, *(s for s in layers if s < slot)) and layer.value_embedding in (None, *range(config.value_embeddings))
+            and all(layer.skip_from in (None, *(s for s in layers if s < slot)) and layer.value_embedding in (None, *values)
                     for slot, layer in enumerate(config.layers)) and isinstance(validation["data"], str))
 
 def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:

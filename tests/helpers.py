@@ -27,7 +27,7 @@ MODEL = tg.ModelConfig(
     width=32, heads=2, head_width=16, mlp_width=64, value_embeddings=2, ngram_rows=1024, pointer_width=16, vocabulary=VOCABULARY,
     padded_vocabulary=512, dtype="float32",
     layers=(L(attention=False, mlp=False), L(value_embedding=1), L(value_embedding=0, window="long", key_offset=True),
-            L(attention=False, skip_from=1), L(mlp=False), L(value_embedding=1, skip_from=2, window="long")))
+            L(attention=False, skip_from=1), L(mlp=False), L(value_embedding=1, skip_from=2, window="long"), L(value_embedding=tg.NGRAMS)))
 PRESET = tg.Preset(
     "tiny", MODEL,
     (tg.Stage(2, 512, 48, 8, 16, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=128),

@@ -88,9 +88,8 @@ def test_every_preset_is_consistent(preset):
     assert model.padded_vocabulary % (128 if model.width >= 768 else tg.SLOTS) == 0 and model.padded_vocabulary >= model.vocabulary
     for slot, layer in enumerate(model.layers):
         assert layer.skip_from is None or layer.skip_from < slot
-        assert layer.value_embedding is None or layer.value_embedding < model.value_embeddings
         assert layer.window in ("short", "long")
-    assert sorted(l.value_embedding for l in model.layers if l.value_embedding is not None) == list(range(model.value_embeddings)), "one table a use"
+    assert [l.value_embedding for l in model.layers if l.value_embedding not in (None, tg.NGRAMS)] == list(range(model.value_embeddings)), "one table a use"
     assert sum(stage.steps * stage.batch_tokens for stage in preset.stages) < preset.train_tokens
     for stage in preset.stages:
         assert stage.batch_tokens % (8 * 32) == 0  # 32: so that a slot starts anew in the rows of `recall` that new tokens share
@@ -112,8 +111,8 @@ def test_layer_table_of_the_record():
     assert [i for i, l in enumerate(layers) if l.window == "long"] == [4, 11]
     assert {i: l.skip_from for i, l in enumerate(layers) if l.skip_from is not None} == {7: 4}
     sprint = tg.GPT_SPRINT.layers
-    assert [i for i, l in enumerate(sprint) if l.attention] == [1, 2, 4, 6, 9, 11] and [i for i, l in enumerate(sprint) if not l.mlp] == [0, 10]
-    assert [l.value_embedding for l in sprint if l.value_embedding is not None] == list(range(tg.GPT_SPRINT.value_embeddings))
+    assert [i for i, l in enumerate(sprint) if l.attention] == [1, 2, 4, 6, 9, 11] and [i for i, l in enumerate(sprint) if not l.mlp] == [0, 3, 8, 10]
+    assert all([i for i, l in enumerate(table) if l.value_embedding == tg.NGRAMS] == [4, 6] for table in (layers, sprint))
 
 
 def test_averaging():
