@@ -2778,10 +2778,10 @@ def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dic
     """Whether a model file's settings can be used, as far as the shapes of its weights do not prove it."""
     counts = *attention["windows"], validation["tokens"], validation["window"], config.pointer_window_tokens, config.vocabulary
     numbers = attention["scale"], *attention["frequency"], *config.softcap
-    layers, values = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp], range(NGRAMS, config.value_embeddings)
+    used, values = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp], (None, NGRAMS, *range(config.value_embeddings))
     return (len(counts) == 6 and all(type(n) is int and n > 0 for n in counts) and config.vocabulary < config.padded_vocabulary
             and len(numbers) == 4 + config.head_width // 4 and all(isinstance(x, float) and math.isfinite(x) for x in numbers)
-            and all(layer.skip_from in (None, *(s for s in layers if s < slot)) and layer.value_embedding in (None, *values)
+            and all(layer.skip_from in (None, *(s for s in used if s < slot)) and layer.value_embedding in values
                     for slot, layer in enumerate(config.layers)) and isinstance(validation["data"], str))
 
 def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:

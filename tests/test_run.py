@@ -422,6 +422,7 @@ BAD_MODELS = {  # the fault, and what the message tells of it
        for name, value in (("tokens", "x"), ("tokens", 0), ("tokens", -1), ("window", 0), ("window", -4), ("data", None))},
     **{f"of {text}": (edit(lambda content, old=old, text=text: content.update(model=content["model"].replace(old, text))), "out of range")
        for old, text in (('"skip_from": 2', '"skip_from": 50'), (f'"vocabulary": {helpers.VOCABULARY}', '"vocabulary": 1000000000'), ('"value_embedding": 1', '"value_embedding": 2'),
+                         ('"value_embedding": 0', '"value_embedding": -2'),
                          ('"pointer_window_tokens": 2048', '"pointer_window_tokens": "x"'))},
 }
 
