@@ -104,7 +104,7 @@ class ModelConfig:
     value_embeddings: int
     ngram_rows: int  # of the hashed table of the last two and three tokens, added in every layer (records 62, 92)
     pointer_width: int  # of the head that copies an earlier token of the document, see pointer_reference
-    gate_inputs: int = 12  # leading channels that the attention gates read
+    gate_inputs: int = 16  # channels that the attention gates read
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()
@@ -1907,41 +1907,42 @@ def normalize(x: Tensor, update: Tensor | None = None) -> Tensor:
     """RMSNorm of the embedding, or of the stream after the last layer: [T, width]."""
     return norm(updated(x, update))
 
-def by_rows(weight: Tensor, x: Tensor) -> Tensor:
-    """weight [] times x [T, width], float32. Its gradient is summed by rows first, in the kernel of x's; a sum of all would read both again."""
-    return weight.expand(len(x), 1) * x
+def scaled(weight: Tensor, x: Tensor) -> Tensor:
+    """x [T, width] times a weight given by rows [T], float32: so its gradient is summed by rows, in the kernel of x's. A sum of all would read both
+    again."""
+    return weight[:, None] * x
 
-def layer_inputs(x0: Tensor, ngram: Tensor, *residuals: Tensor) -> list[Tensor]:
+def layer_inputs(x0: Tensor, ngram: Tensor, *weights: Tensor) -> list[Tensor]:
     """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
-    return [(by_rows(r[1], x0) + by_rows(r[2], ngram)).to(x0.dtype) for r in residuals]
+    return [(scaled(w, x0) + scaled(v, ngram)).to(x0.dtype) for w, v in zip(weights[::2], weights[1::2])]
 
-def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor) -> Tensor:
+def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
     """Residual stream at the start of a layer: the U-Net skip, then layer_inputs' mix."""
     x = updated(x, update)
     if skip is not None:
-        x = x + by_rows(torch.sigmoid(skip_weight), skip)
-    return (by_rows(residual[0], x) + mix).to(mix.dtype)
+        x = x + scaled(torch.sigmoid(skip_weight).expand(len(x)), skip)
+    return (scaled(weight, x) + mix).to(mix.dtype)
 
-def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, value: Tensor | None, skip_weight: Tensor | None,
-                 residual: Tensor, scale: Tensor, gate: Tensor, value_gate: Tensor | None):
+def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None, value: Tensor | None,
+                 scale: Tensor, gate: Tensor):
     """Up to the projection: residual stream and normalised [T, width], gates [T, H] of the heads' outputs and of the value embedding. The layer's
     scale is on the outputs' gates: on the weights (record 47) it would take a pass over them, and one over their gradients."""
-    x = enter_layer(x, update, mix, skip, skip_weight, residual)
-    h, inputs, value_gates = norm(x), gate.size(1), None
-    gates = scale * torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype)))
-    if value is not None:
-        mixed = torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)  # no gradient: it would cost a pass over all of value
-        value_gates = 4 * torch.sigmoid(F.linear(mixed, value_gate.to(h.dtype)))
-    return x, h, gates, value_gates
+    x = enter_layer(x, update, mix, weight, skip, skip_weight)
+    h, inputs = norm(x), gate.size(1)
+    if value is None:
+        return x, h, scale * torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype))), None
+    read = torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)  # no gradient: it would cost a pass over all of value
+    gates, value_gates = torch.sigmoid(F.linear(read, gate.to(h.dtype))).chunk(2, dim=1)
+    return x, h, scale * gates, 4 * value_gates
 
 def attention_out(x: Tensor, y: Tensor, gates: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Sparse gates of the heads' outputs y [T, H, D], output projection, residual: the stream, and normalised for the MLP."""
     x = x + F.linear((y * gates[:, :, None]).flatten(1), out)
     return x, norm(x)
 
-def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, skip_weight: Tensor | None, residual: Tensor):
+def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None):
     """A layer without attention up to its MLP: the stream, and normalised, both [T, width]."""
-    x = enter_layer(x, update, mix, skip, skip_weight, residual)
+    x = enter_layer(x, update, mix, weight, skip, skip_weight)
     return x, norm(x)
 
 def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
@@ -1972,9 +1973,8 @@ class Block(nn.Module):
             self.qkv = declared("attention", empty(3 * attention_width, width), (attention_width, width))
             self.out = declared("attention", empty(width, attention_width), (width, attention_width))
             self.scale = declared("scalar", empty((), dtype=torch.float32))
-            self.gate = declared("gate", empty(config.heads, config.gate_inputs, dtype=torch.float32))
-            gated = layer.value_embedding is not None
-            self.value_gate = declared("gate", empty(config.heads, config.gate_inputs, dtype=torch.float32)) if gated else None
+            gates = config.heads * (1 if layer.value_embedding is None else 2)  # of the heads' outputs, then of the value embedding
+            self.gate = declared("gate", empty(gates, config.gate_inputs, dtype=torch.float32))
         if layer.mlp:
             self.up = declared("mlp_up", empty(config.mlp_width, width), (config.mlp_width, width))
             self.down = declared("mlp_down", empty(config.mlp_width, width), (config.mlp_width, width))
@@ -1990,26 +1990,23 @@ class Block(nn.Module):
             self.qkv.uniform_(-bound, bound, generator=generator)
             self.out.zero_()
             self.scale.fill_(0.5)
-            for gate in (self.gate, self.value_gate):
-                if gate is not None:
-                    gate.zero_()
+            self.gate.zero_()
         if self.layer.mlp:
             bound = math.sqrt(3) * 0.5 * self.up.size(1) ** -0.5
             self.up.uniform_(-bound, bound, generator=generator)
             self.down.zero_()
 
-    def forward(self, x: Tensor, update: Tensor | None, mix: Tensor, skip: Tensor | None, value: Tensor | None, documents: Documents,
+    def forward(self, x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, value: Tensor | None, documents: Documents,
                 geometry: Geometry) -> tuple[Tensor, Tensor | None]:
         layer = self.layer
         if layer.attention:
-            x, h, gates, value_gates = self.attention_in(x, update, mix, skip, value, self.skip_weight, self.residual, self.scale,
-                                                         self.gate, self.value_gate)
+            x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, self.scale, self.gate)
             turn = documents.positions, geometry.cos, geometry.sin
             q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn, layer.key_offset)
             y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale)
             x, h = self.attention_out(x, y, gates, arrived(self.out))
         else:
-            x, h = self.mlp_in(x, update, mix, skip, self.skip_weight, self.residual)
+            x, h = self.mlp_in(x, update, mix, weight, skip, self.skip_weight)
         return x, self.ops.mlp(h, arrived(self.up), arrived(self.down)) if layer.mlp else None
 
 class GPT(nn.Module):
@@ -2055,14 +2052,17 @@ class GPT(nn.Module):
         ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
         x = x0 = self.normalize(self.ops.embed(arrived(self.embedding), documents))
         skips: dict[int | None, Tensor | None] = {None: None}
-        update, residuals = None, [block.residual for block in self.blocks.values()]  # without gradients a mix at a time: windows are long
-        mixes = self.layer_inputs(x0, ngram, *residuals) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, r)[0] for r in residuals)
-        for (slot, block), mix in zip(self.blocks.items(), mixes):
+        # Weights by rows: of all the gradients over the tokens one kernel makes the sums.
+        rows = torch.cat([block.residual for block in self.blocks.values()])[:, None].expand(-1, len(x)).unbind()
+        update, streams, inputs = None, rows[::3], list(zip(rows[1::3], rows[2::3]))
+        # Without gradients a mix at a time: windows are long.
+        mixes = self.layer_inputs(x0, ngram, *sum(inputs, ())) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, *i)[0] for i in inputs)
+        for (slot, block), mix, weight in zip(self.blocks.items(), mixes, streams):
             layer = block.layer
             # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
             of = layer.value_embedding
             value = ngram if of == NGRAMS else None if of is None else self.ops.embed(arrived(self.value_embeddings[of]), documents)
-            x, update = block(x, update, mix, skips[layer.skip_from], value, documents, geometry)
+            x, update = block(x, update, mix, weight, skips[layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
                 skips[int(slot)], update = (x := updated(x, update)), None  # one sum, and one gradient, for both that read it
         return self.normalize(x, update)
