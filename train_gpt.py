@@ -17,9 +17,7 @@ Map
     11 run log               12 training              13 afterwards         14 main
 """
 
-# ======================================================================================================================
-# 1. Imports, constants
-# ======================================================================================================================
+# ==== 1. Imports, constants ===========================================================================================
 from __future__ import annotations
 
 import argparse
@@ -44,13 +42,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -75,10 +73,8 @@ EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 # Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
 PEAK_TFLOPS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
 
-# ======================================================================================================================
-# 2. Configuration
-# ======================================================================================================================
-@dataclass(frozen=True)
+# ==== 2. Configuration ================================================================================================
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """One slot of the network. The table of layers is the only place that knows which layer does what."""
     attention: bool = True
@@ -94,7 +90,7 @@ class Softcap(NamedTuple):
     shift: float = 5.0  # record 54
     temperature: float = 7.5
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     width: int
     heads: int
@@ -118,12 +114,12 @@ class ModelConfig:
         return self.ngram_rows + 3 * self.padded_vocabulary + 32
 
 # Roles connect parameters to their optimizer: each parameter declares one, and each role has exactly one rule.
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class MuonRule:
     """Hidden matrices, orthogonalised one by one; the parameter says of which shape they are."""
     learning_rate_multiplier: float
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class AdamRule:
     learning_rate_multiplier: float
     betas: tuple[float, float]
@@ -131,7 +127,7 @@ class AdamRule:
     sharded: bool = False  # large tables: each rank updates a slice of the rows
     sparse: bool = False  # larger ones: every rank updates the few rows that a step has read, without a first moment
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     muon_learning_rate: float = 0.023
     muon_weight_decay: float = 1.2  # cautious, times the rate twice: it fades with the square of the schedule
@@ -161,7 +157,7 @@ class OptimizerConfig:
         ("gate", AdamRule(1.0, (0.9, 0.99))),
     )
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Stage:
     """A stretch of the schedule with constant shapes."""
     steps: int
@@ -179,7 +175,7 @@ class Stage:
     def slot_tokens(self) -> int:
         return self.batch_tokens // SLOTS
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Preset:
     name: str
     model: ModelConfig
@@ -253,9 +249,7 @@ PRESETS = {preset.name: preset for preset in (
            status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
 )}
 
-# ======================================================================================================================
-# 3. Runtime
-# ======================================================================================================================
+# ==== 3. Runtime ======================================================================================================
 class Failure(Exception):
     """An error the user can act on: one line that says what, expected, found and the fix; `code` is the exit status."""
     def __init__(self, message: str, code: int):
@@ -266,9 +260,11 @@ def fail(what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE)
     raise Failure(f"{what}: expected {expected}, found {found}; fix: {fix}", code)
 
 class Ranks:
-    """The processes of one run, one device each. With one rank every collective is a no-op."""
+    """The processes of one run, one device each. With one rank every collective is a no-op. Tensors that are `shared` are fetched by copy engines,
+    where GPUs reach each other's memory: NCCL's kernels would take multiprocessors from what runs beside them."""
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
+        self.copies, self.peers = None, {}  # where memory can be shared: the stream of `fetch`; of each shared tensor, by address, all ranks' parts
         self.processes, self.stop_asked = [os.getpid()], False
         self.beat: Callable[..., None] = lambda *_: None  # the watchdog's while one watches
 
@@ -294,7 +290,35 @@ class Ranks:
         ranks.processes = ranks.gather_objects(os.getpid())
         if world > 1:
             signal.signal(signal.SIGINT, ranks.ask_to_stop)
+        if world > 1 and device.type == "cuda" and os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+            ranks.copies = torch.cuda.Stream()
+            with contextlib.suppress(RuntimeError):  # the GPUs, the driver or the container may not let them
+                ranks.shared(torch.zeros(world, device=device))
+            ranks.copies = ranks.copies if all(ranks.gather_objects(bool(ranks.peers))) else None
         return ranks
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """`tensor`, moved to memory that the other ranks can read, where there is such memory: alike on every rank, and kept."""
+        if self.copies:
+            tensor = symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
+            handle = symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
+            self.peers[tensor.data_ptr()] = handle, [handle.get_buffer(r, tensor.shape, tensor.dtype).view(self.world, -1) for r in range(self.world)]
+        return tensor
+
+    def fetch(self, full: Tensor, mean: bool) -> Callable[[], None]:
+        """all_gather, or reduce_scatter_mean, of a shared tensor. All go through one stream, in the same order on every rank: when they have all come
+        to the next one, they have read what a rank gave for this one, which it may then overwrite."""
+        (handle, peers), done = self.peers[full.data_ptr()], torch.cuda.Event()
+        self.copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copies):
+            handle.barrier()
+            parts = torch.empty_like(peers[0]) if mean else peers[self.rank]
+            for other in ((self.rank + i) % self.world for i in range(not mean, self.world)):  # at no time do two read from the same rank
+                parts[other].copy_(peers[other][self.rank if mean else other], non_blocking=True)
+            if mean:
+                torch.mean(parts, 0, out=peers[self.rank][self.rank])
+            done.record()
+        return done.wait
 
     def shard(self, full: Tensor) -> Tensor:
         """This rank's equal part of `full` along its first dimension, a view."""
@@ -303,6 +327,8 @@ class Ranks:
     def reduce_scatter_mean(self, full: Tensor) -> Callable[[], None]:
         """Average `full` over the ranks into this rank's shard of it, in place. Returns the wait (it blocks the stream, not the host)."""
         if self.world > 1 and self.device.type == "cuda":
+            if full.data_ptr() in self.peers:
+                return self.fetch(full, mean=True)
             return dist.reduce_scatter_tensor(self.shard(full), full, op=dist.ReduceOp.AVG, async_op=True).wait
         return self.all_reduce_mean(full)
 
@@ -317,6 +343,8 @@ class Ranks:
         """Fill `full` from every rank's shard of it, in place."""
         if self.world == 1:
             return lambda: None
+        if full.data_ptr() in self.peers:
+            return self.fetch(full, mean=False)
         # gloo reads its input while it writes the output, NCCL knows the in-place form
         shard = self.shard(full) if self.device.type == "cuda" else self.shard(full).clone()
         return dist.all_gather_into_tensor(full, shard, async_op=True).wait
@@ -454,9 +482,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
-# ======================================================================================================================
-# 4. Reference operators: what the fast ones must compute, on any device and in any dtype
-# ======================================================================================================================
+# ==== 4. Reference operators: what the fast ones must compute, on any device and in any dtype =========================
 class Targets(NamedTuple):
     """What the head has to predict, on the device; all int32 but weights and log_copy. columns [T]: where in the head the next token is
     (-1: nowhere). positions [T], to find the tokens after the next in the same document. weights [K] float32: of the next token, the one after it,
@@ -487,7 +513,7 @@ class Targets(NamedTuple):
         copies = [None if self.log_copy is None else self.log_copy[r] for r in rows]
         return [(r, Targets(self.columns[r], self.positions[r], self.weights, *s, c, self.spare)) for r, s, c in zip(rows, sampled, copies)]
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Documents:
     """A packed batch of T tokens on the device; every tensor is int32. tokens [T]: rows of the embedding tables; order [T] and starts [rows + 1]
     group them, see sort_ids. ngrams [T, 3]: rows of the n-gram table. columns, candidates, certain: see Targets. positions, remaining [T]: how many
@@ -502,17 +528,13 @@ class Documents:
     candidates: Tensor | None
     certain: Tensor | None
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Geometry:
     """What attention needs from the schedule: windows in tokens, softmax scale, rotary tables [positions, head_width / 2]."""
-    short_window: int
-    long_window: int
+    windows: dict[str, int]  # "short" and "long"
     scale: float
     cos: Tensor
     sin: Tensor
-
-    def window(self, kind: str) -> int:
-        return self.long_window if kind == "long" else self.short_window
 
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without parameters."""
@@ -633,7 +655,7 @@ def sparse_adam_reference(grad, ids, weights, square, last, step, rate, shrink, 
     weights[rows] = (value - update - shrink * value * (update * value > 0)).to(weights.dtype)
     square[rows], last[rows] = v.to(square.dtype), step
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OrthogonalizeRecipe:
     """How singular values are driven to 1: scale them into (0, 1], then one odd quintic a s + b s^3 + c s^5 per step. scaling: "frobenius" divides by
     safety * ||X||_F; "aol" scales every row i by (sum_j |G_ij|)^-1/2, G = X X^T, which also bounds the spectral norm by 1 but is tighter, and takes
@@ -685,9 +707,7 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
         X = a * X + (b * A + c * A @ A) @ X
     return X.mT if tall else X
 
-# ======================================================================================================================
-# 5. Triton kernels, each with its wrapper
-# ======================================================================================================================
+# ==== 5. Triton kernels, each with its wrapper ========================================================================
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
 # All three products of a step are written for wide matrices. A tall X is passed as its transposed view: strides are
 # arguments, a stride of 1 is compiled in, so loads stay contiguous along whichever axis is, and X^T X needs no copy.
@@ -1536,10 +1556,8 @@ class EmbeddingLookup(torch.autograd.Function):
         ctx.table.receive(grad, *ctx.lookup)
         return (None,) * (2 + len(ctx.lookup))
 
-# ======================================================================================================================
-# 6. Operator selection
-# ======================================================================================================================
-@dataclass(frozen=True)
+# ==== 6. Operator selection ===========================================================================================
+@dataclasses.dataclass(frozen=True)
 class Ops:
     """The operators of this run; the model never asks what hardware it is on."""
     attention: Callable[[Tensor, Tensor, Tensor, Documents, int, float], Tensor]
@@ -1595,9 +1613,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         names={"attention": f"triton ({attention} projection)", "head": head, "mlp": mlp, "embedding": "triton", "orthogonalize": "triton",
                "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"}, compile=region, graphs=graphs)
 
-# ======================================================================================================================
-# 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, both sharded over the ranks but for the n-gram table
-# ======================================================================================================================
+# ==== 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, sharded over the ranks ========================
 # Four kinds of state with the same phases: gather_ (collect what the other ranks last updated, asynchronous; `arrive` waits for it), reduce_ (average
 # gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard). All but tables are views of a few static buffers, where their
 # gradients come together: a phase is one large call. Between steps there are no gradients: what comes first is kept where it is, not added to zeros.
@@ -1709,8 +1725,8 @@ class MatrixBank(Stateful):
         rows, columns = parameters[0].matrix
         counts = [p.numel() // (rows * columns) for p in parameters]
         matrices = -(-sum(counts) // ranks.world) * ranks.world
-        self.weights = torch.zeros(matrices, rows, columns, dtype=parameters[0].dtype, device=ranks.device)
-        self.grads = torch.zeros_like(self.weights)
+        self.weights, self.grads = (ranks.shared(torch.zeros(matrices, rows, columns, dtype=parameters[0].dtype, device=ranks.device))
+                                    for _ in range(2))
         self.collect = rehome(parameters, self.weights, self.grads)
         self.shard, self.grad_shard = ranks.shard(self.weights), ranks.shard(self.grads)
         self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
@@ -1738,7 +1754,8 @@ class AdamTable(Stateful):
     weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.role, parameter
-        self.weights, parameter.receive = parameter.data, self.receive
+        self.weights = parameter.data = ranks.shared(parameter.data)
+        self.grads, parameter.receive = ranks.shared(torch.zeros_like(self.weights)) if ranks.copies else None, self.receive
         self.shard = ranks.shard(self.weights)
         self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
         self.average = torch.zeros_like(self.shard, dtype=torch.float32)
@@ -1747,11 +1764,13 @@ class AdamTable(Stateful):
     def receive(self, grad: Tensor, *lookup: Tensor) -> None:
         """Add the gradient of a lookup [T, width] to the table's; the first of a step writes all of it, so nothing is cleared before."""
         table, begun = self.parameter, self.parameter.grad is not None
-        table.grad = table.grad if begun else torch.empty_like(table)
+        table.grad = table.grad if begun else torch.empty_like(table) if self.grads is None else self.grads
         launch_groups(_embedding_grad_kernel, grad, *lookup, table.grad, ADD=begun)
 
     def reduce_(self) -> None:
         with torch.profiler.record_function(f"reduce {self.role}"):
+            if self.grads is not None and self.parameter.grad.data_ptr() != self.grads.data_ptr():
+                self.parameter.grad = self.grads.copy_(self.parameter.grad)
             self.reduced = self.ranks.reduce_scatter_mean(self.parameter.grad)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
@@ -1894,9 +1913,7 @@ class Optimizer:
         items = {"scalars": self.scalars, **{f"bank{i}": b for i, b in enumerate(self.banks)}, **{f"table{i}": t for i, t in enumerate(self.tables)}}
         return {f"{name}.{key}": tensor for name, item in items.items() for key, tensor in item.state().items()}
 
-# ======================================================================================================================
-# 8. Model
-# ======================================================================================================================
+# ==== 8. Model ========================================================================================================
 # Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
 # regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
 def updated(x: Tensor, update: Tensor | None) -> Tensor:
@@ -2001,9 +2018,9 @@ class Block(nn.Module):
         layer = self.layer
         if layer.attention:
             x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, self.scale, self.gate)
-            turn = documents.positions, geometry.cos, geometry.sin
-            q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn, layer.key_offset)
-            y = self.ops.attention(q, k, v, documents, geometry.window(layer.window), geometry.scale)
+            turn = documents.positions, geometry.cos, geometry.sin, layer.key_offset
+            q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn)
+            y = self.ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale)
             x, h = self.attention_out(x, y, gates, arrived(self.out))
         else:
             x, h = self.mlp_in(x, update, mix, weight, skip, self.skip_weight)
@@ -2024,8 +2041,7 @@ class GPT(nn.Module):
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
         self.value_embeddings = nn.ParameterList([declared("value_embedding", table()) for _ in range(config.value_embeddings)])
         self.head = declared("head", table())
-        shape = config.pointer_width, config.width
-        self.pointer = declared("pointer", weight(2 * shape[0], shape[1]), shape)
+        self.pointer = declared("pointer", weight(2 * config.pointer_width, config.width), (config.pointer_width, config.width))
         self.normalize, self.layer_inputs, self.pointer_in = map(ops.compile, (normalize, layer_inputs, pointer_in))
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))  # 2^31 elements and more
 
@@ -2058,11 +2074,10 @@ class GPT(nn.Module):
         # Without gradients a mix at a time: windows are long.
         mixes = self.layer_inputs(x0, ngram, *sum(inputs, ())) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, *i)[0] for i in inputs)
         for (slot, block), mix, weight in zip(self.blocks.items(), mixes, streams):
-            layer = block.layer
             # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
-            of = layer.value_embedding
+            of = block.layer.value_embedding
             value = ngram if of == NGRAMS else None if of is None else self.ops.embed(arrived(self.value_embeddings[of]), documents)
-            x, update = block(x, update, mix, weight, skips[layer.skip_from], value, documents, geometry)
+            x, update = block(x, update, mix, weight, skips[block.layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
                 skips[int(slot)], update = (x := updated(x, update)), None  # one sum, and one gradient, for both that read it
         return self.normalize(x, update)
@@ -2094,9 +2109,7 @@ class GPT(nn.Module):
         ids = F.pad(documents.columns[-len(k):-1], (0, 1), value=spare)
         return p.index_fill(0, ids[-1:].long(), 0).index_add(0, ids, p[spare] * shares)
 
-# ======================================================================================================================
-# 9. Data
-# ======================================================================================================================
+# ==== 9. Data =========================================================================================================
 def open_shard(path: Path, vocabulary: int) -> np.ndarray:
     """Memory-map the tokens (uint16) of one shard after checking header, size and content against data/README.md."""
     size = path.stat().st_size
@@ -2203,7 +2216,7 @@ def recall(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.nda
         group, at = np.append(-1, ids[:-1]), np.append(0, at[at < len(tokens) - 1] + 1)
     return found
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class HostBatch:
     """A micro-batch on the host: one int32 array, pinned for the GPU, and where its parts lie."""
     data: Tensor
@@ -2284,9 +2297,7 @@ def prefetched(items: Iterator, depth: int = 8) -> Iterator:
     finally:
         thread.shutdown(cancel_futures=True)  # waits for an item in the making: if its disk stands still, the watchdog does not
 
-# ======================================================================================================================
-# 10. Schedule: pure functions of the step
-# ======================================================================================================================
+# ==== 10. Schedule: pure functions of the step ========================================================================
 def stage_index(preset: Preset, step: int) -> int:
     for index, stage in enumerate(preset.stages):
         if step < stage.steps:
@@ -2302,8 +2313,7 @@ def learning_rate(preset: Preset, step: int) -> float:
 
 def muon_momentum(preset: Preset, step: int) -> float:
     """Low while gradients still turn quickly (start) and while they are averaged anyway (end)."""
-    config = preset.optimizer
-    low, high = config.muon_momentum
+    config, (low, high) = preset.optimizer, preset.optimizer.muon_momentum
     warm, cool = step / config.momentum_warmup_steps, (preset.steps - step) / config.momentum_cooldown_steps
     return low + (high - low) * min(warm, cool, 1.0)
 
@@ -2328,8 +2338,7 @@ def averaging(preset: Preset, step: int) -> tuple[float, float]:
 
 def target_weights(preset: Preset, step: int) -> list[float]:
     """Weights of the coming tokens as targets: linear between the two ends of the stage."""
-    index = stage_index(preset, step)
-    stage = preset.stages[index]
+    stage = preset.stages[index := stage_index(preset, step)]
     passed = (step - sum(s.steps for s in preset.stages[:index])) / stage.steps
     return [start + passed * (end - start) for start, end in zip(*stage.targets)]
 
@@ -2350,7 +2359,7 @@ def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int
     """Geometry with cosines and sines for `positions` positions; the channels that do not turn get angle 0."""
     angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
     cos, sin = (torch.from_numpy(table).to(device, dtype) for table in (np.cos(angle), np.sin(angle)))
-    return Geometry(*windows, scale, cos, sin)
+    return Geometry(dict(zip(("short", "long"), windows)), scale, cos, sin)
 
 def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device, windows: tuple[int, int] | None = None) -> Geometry:
     """Attention's geometry in a stage, or with other `windows`: the final validation looks further back (record 33)."""
@@ -2358,9 +2367,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
     windows = windows or (stage.short_window_tokens, stage.long_window_tokens)
     return geometry_tables(*rotary_frequencies(preset, index), windows, positions, getattr(torch, preset.model.dtype), device)
 
-# ======================================================================================================================
-# 11. Run log
-# ======================================================================================================================
+# ==== 11. Run log =====================================================================================================
 class RunLog:
     """One JSON line an event, each carrying a hash of itself and the line before. A thread writes, so the clock never waits."""
     def __init__(self, path: Path | None, quiet: bool = False):
@@ -2432,9 +2439,7 @@ def files_hash(paths: Sequence[Path]) -> str:
             fail(f"{path}: SHA-256", "what SHA256SUMS states", lines[-1][:64], "fetch this file again")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-# ======================================================================================================================
-# 12. Training
-# ======================================================================================================================
+# ==== 12. Training ====================================================================================================
 def state_hash(state: dict[str, Tensor]) -> str:
     """A checksum of tensors that sees values and places, computed where they live; for equality only."""
     digest = hashlib.sha256()
@@ -2640,8 +2645,9 @@ def compiled_graphs() -> int:
     kernels = [value for value in globals().values() if hasattr(value, "device_caches")]
     return counters["stats"]["unique_graphs"] + sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
-def peak_memory_mib(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) >> 20 if device.type == "cuda" else None
+def peak_memory_mib(ranks: Ranks) -> int | None:
+    shared = sum(parts[ranks.rank].nbytes for _, parts in ranks.peers.values())  # not the allocator's
+    return (torch.cuda.max_memory_allocated(ranks.device) + shared) >> 20 if ranks.device.type == "cuda" else None
 
 def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> None:
     """Write the Chrome trace; say how busy the device was and the ten largest kernels."""
@@ -2709,16 +2715,15 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
 def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
     """Tokens a second and, where the GPU's peak is known, model-FLOP utilisation: 6 operations a matrix weight (the head's too) and token."""
     weights = sum(p.numel() for p in trainer.model.parameters() if p.matrix is not None) + trainer.model.head.numel()
-    device = machine_facts(trainer.ranks.device)["device"]
-    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), math.nan)
+    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in machine_facts(trainer.ranks.device)["device"]), math.nan)
     mfu = 6 * weights * tokens / elapsed_ms / 1e9 / peak / trainer.ranks.world
     return f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s" + (f", MFU {mfu:.1%} of {peak:.0f} TFLOP/s a GPU" if math.isfinite(mfu) else "")
 
 def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict[str, Any]) -> float:
     """One run from a seed: warm-up (once a process), the timed loop, the final validation. Logs everything; returns the loss."""
     preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
-    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world, ops=trainer.ops.names,
-             script=files_hash([Path(__file__)]), data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths],
+    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world, shared_memory=bool(ranks.copies),
+             ops=trainer.ops.names, script=files_hash([Path(__file__)]), data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths],
              consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
     before = trainer.initialise(seed)
     if len(set(ranks.gather_objects(before))) > 1:
@@ -2729,7 +2734,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
         if trainer.initialise(seed) != before:
             raise AssertionError("warm-up changed the training state")
         log.line("warm", seconds=round(clock.since_start() - started, 3), variants=variants, graphs=compiled_graphs(), state=before,
-                 peak_memory_mib=peak_memory_mib(ranks.device))
+                 peak_memory_mib=peak_memory_mib(ranks))
     graphs = compiled_graphs()
     gc.collect()
     gc.freeze()
@@ -2743,7 +2748,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     log.line("val", step=options.steps, loss=round(value, 6), final=True)
     for interval in clock.intervals:
         log.line("clock", **interval)
-    train_hash, memory = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", peak_memory_mib(ranks.device)
+    train_hash, memory = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", peak_memory_mib(ranks)
     state = "ok" if options.complete and not recompiled else "no record: " + ("compiled in the timed run" if recompiled else "shortened or profiled")
     log.line("end", state=state, loss=round(value, 6), ms=round(elapsed, 1), peak_memory_mib=memory,
              train_hash=train_hash, val_hash=trainer.validation_hash, recompiled=recompiled)
@@ -2752,9 +2757,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     log.say(f"{speed(trainer, elapsed, tokens)}; log: {log.path if log.file else 'none, UNLOGGED'}")
     return value
 
-# ======================================================================================================================
-# 13. Afterwards: save, load, evaluate, sample
-# ======================================================================================================================
+# ==== 13. Afterwards: save, load, evaluate, sample ====================================================================
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
     """One file with plain names: weights, configuration, how to validate, provenance. Written aside, then renamed."""
     preset = trainer.preset
@@ -2844,9 +2847,7 @@ def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64,
             break
     return encoding.decode(ids[1:])
 
-# ======================================================================================================================
-# 14. Main
-# ======================================================================================================================
+# ==== 14. Main ========================================================================================================
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     def span(text: str) -> tuple[int, int]:
         first, _, last = text.partition(":")
@@ -2942,7 +2943,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
     if main_rank := ranks.rank == 0:
         chosen, (major, minor) = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items()), capability(ranks.device)
         device = machine_facts(ranks.device)["device"] + (f", capability {major}.{minor}" if major else ", no GPU")
-        print(f"{preset.status}\n{ranks.world} rank(s), {device}, {chosen}", flush=True)
+        print(f"{preset.status}\n{ranks.world} rank(s){' that share memory' * bool(ranks.copies)}, {device}, {chosen}", flush=True)
     if arguments.check:
         return preflight(arguments, preset, ranks, ops)
     check_versions()
@@ -2984,8 +2985,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
     except Exception as error:
-        failure = explained(error, ranks)
-        if failure is None:
+        if (failure := explained(error, ranks)) is None:
             raise
         code, message = failure.code, str(failure)
     finally:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from runlog import RULE, fail
 
-BANNER = re.compile(r"^#\s?[=-]{20,}\s*$")
+RULE_LINE = re.compile(r"^#\s?[=-]{20,}\s*$")
+BANNER = re.compile(r"^# =+ (.*\w.*?) =+$")
 TITLE = re.compile(r"^#\s?(?:\d+\.\s*)?([^:,.(]*\w)")
 
 
@@ -40,13 +41,14 @@ def bare_lines(source: str) -> list[str]:
 
 
 def sections(source: str, code_only: bool = False) -> dict[str, list[str]]:
-    """{title: lines} in the order of the script; what stands before the first banner is "top"."""
+    """{title: lines} in the order of the script; what stands before the first banner is "top". A banner is a title in a rule, or below one."""
     rows, kept = source.splitlines(), bare_lines(source) if code_only else source.splitlines()
     found, title, closing = {"top": []}, "top", -1
     for number, row in enumerate(rows):
         following = rows[number + 1] if number + 1 < len(rows) else ""
-        if number != closing and BANNER.match(row) and not BANNER.match(following) and (match := TITLE.match(following)):
-            title, closing = match[1].strip(), number + 2  # a comment right after the second rule is no title
+        ruled = number != closing and RULE_LINE.match(row) and not RULE_LINE.match(following)
+        if match := TITLE.match(f"# {line[1]}" if (line := BANNER.match(row)) else following if ruled else ""):
+            title, closing = match[1].strip(), number + 2 * bool(ruled)  # a comment right after the second rule is no title
             found.setdefault(title, [])
         if kept[number] or not code_only:
             found[title].append(kept[number])

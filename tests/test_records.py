@@ -657,6 +657,8 @@ def test_diff_by_section_and_code_only():
     found = codediff.changes(new, OLD)
     assert [(c.title, c.added, c.removed) for c in found if c.lines] == [("Imports", 1, 1), ("Model", 4, 2)]
     assert not any(c.lines for c in codediff.changes(new, OLD, code_only=True))
+    one_line = re.sub(r"# =+\n# (.*)\n# =+\n", r"# ==== \1 ====\n", OLD)  # the other style of banner
+    assert [*codediff.sections(one_line)] == [*codediff.sections(OLD)] == ["top", "Imports", "Model"]
     changed = codediff.changes(OLD.replace("# no comment", "# none"), OLD, code_only=True)
     assert [c.title for c in changed if c.lines] == ["Model"] and '-    return "# no comment"' in changed[-1].lines
     assert codediff.summary(changed).splitlines()[-1].split() == ["+1", "-1", "in", "1", "of", "3", "sections"]

@@ -170,13 +170,13 @@ def test_rotary_geometry(index, scale):
     angle = np.arange(300)[:, None] * np.array(frequencies + [0.0] * 32)
     assert np.abs(geometry.cos.numpy() - np.cos(angle)).max() < 1e-9
     assert np.abs(geometry.sin.numpy() - np.sin(angle)).max() < 1e-9
-    assert (geometry.window("short"), geometry.window("long")) == ((128, 384), (384, 896), (640, 1408), (768, 1664))[index]
+    assert tuple(geometry.windows.values()) == ((128, 384), (384, 896), (640, 1408), (768, 1664))[index]
     assert tg.rotary_geometry(SPEEDRUN, index, 10, CPU).cos.dtype == tg.torch.bfloat16
 
 
 def test_validation_geometry_stretches_nothing():
     final, validation = (tg.rotary_geometry(SPEEDRUN, 3, 50, CPU, windows) for windows in (None, (768, 2560)))
-    assert (validation.short_window, validation.long_window) == (768, 2560)
+    assert validation.windows == {"short": 768, "long": 2560}
     assert validation.scale == final.scale and validation.cos.equal(final.cos) and validation.sin.equal(final.sin)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -45,3 +48,49 @@ def test_fast_operators_train_as_the_reference_does(corpus):
     """bf16 and FP8 against plain PyTorch in bf16: losses within 1 % after every step."""
     losses, expected = trained(corpus)[0], trained(corpus, fast=False)[0]
     assert losses == pytest.approx(expected, rel=1e-2)
+
+
+SHARING = """
+import torch
+import train_gpt as tg
+
+ranks = tg.Ranks.start()
+assert ranks.copies, "GPUs that do not share memory"
+grads, weights = (ranks.shared(torch.zeros(3 * ranks.world, 40_000, dtype=torch.bfloat16, device=ranks.device)) for _ in range(2))
+given, step = torch.arange(3.0 * ranks.world, device=ranks.device)[:, None], torch.zeros((), device=ranks.device)
+mean_rank = (ranks.world - 1) / 2
+
+def train():  # the mean over ranks of row + rank + step, sent round
+    grads.copy_((given + ranks.rank + step).expand_as(grads))
+    ranks.reduce_scatter_mean(grads)()
+    ranks.shard(weights).copy_(ranks.shard(grads))
+    ranks.all_gather(weights)()
+    step.add_(1)
+
+def check(steps):
+    assert float(step) == steps and torch.equal(weights, (given + mean_rank + steps - 1).bfloat16().expand_as(weights)), (ranks.rank, steps)
+
+for steps in range(1, 4):
+    train()
+    check(steps)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+    train()
+for _ in range(50):  # ranks may be a step apart
+    graph.replay()
+check(53)
+assert (tg.peak_memory_mib(ranks) << 20) >= grads.nbytes + weights.nbytes
+print("shared and equal", flush=True)
+del graph
+ranks.finish(0)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_fetch_from_each_other(tmp_path):
+    ranks = 1 << min(torch.cuda.device_count(), 8).bit_length() - 1
+    (tmp_path / "sharing.py").write_text(SHARING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sharing.py"]
+    found = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.path.dirname(tg.__file__)}, capture_output=True, text=True,
+                           timeout=120)
+    assert found.returncode == 0 and found.stdout.count("shared and equal") == ranks, found.stderr[-3000:]
