@@ -100,7 +100,7 @@ class ModelConfig:
     value_embeddings: int
     ngram_rows: int  # of the hashed table of the last two and three tokens, added in every layer (records 62, 92)
     pointer_width: int  # of the head that copies an earlier token of the document, see pointer_reference
-    gate_inputs: int = 16  # channels that the attention gates read
+    gate_inputs: int = 16  # channels that the gates of a layer read: of its input, or half of them of the value embedding
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()
@@ -1613,7 +1613,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         names={"attention": f"triton ({attention} projection)", "head": head, "mlp": mlp, "embedding": "triton", "orthogonalize": "triton",
                "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"}, compile=region, graphs=graphs)
 
-# ==== 7. Optimizer: NorMuon for the hidden matrices, Adam for the rest, sharded over the ranks ========================
+# ==== 7. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
 # Four kinds of state with the same phases: gather_ (collect what the other ranks last updated, asynchronous; `arrive` waits for it), reduce_ (average
 # gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard). All but tables are views of a few static buffers, where their
 # gradients come together: a phase is one large call. Between steps there are no gradients: what comes first is kept where it is, not added to zeros.
@@ -1925,8 +1925,7 @@ def normalize(x: Tensor, update: Tensor | None = None) -> Tensor:
     return norm(updated(x, update))
 
 def scaled(weight: Tensor, x: Tensor) -> Tensor:
-    """x [T, width] times a weight given by rows [T], float32: so its gradient is summed by rows, in the kernel of x's. A sum of all would read both
-    again."""
+    """x [T, width] times a weight given by rows [T], float32: its gradient is then summed by rows, in the kernel of x's, which reads both anyway."""
     return weight[:, None] * x
 
 def layer_inputs(x0: Tensor, ngram: Tensor, *weights: Tensor) -> list[Tensor]:
@@ -2018,8 +2017,8 @@ class Block(nn.Module):
         layer = self.layer
         if layer.attention:
             x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, self.scale, self.gate)
-            turn = documents.positions, geometry.cos, geometry.sin, layer.key_offset
-            q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn)
+            turn = documents.positions, geometry.cos, geometry.sin
+            q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn, layer.key_offset)
             y = self.ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale)
             x, h = self.attention_out(x, y, gates, arrived(self.out))
         else:
@@ -2715,7 +2714,8 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
 def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
     """Tokens a second and, where the GPU's peak is known, model-FLOP utilisation: 6 operations a matrix weight (the head's too) and token."""
     weights = sum(p.numel() for p in trainer.model.parameters() if p.matrix is not None) + trainer.model.head.numel()
-    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in machine_facts(trainer.ranks.device)["device"]), math.nan)
+    device = machine_facts(trainer.ranks.device)["device"]
+    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), math.nan)
     mfu = 6 * weights * tokens / elapsed_ms / 1e9 / peak / trainer.ranks.world
     return f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s" + (f", MFU {mfu:.1%} of {peak:.0f} TFLOP/s a GPU" if math.isfinite(mfu) else "")
 
