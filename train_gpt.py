@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -145,16 +146,12 @@ class OptimizerConfig:
     averaging_rate: float = 0.0755
     averaged_share: float = 0.5  # of the final weights
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
-        ("attention", MuonRule(2.0)),
-        ("pointer", MuonRule(2.0)),
-        ("mlp_up", MuonRule(2.0)),
-        ("mlp_down", MuonRule(4.0)),
+        ("attention", MuonRule(2.0)), ("pointer", MuonRule(2.0)), ("mlp_up", MuonRule(2.0)), ("mlp_down", MuonRule(4.0)),
         ("embedding", AdamRule(75.0, (0.65, 0.95), sharded=True)),
         ("value_embedding", AdamRule(75.0, (0.75, 0.95), decay=0.025, sharded=True)),
         ("ngram", AdamRule(20.0, (0.0, 0.95), sparse=True)),
         ("head", AdamRule(1.0, (0.5, 0.95), decay=0.75, sharded=True)),
-        ("scalar", AdamRule(5.0, (0.9, 0.99))),
-        ("gate", AdamRule(1.0, (0.9, 0.99))),
+        ("scalar", AdamRule(5.0, (0.9, 0.99))), ("gate", AdamRule(1.0, (0.9, 0.99))),
     )
 
 @dataclasses.dataclass(frozen=True)
@@ -194,10 +191,6 @@ class Preset:
     @property
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
-
-    @property
-    def scheduled_steps(self) -> int:
-        return sum(stage.steps for stage in self.stages if not stage.extension)
 
 # Slot 0 is empty: the public records removed its MLP (record 30) and its attention (35); the numbers stay comparable.
 LAYERS = (
@@ -297,26 +290,27 @@ class Ranks:
             ranks.copies = ranks.copies if all(ranks.gather_objects(bool(ranks.peers))) else None
         return ranks
 
-    def shared(self, tensor: Tensor) -> Tensor:
-        """`tensor`, moved to memory that the other ranks can read, where there is such memory: alike on every rank, and kept."""
+    def shared(self, tensor: Tensor, parts: int = 1) -> Tensor:
+        """`tensor`, moved to memory that the other ranks can read, where there is some: alike on every rank, kept, fetched in equal parts."""
         if self.copies:
             tensor = symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
             handle = symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
-            self.peers[tensor.data_ptr()] = handle, [handle.get_buffer(r, tensor.shape, tensor.dtype).view(self.world, -1) for r in range(self.world)]
+            for part in tensor.chunk(parts):
+                where = part.shape, part.dtype, part.storage_offset()
+                self.peers[part.data_ptr()] = handle, [handle.get_buffer(r, *where).view(self.world, -1) for r in range(self.world)]
         return tensor
 
-    def fetch(self, full: Tensor, mean: bool) -> Callable[[], None]:
-        """all_gather, or reduce_scatter_mean, of a shared tensor. All go through one stream, in the same order on every rank: when they have all come
-        to the next one, they have read what a rank gave for this one, which it may then overwrite."""
+    def fetch(self, full: Tensor, received: Tensor | None = None, meet: bool = True) -> Callable[[], None]:
+        """What other ranks have of a shared tensor: their shards, in place, or of each rank's this rank's shard, to `received`. All go through one
+        stream, in the same order on every rank: when they meet at the next one, all have read what a rank gave for this one."""
         (handle, peers), done = self.peers[full.data_ptr()], torch.cuda.Event()
         self.copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copies):
-            handle.barrier()
-            parts = torch.empty_like(peers[0]) if mean else peers[self.rank]
-            for other in ((self.rank + i) % self.world for i in range(not mean, self.world)):  # at no time do two read from the same rank
-                parts[other].copy_(peers[other][self.rank if mean else other], non_blocking=True)
-            if mean:
-                torch.mean(parts, 0, out=peers[self.rank][self.rank])
+            if meet:
+                handle.barrier()
+            for other in ((self.rank + i) % self.world for i in range(received is None, self.world)):  # at no time do two read from the same rank
+                target, part = (peers[self.rank], other) if received is None else (received, self.rank)
+                target[other].view(-1).copy_(peers[other][part], non_blocking=True)
             done.record()
         return done.wait
 
@@ -324,12 +318,13 @@ class Ranks:
         """This rank's equal part of `full` along its first dimension, a view."""
         return full.view(self.world, -1, *full.shape[1:])[self.rank]
 
-    def reduce_scatter_mean(self, full: Tensor) -> Callable[[], None]:
-        """Average `full` over the ranks into this rank's shard of it, in place. Returns the wait (it blocks the stream, not the host)."""
+    def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable[[], None]:
+        """To every rank its shard of `full`, whose mean over the ranks is that of `received`: [world, ...] if `full` is shared, else a view of this
+        rank's shard, [1, ...]. Returns the wait (it blocks the stream, not the host)."""
+        if full.data_ptr() in self.peers:
+            return self.fetch(full, received)
         if self.world > 1 and self.device.type == "cuda":
-            if full.data_ptr() in self.peers:
-                return self.fetch(full, mean=True)
-            return dist.reduce_scatter_tensor(self.shard(full), full, op=dist.ReduceOp.AVG, async_op=True).wait
+            return dist.reduce_scatter_tensor(received[0], full, op=dist.ReduceOp.AVG, async_op=True).wait
         return self.all_reduce_mean(full)
 
     def all_reduce_mean(self, tensor: Tensor) -> Callable[[], None]:
@@ -339,12 +334,12 @@ class Ranks:
             self.sum(tensor).div_(self.world)
         return lambda: None
 
-    def all_gather(self, full: Tensor) -> Callable[[], None]:
-        """Fill `full` from every rank's shard of it, in place."""
+    def all_gather(self, full: Tensor, meet: bool = True) -> Callable[[], None]:
+        """Fill `full` from every rank's shard of it, in place. Ranks need not meet if they have met since they wrote their shards."""
         if self.world == 1:
             return lambda: None
         if full.data_ptr() in self.peers:
-            return self.fetch(full, mean=False)
+            return self.fetch(full, None, meet)
         # gloo reads its input while it writes the output, NCCL knows the in-place form
         shard = self.shard(full) if self.device.type == "cuda" else self.shard(full).clone()
         return dist.all_gather_into_tensor(full, shard, async_op=True).wait
@@ -807,8 +802,7 @@ def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dt
 #
 # Tiles lie on the flat token axis, because documents (median 391 tokens) are hardly longer than a tile: one tile may hold many. A program owns
 # BLOCK_M tokens of one head and walks over the other side in steps of BLOCK_N tokens, from the first that any of its tokens sees to the last. Mask
-# of a step: comparisons with the token itself and with its `furthest`; to skip them where all is visible made the backward 7 % slower. Steps
-# start where the range starts, not at a multiple of BLOCK_N: TMA and cp.async do not care. At 64 x 64 four fifths of the scores executed are visible.
+# of a step: comparisons with the token itself and with its `furthest`; to skip them where all is visible made the backward 7 % slower.
 #
 # A program loads its own tiles through pointers, all at once, and the steps (`*_steps`) through tensor descriptors (TMA), which spare the
 # registers of the addresses: 138 instead of 242 for the forward; 255 without spills, two programs a multiprocessor, for the backward. That
@@ -1037,38 +1031,26 @@ def _e5m2_bits(x, PTX: tl.constexpr):
         return tl.clamp(x, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
 
 @jit
-def _store_transposed(out_ptr, tile, rows, cols, R, C):
-    """The tile of a [R, C] matrix into out [C, R]; with one-byte elements 128 rows make whole 128-byte lines of the store."""
-    tl.store(out_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
-
-@jit
 def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out = in * inverse_scale, saturated at +-LIMIT, [R, C] in out's dtype; out_t [C, R] the same."""
+    """out_t [C, R] = in [R, C] * inverse_scale, saturated at +-LIMIT; out, if given: the same, [R, C]. 128 rows of bytes are whole lines of out_t."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
     tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
-    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offsets, tile, inside)
-    _store_transposed(out_t_ptr, tile, rows, cols, R, C)
-
-@jit
-def _transpose_kernel(in_ptr, out_ptr, R, C, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out [C, R] = in [R, C] transposed."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    tile = tl.load(in_ptr + rows[:, None].to(tl.int64) * C + cols[None, :], (rows < R)[:, None] & (cols < C)[None, :], other=0)
-    _store_transposed(out_ptr, tile, rows, cols, R, C)
+    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_t_ptr.dtype.element_ty)
+    if out_ptr is not None:
+        tl.store(out_ptr + offsets, tile, inside)
+    tl.store(out_t_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
 
 def _tiles(rows, cols, shape):
     return triton.cdiv(cols, shape["COLS"]), triton.cdiv(rows, shape["ROWS"])
 
 def transposed(matrix):
-    """A contiguous transposed copy [C, R] of a contiguous FP8 matrix [R, C]; the head's gradient is dearer computed once for each layout."""
+    """A contiguous transposed copy [C, R] of a contiguous FP8 matrix [R, C], byte by byte; to compute the head's gradient twice is dearer."""
     R, C = matrix.shape
     out, shape = matrix.new_empty(C, R), dict(ROWS=128, COLS=128)
-    _transpose_kernel[_tiles(R, C, shape)](matrix.view(torch.int8), out.view(torch.int8), R, C, **shape, num_warps=8)
+    _quantize_kernel[_tiles(R, C, shape)](matrix.view(torch.int8), None, out.view(torch.int8), R, C, 1.0, LIMIT=128.0, **shape, num_warps=8)
     return out
 
 def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
@@ -1186,8 +1168,7 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
 
 class ProjectHeads(torch.autograd.Function):
     """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, key_offset, scales)`. h
-    [T, width], weight [3 H D, width]. Beside the products one kernel each way: inductor's code took eight times what its bytes need. With `scales`
-    the products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype: the path of GPUs without FP8, and of validation."""
+    [T, width], weight [3 H D, width]. With `scales` the products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype."""
     @staticmethod
     def launch(kernel, qkv, *arguments, key_offset, rows=32):
         T, _, H, D = qkv.shape
@@ -1231,9 +1212,8 @@ class ProjectHeads(torch.autograd.Function):
 # ---- head and loss ---------------------------------------------------------------------------------------------------
 @jit
 def _softcap_sigmoid(logits, shift, temperature, FAST: tl.constexpr):
-    """s = σ((logit + shift) / temperature) in float32. FAST is the hardware tanh: one special-function instruction
-    instead of two, relative error 2^-11, a quarter of the rounding of the bf16 logit it is made from. With the exp2 of
-    the softmax it halves the load on the unit that otherwise, not memory, would bound the forward kernel."""
+    """s = σ((logit + shift) / temperature) in float32. FAST is the hardware tanh: one special-function instruction instead of two, relative error
+    2^-11, a quarter of the rounding of the bf16 logit. Two would bound the forward kernel, which otherwise memory does."""
     half = logits.to(tl.float32) * (0.5 / temperature) + shift * (0.5 / temperature)
     if FAST:
         tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
@@ -1543,9 +1523,8 @@ def sparse_adam(grad, ids, *state, ROWS=1, num_warps=2):
     launch_groups(_sparse_adam_kernel, grad, ids, order, starts, found, *state, ROWS=ROWS, num_warps=num_warps)
 
 class EmbeddingLookup(torch.autograd.Function):
-    """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to the optimizer by
-    table.receive; autograd is told of none, yet the table's hooks are called all the same, after the last lookup of a backward pass. Through autograd
-    it would be written, added to zeros and read again: five passes over a mostly empty table."""
+    """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to table.receive;
+    autograd, with five passes over a mostly empty table, is told of none, yet calls the table's hooks after the last lookup of a backward pass."""
     @staticmethod
     def forward(ctx, gather, table, *lookup):
         ctx.table, ctx.lookup = table, lookup
@@ -1582,8 +1561,8 @@ def compile_dynamic(function: Callable) -> Callable:
     def call(*args):
         leading = args[0].shape[0]
         for tensor in args:
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and tensor.ndim and tensor.shape[0] == leading:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and leading in tensor.shape:
+                torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(leading))
         return compiled(*args)
     return call
 
@@ -1614,9 +1593,8 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
                "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"}, compile=region, graphs=graphs)
 
 # ==== 7. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
-# Four kinds of state with the same phases: gather_ (collect what the other ranks last updated, asynchronous; `arrive` waits for it), reduce_ (average
-# gradients over ranks, asynchronous) and compute_ (wait, update this rank's shard). All but tables are views of a few static buffers, where their
-# gradients come together: a phase is one large call. Between steps there are no gradients: what comes first is kept where it is, not added to zeros.
+# Four kinds of state with the same phases: gather_ (collect what other ranks last updated; `arrive` waits for it), reduce_ (gradients to who needs
+# them; neither blocks) and compute_ (wait, update this rank's shard). All but tables are views of static buffers, where gradients come together.
 def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> Callable[[], None]:
     """Move the parameters into the flat order of `weights`, each at a multiple of `align`. Returns what moves their gradients to that of `grads`."""
     weights, grads, start, places = weights.view(-1), grads.view(-1), 0, []
@@ -1643,12 +1621,16 @@ def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
-def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
-    """Update `buffer` (float32) in place and return the look-ahead gradient in the gradient's dtype."""
-    g = grad.float()
+def mean_gradient(received: Tensor) -> Tensor:
+    """Of what Ranks.reduce_scatter brings, [n, ...], in float32: n is static, so the sum is part of the kernel that reads it."""
+    return sum(part.float() for part in received.unbind()) / len(received)
+
+def nesterov_momentum(buffer: Tensor, received: Tensor, momentum: Tensor) -> Tensor:
+    """Update `buffer` (float32) in place and return the look-ahead gradient in the gradients' dtype."""
+    g = mean_gradient(received)
     average = buffer + (1 - momentum) * (g - buffer)
     buffer.copy_(average)
-    return (g + momentum * (average - g)).to(grad.dtype)
+    return (g + momentum * (average - g)).to(received.dtype)
 
 def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_moment: Tensor | None, multiplier: Tensor,
                    rate: Tensor, decay: float, beta2: float | None) -> None:
@@ -1676,11 +1658,11 @@ def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_mo
         weight.copy_(high)
         low.copy_(rest)
 
-def adam_update(weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
+def adam_update(weight: Tensor, received: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
                 beta1: float, beta2: float, epsilon: float) -> None:
     """One Adam step in place, computed in float32; `step_size` carries rate and bias corrections. The decay, a share `shrink` of the weight, is
     cautious: only where the update shrinks the weight too (record 50)."""
-    g = grad.float()
+    g = mean_gradient(received)
     m, v = torch.lerp(mean.float(), g, 1 - beta1), torch.lerp(square.float(), g * g, 1 - beta2)
     mean.copy_(m)
     square.copy_(v)
@@ -1710,53 +1692,70 @@ class Stateful:
             lengths = [torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (exact, mixed)]
             self.shard.copy_(mixed * (lengths[0] / lengths[1]))
 
-    def gather_(self) -> None:
-        self.gathered = self.ranks.all_gather(self.weights)
+class Gathered:
+    """Weights of which each rank updates a part; a parameter's `owner`, who asks for the other parts and waits for them."""
+    def gather_(self, meet: bool = True) -> None:
+        self.gathered = self.ranks.all_gather(self.weights, meet)
 
     def arrive(self) -> None:
         vars(self).pop("gathered", lambda: None)()
 
-class MatrixBank(Stateful):
-    """All hidden matrices of one shape: [N, rows, columns], N padded with zero matrices to a multiple of the ranks."""
-    kept = ("weights", "low", "momentum", "second_moment", "average")
-
-    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.ops, self.config = ranks, ops, config
-        rows, columns = parameters[0].matrix
-        counts = [p.numel() // (rows * columns) for p in parameters]
-        matrices = -(-sum(counts) // ranks.world) * ranks.world
-        self.weights, self.grads = (ranks.shared(torch.zeros(matrices, rows, columns, dtype=parameters[0].dtype, device=ranks.device))
-                                    for _ in range(2))
-        self.collect = rehome(parameters, self.weights, self.grads)
-        self.shard, self.grad_shard = ranks.shard(self.weights), ranks.shard(self.grads)
-        self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
-        self.momentum, self.average = (torch.zeros_like(self.shard, dtype=torch.float32) for _ in range(2))
-        reduced = (rows, 1) if rows >= columns else (1, columns)
-        self.second_moment = None if config.second_moment_decay is None else torch.zeros(len(self.shard), *reduced, device=ranks.device)
-        multipliers = [rules[p.role].learning_rate_multiplier for p, count in zip(parameters, counts) for _ in range(count)]
-        multipliers += [0.0] * (matrices - len(multipliers))
-        self.multiplier = ranks.shard(torch.tensor(multipliers, device=ranks.device)[:, None, None]).clone()
-        self.recipe = RECIPES[config.orthogonalization]
-        self.nesterov, self.update = ops.compile(nesterov_momentum), ops.compile(normuon_update)
+class MatrixGroup(Gathered):
+    """Matrices of one shape in neighbouring layers, which travel together: [N, rows, columns], N a multiple of the ranks."""
+    def __init__(self, parameters: list[nn.Parameter], ranks: Ranks, weights: Tensor, grads: Tensor, received: Tensor):
+        self.ranks, self.weights, self.grads, self.received, self.collect = ranks, weights, grads, received, rehome(parameters, weights, grads)
+        for parameter in parameters:
+            parameter.owner = self
 
     def reduce_(self) -> None:
         self.collect()
-        self.reduced = self.ranks.reduce_scatter_mean(self.grads)
+        self.reduced = self.ranks.reduce_scatter(self.grads, self.received)
+
+class MatrixBank(Stateful):
+    """All hidden matrices of one shape, in the order of the layers, filled up with zero matrices to a multiple of the ranks. Up to five groups travel
+    on their own: gradients while earlier layers still work, weights shortly before they are read. The update is one for all."""
+    kept = ("weights", "low", "momentum", "second_moment", "average")
+
+    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.ops, self.config, (rows, columns) = ops, config, parameters[0].matrix
+        starts = [0, *itertools.accumulate(p.numel() // (rows * columns) for p in parameters)]
+        each = -(-starts[-1] // ranks.world)  # matrices of a rank
+        sizes = [ranks.world * each // n for n in range(1, 6 if ranks.world - 1 else 2) if not each % n]
+        size = min(size for size in sizes if {*starts}.issuperset(range(size, starts[-1], size)))  # of a group: none cuts a parameter
+        shape = each * ranks.world // size, ranks.world, size // ranks.world, rows, columns
+        empty = torch.zeros(each * ranks.world, rows, columns, dtype=parameters[0].dtype, device=ranks.device)
+        self.weights, self.grads = ranks.shared(empty, shape[0]), ranks.shared(empty.clone(), shape[0])
+        self.shard, grad_shard = (tensor.view(shape)[:, ranks.rank] for tensor in (self.weights, self.grads))
+        self.received = grad_shard.new_empty(ranks.world, *grad_shard.shape) if ranks.copies else grad_shard[None]
+        self.groups = [MatrixGroup([p for p, start in zip(parameters, starts) if start // size == index], ranks, *parts)
+                       for index, parts in enumerate(zip(self.weights.split(size), self.grads.split(size), self.received.unbind(1)))]
+        self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
+        self.momentum, self.average = (torch.zeros_like(self.shard, dtype=torch.float32) for _ in range(2))
+        reduced = (rows, 1) if rows >= columns else (1, columns)
+        self.second_moment = None if config.second_moment_decay is None else torch.zeros(*self.shard.shape[:2], *reduced, device=ranks.device)
+        multipliers = [rules[p.role].learning_rate_multiplier for p in parameters for _ in range(p.numel() // (rows * columns))]
+        multipliers = F.pad(torch.tensor(multipliers, device=ranks.device), (0, len(empty) - starts[-1]))
+        self.multiplier = multipliers.view(*shape[:3], 1, 1)[:, ranks.rank].clone()
+        self.nesterov, self.update = ops.compile(nesterov_momentum), ops.compile(normuon_update)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        self.reduced()
-        update = self.ops.orthogonalize(self.nesterov(self.grad_shard, self.momentum, rates["momentum"]), self.recipe)
+        for group in self.groups:
+            group.reduced()
+        update = self.nesterov(self.momentum, self.received, rates["momentum"])
+        update = self.ops.orthogonalize(update.flatten(0, 1), RECIPES[self.config.orthogonalization]).view(self.shard.shape)
         self.update(update, self.shard, self.low, self.second_moment, self.multiplier, rates["muon"],
                     self.config.muon_weight_decay, self.config.second_moment_decay)
 
-class AdamTable(Stateful):
+class AdamTable(Stateful, Gathered):
     """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
     weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.role, parameter
         self.weights = parameter.data = ranks.shared(parameter.data)
-        self.grads, parameter.receive = ranks.shared(torch.zeros_like(self.weights)) if ranks.copies else None, self.receive
+        parameter.owner, parameter.receive = self, self.receive
         self.shard = ranks.shard(self.weights)
+        self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copies else None
+        self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copies else None
         self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
         self.average = torch.zeros_like(self.shard, dtype=torch.float32)
         self.update = ops.compile(adam_update)
@@ -1769,13 +1768,14 @@ class AdamTable(Stateful):
 
     def reduce_(self) -> None:
         with torch.profiler.record_function(f"reduce {self.role}"):
-            if self.grads is not None and self.parameter.grad.data_ptr() != self.grads.data_ptr():
-                self.parameter.grad = self.grads.copy_(self.parameter.grad)
-            self.reduced = self.ranks.reduce_scatter_mean(self.parameter.grad)
+            grad = self.parameter.grad if self.grads is None else self.grads.copy_(self.parameter.grad)  # nothing to copy if it came there
+            received = self.ranks.shard(grad)[None] if self.received is None else self.received
+            self.reduced = self.ranks.reduce_scatter(grad, received), received
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        vars(self).pop("reduced")()  # not kept: NCCL's handle keeps the gradient alive
-        self.update(self.shard, self.ranks.shard(self.parameter.grad), self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
+        wait, received = vars(self).pop("reduced")  # not kept: NCCL's handle keeps the gradient alive
+        wait()
+        self.update(self.shard, received, self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
                     *self.rule.betas, self.config.adam_epsilon)
         self.parameter.grad = None
 
@@ -1788,6 +1788,8 @@ class SparseTable(Stateful):
         self.ranks, self.ops, self.config, self.rule, self.role = ranks, ops, config, rule, parameter.role
         self.weights, self.received = parameter.data, []  # of each micro-batch the gradient [T, width] and the ids [T, K]
         self.square, self.last = (torch.zeros(len(parameter), device=ranks.device) for _ in range(2))
+        room = lambda *shape, dtype: ranks.shared(torch.empty(shape, dtype=dtype, device=ranks.device))
+        self.room = functools.cache(room) if ranks.copies else room  # what is shared is kept, for each size of a batch
         parameter.receive = lambda *lookup: self.received.append(lookup)
 
     def reduce_(self) -> None:
@@ -1795,7 +1797,7 @@ class SparseTable(Stateful):
         for parts in zip(*self.received):
             full, rows = parts[0], self.ranks.world * sum(map(len, parts))
             if rows > len(full):
-                full = full.new_empty(rows, full.size(1))
+                full = self.room(rows, full.size(1), dtype=full.dtype)
                 torch.cat(parts, out=self.ranks.shard(full))
             self.reduced.append((full, self.ranks.all_gather(full)))
         self.received.clear()
@@ -1831,14 +1833,14 @@ class AdamScalars(Stateful):
     def compute_(self, rates: dict[str, Tensor]) -> None:
         self.reduced()
         for role, part in self.parts.items():
-            self.update(self.weights[part], self.grads[part], self.mean[part], self.square[part], rates[role], rates[f"{role} decay"],
+            self.update(self.weights[part], self.grads[None, part], self.mean[part], self.square[part], rates[role], rates[f"{role} decay"],
                         *self.rules[role].betas, self.config.adam_epsilon)
 
 class Optimizer:
-    """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, and
-    the model waits for a matrix or table only where it reads it; tables reduce from hooks while the backward pass (of the last micro-batch) still
-    runs, the rest after it, the gradients of sparse tables last; Adam's updates hide that. The tables that the next step reads before any matrix are
-    gathered at once, behind the updates of the matrices. Averages: see Stateful.average_."""
+    """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, in the
+    order in which the model reads it, which waits only where it does; tables and groups of matrices reduce from hooks while the backward pass (of the
+    last micro-batch) still runs, the rest after it, the gradients of sparse tables last. The tables that the next step reads before any matrix are
+    complete last: they are updated behind the matrices and gathered at once, behind the sparse tables. Averages: see Stateful.average_."""
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         rules = dict(config.rules)
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
@@ -1854,21 +1856,19 @@ class Optimizer:
         self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
         self.sparse, self.dense = ([table for table in self.tables if table.rule.sparse == sparse] for sparse in (True, False))
         self.averaged = [*self.banks, *self.dense]
-        owners = dict(zip(tables, self.tables)) | {p: bank for bank, group in zip(self.banks, by_shape.values()) for p in group}
-        gathering = list(dict.fromkeys(owners[p] for p in model.in_order() if p in owners))
-        first = next((at for at, item in enumerate(gathering) if item in self.banks), 0)
-        self.early, self.late = gathering[:first], gathering[first:]
-        for parameter, owner in owners.items():
-            parameter.arrive = owner.arrive
-        for table in self.dense:
-            table.parameter.register_post_accumulate_grad_hook(lambda _, table=table: self._table_ready(table))
-        self.complete, self.left = False, []  # whether the next backward pass completes the gradients; the tables whose have left
+        self.owners = [p.owner for p in model.in_order() if hasattr(p, "owner")]  # a group, once for each of its parameters
+        first = next((at for at, owner in enumerate(self.owners) if owner not in self.dense), 0)
+        self.early, self.late = self.owners[:first], [*dict.fromkeys(self.owners[first:])]
+        for parameter in (p for p in model.parameters() if hasattr(p, "owner")):
+            parameter.register_post_accumulate_grad_hook(self._ready)
+        # Whether the next backward pass completes the gradients; of how many parameters it has not yet, by owner; the owners whose have left.
+        self.complete, self.missing, self.left = False, collections.Counter(), []
 
     def begin(self) -> None:
         """Before the first micro-batch of a step."""
-        self.complete, self.left = False, []
-        for item in self.late:
-            item.gather_()
+        self.complete, self.missing, self.left = False, collections.Counter(self.owners), []
+        for number, item in enumerate(self.late):
+            item.gather_(meet=not number)
 
     def average(self, rate: float, share: float = 0.0) -> None:
         for item in self.averaged:
@@ -1880,24 +1880,26 @@ class Optimizer:
             item.gather_()
             item.arrive()
 
-    def _table_ready(self, table: AdamTable) -> None:
-        if self.complete:
-            table.reduce_()
-            self.left.append(table)
+    def _ready(self, parameter: nn.Parameter) -> None:
+        self.missing[parameter.owner] -= self.complete
+        if self.complete and not self.missing[parameter.owner]:
+            parameter.owner.reduce_()
+            self.left.append(parameter.owner)
 
     @torch.no_grad()
     def step(self, rates: dict[str, Tensor]) -> None:
         """Update everything; `rates` holds 0-dimensional tensors, see step_rates."""
-        rest = [self.scalars, *self.banks]
         for item in self.late:
             item.arrive()  # a table that no layer reads: nothing may stay under way
-        for item in (*rest, *self.sparse):
+        groups = [group for bank in self.banks for group in bank.groups if group not in self.left]  # of layers that had no gradient
+        for item in (self.scalars, *groups, *self.sparse):
             item.reduce_()
-        for item in self.left:  # in the order in which the reductions left
+        tables = [item for item in self.left if item in self.dense]
+        for item in sorted([*tables, *reversed(self.banks), self.scalars], key=lambda item: item in self.early):  # as the reductions left
             item.compute_(rates)
         for item in self.early:
             item.gather_()
-        for item in (*rest, *self.sparse):
+        for item in self.sparse:
             item.compute_(rates)
         for item in self.early:
             item.arrive()
@@ -1967,8 +1969,8 @@ def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
 
 def arrived(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter, once the other ranks' parts of its last update are here."""
-    if wait := getattr(parameter, "arrive", None):
-        wait()
+    if owner := getattr(parameter, "owner", None):
+        owner.arrive()
     return parameter
 
 def declared(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -> nn.Parameter:
@@ -2060,7 +2062,9 @@ class GPT(nn.Module):
 
     def in_order(self) -> list[nn.Parameter]:
         """The parameters that ranks gather, as the forward pass comes to them."""
-        return [self.embedding, *self.blocks.parameters(), *self.value_embeddings, self.pointer, self.head]
+        tables = dict(enumerate(self.value_embeddings))
+        layers = (p for block in self.blocks.values() for p in (tables.get(block.layer.value_embedding), *block.parameters()) if p is not None)
+        return [*dict.fromkeys([self.embedding, *layers, *tables.values(), self.pointer, self.head])]
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Final hidden states [T, width], normalised, ready for the head."""
@@ -2307,7 +2311,7 @@ def stage_index(preset: Preset, step: int) -> int:
 def learning_rate(preset: Preset, step: int) -> float:
     """Relative rate: the stage's multiplier, then a linear cool-down to the final rate, which the extension keeps."""
     config, stage = preset.optimizer, preset.stages[stage_index(preset, step)]
-    left = 0.0 if stage.extension else min((1 - step / preset.scheduled_steps) / config.cooldown_fraction, 1.0)
+    left = 0.0 if stage.extension else min((1 - step / sum(s.steps for s in preset.stages if not s.extension)) / config.cooldown_fraction, 1.0)
     return stage.learning_rate_multiplier * left + config.final_learning_rate * (1 - left)
 
 def muon_momentum(preset: Preset, step: int) -> float:
@@ -2464,12 +2468,13 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
         if ranks.device.type != "cuda":
             return False, sys.maxsize, 0
         room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
-    meta = Ranks(ranks.rank, ranks.world, torch.device("meta"))
+    meta, several = Ranks(ranks.rank, ranks.world, torch.device("meta")), ranks.world > 1
     optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
     state = sum(tensor.nbytes for tensor in optimizer.state().values())
-    # Gradients: but for tables, where they arrive and where they come together; those that SparseTable gathers. Then what average_ holds at once.
-    state += sum(item.weights.nbytes for item in 2 * [optimizer.scalars, *optimizer.banks] + optimizer.dense)
-    state += 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages) + 4 * max(item.average.nbytes for item in optimizer.averaged)
+    # Gradients: where they arrive, where they come together, what comes from other ranks. Those that SparseTable gathers. Then what average_ holds.
+    state += sum(item.weights.nbytes for item in (2 + several) * [optimizer.scalars, *optimizer.banks] + (1 + 2 * several) * optimizer.dense)
+    gathered = 2 * preset.model.width * (sum if several else max)({stage.batch_tokens for stage in preset.stages})
+    state += gathered + 4 * max(item.average.nbytes for item in optimizer.averaged)
     slot = max(stage.slot_tokens for stage in preset.stages)
     head = 4 * max(stage.candidates or preset.model.padded_vocabulary for stage in preset.stages)  # logits and their gradient
     for recompute, per_token in ((False, head + {"fp8": 303_000, "bf16": 359_000}.get(ops.names["mlp"], 849_000)), (True, head + 61_000)):
@@ -2656,19 +2661,14 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
     if not path.exists():  # torch says nothing
         path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
         log.say(f"trace: expected to write {path}, found no room; fix: free that folder")
-    if not torch.cuda.is_available():
-        log.say(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=10))
-        return
-    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in profiler.events()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events()
                    if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation)
-    totals, busy, end = collections.Counter(), 0.0, 0.0
-    for start, stop, name in spans:
-        totals[name] += stop - start
+    log.say(profiler.key_averages().table(sort_by="self_device_time_total" if spans else "self_cpu_time_total", row_limit=10))
+    busy, end = 0.0, 0.0
+    for start, stop in spans:
         busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
-    length = end - spans[0][0]
-    log.say(f"trace{f' in {path}' if path.exists() else ''}: {length / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %")
-    for name, time_us in totals.most_common(10):
-        log.say(f"{time_us / 1e3:10.2f} ms {100 * time_us / busy:5.1f} %  {name[:110]}")
+    if spans:
+        log.say(f"trace{f' in {path}' * path.exists()}: {(length := end - spans[0][0]) / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %")
 
 def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
     """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""

@@ -25,19 +25,19 @@ BYTES, BETAS, EPSILON = 14, (0.75, 0.95), 1e-10
 
 
 def make_state(rows, width):
-    """(weight, grad, mean, square). Of the gradient's rows only those of a batch are not zero."""
+    """(weight, gradients [1, rows, width], mean, square). Of the gradient's rows only those of a batch are not zero."""
     generator = torch.Generator(DEVICE).manual_seed(rows)
     random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)  # noqa: E731
     grad = 1e-3 * random(rows, width) * (torch.rand(rows, 1, device=DEVICE, generator=generator) < 0.2)
     mean = 3e-4 * random(rows, width)
-    return [x.bfloat16() for x in (random(rows, width), grad, mean, 4 * mean.square() + 1e-8)]
+    return [x.bfloat16() for x in (random(rows, width), grad[None], mean, 4 * mean.square() + 1e-8)]
 
 
 def errors(update, state, rates):
     """Of weight, mean and square after one step."""
     got, want = [x.clone() for x in state], [x.double() for x in state]
     update(*got, *rates, *BETAS, EPSILON)
-    weight, grad, mean, square = want
+    weight, (grad,), mean, square = want
     mean += (1 - BETAS[0]) * (grad - mean)
     square += (1 - BETAS[1]) * (grad * grad - square)
     change = float(rates[0].double()) * mean / (square.sqrt() + EPSILON)

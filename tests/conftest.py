@@ -47,3 +47,10 @@ def ranked(corpus, tmp_path_factory):
     """helpers.PRESET trained through main() by 1, 2 and 4 processes: the folder that helpers.launch filled."""
     import helpers
     return helpers.launch(corpus, tmp_path_factory.mktemp("ranked"), worlds=(1, 2, 4))
+
+
+@pytest.fixture(scope="session")
+def sharing(corpus, tmp_path_factory):
+    """The same with ranks that read each other's memory."""
+    import helpers
+    return helpers.launch(corpus, tmp_path_factory.mktemp("sharing"), worlds=(2, 4), share=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -84,6 +86,14 @@ def randomise(model, seed=0, size=0.3):
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
 
 
+def gradient(parameter):
+    """What the backward pass has left for the optimizer: in .grad or, of a matrix, where those of its group come together."""
+    if parameter.grad is not None or not isinstance(getattr(parameter, "owner", None), tg.MatrixGroup):
+        return parameter.grad
+    start = parameter.storage_offset() - parameter.owner.weights.storage_offset()
+    return parameter.owner.grads.view(-1)[start:][:parameter.numel()].view_as(parameter)
+
+
 def relative(found, expected):
     """|found - expected| / |expected| in float64, over all elements; 0 where both are zero."""
     found, expected = found.detach().double(), expected.detach().double()
@@ -112,7 +122,39 @@ def own_threads():
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
-def train_rank(world, rank, port, corpus, folder, options=(), prepare=None):
+class FileMemory:
+    """torch.distributed._symmetric_memory by files that all processes map; what waits for streams returns at once, as all is in order anyway."""
+
+    def __init__(self, folder, rank):
+        self.folder, self.rank, self.made = folder, rank, 0
+
+    def empty(self, shape, dtype, device):
+        self.made += 1
+        return self.mapped(self.made, self.rank, shape, dtype, 0)
+
+    def mapped(self, number, rank, shape, dtype, start):
+        size = torch.Size(shape).numel()
+        return torch.from_file(str(self.folder / f"shared-{number}-{rank}"), shared=True, size=start + size, dtype=dtype)[start:].view(shape)
+
+    def rendezvous(self, tensor, group):
+        number = self.made
+        tg.dist.barrier()
+        return SimpleNamespace(get_buffer=lambda *where: self.mapped(number, *where), barrier=tg.dist.barrier)
+
+    def install(self):
+        start, nothing = tg.Ranks.start, lambda *_: None
+
+        def start_sharing():
+            ranks = start()
+            ranks.copies = SimpleNamespace(wait_stream=nothing)
+            return ranks
+
+        tg.Ranks.start, tg.symmetric_memory = staticmethod(start_sharing), self
+        torch.cuda.current_stream, torch.cuda.stream = nothing, lambda _: contextlib.nullcontext()
+        torch.cuda.Event = lambda: SimpleNamespace(record=nothing, wait=nothing)
+
+
+def train_rank(world, rank, port, corpus, folder, options=(), prepare=None, share=False):
     """One process of a run, as torchrun would start it; leaves what it said and, unless `prepare` breaks it, its final state in `folder`."""
     out = os.open(folder / f"{world}-{rank}.out", os.O_CREAT | os.O_WRONLY)
     os.dup2(out, 1)
@@ -122,6 +164,8 @@ def train_rank(world, rank, port, corpus, folder, options=(), prepare=None):
     tg.BOS = BOS
     tg.PRESETS[PRESET.name] = PRESET
     train = tg.train
+    if share:
+        FileMemory(folder, rank).install()
 
     def train_and_keep(trainer, *arguments):
         loss = train(trainer, *arguments)
@@ -135,10 +179,10 @@ def train_rank(world, rank, port, corpus, folder, options=(), prepare=None):
     sys.exit(tg.main(["--preset", "tiny", "--seed", str(SEED), "--data", str(corpus), "--log-dir", str(folder / f"logs-{world}"), *options]))
 
 
-def launch(corpus, folder, worlds):
-    """Train PRESET once with each number of processes. They fork from one fresh process, which imports torch once."""
+def launch(corpus, folder, worlds, share=False):
+    """Train PRESET once with each number of processes. They fork from one fresh process, which imports torch once. `share`: see FileMemory."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(corpus), str(folder), *map(str, worlds)]
+    command = [sys.executable, __file__, str(corpus), str(folder), "share" if share else "", *map(str, worlds)]
     result = subprocess.run(command, env=environment, timeout=200, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr + "".join(path.read_text() for path in sorted(folder.glob("*.out")))
     return folder
@@ -156,9 +200,9 @@ def start_world(world, *arguments):
     return ranks
 
 
-def fork_worlds(corpus, folder, worlds):
+def fork_worlds(corpus, folder, share, worlds):
     for world in worlds:
-        ranks = start_world(world, corpus, folder)
+        ranks = start_world(world, corpus, folder, (), None, bool(share))
         for process in ranks:
             process.join(120)
         if codes := [process.exitcode for process in ranks if process.exitcode != 0]:
@@ -168,4 +212,4 @@ def fork_worlds(corpus, folder, worlds):
 
 
 if __name__ == "__main__":
-    sys.exit(fork_worlds(Path(sys.argv[1]), Path(sys.argv[2]), tuple(map(int, sys.argv[3:]))))
+    sys.exit(fork_worlds(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], tuple(map(int, sys.argv[4:]))))

@@ -116,9 +116,8 @@ def test_matrix_bank_follows_the_formulas(shape, variance):
         gradients = torch.randn(4, *shape) * 10.0 ** (step - 2)
         stacked.grad, single.grad = gradients[:3].view_as(stacked), gradients[3]
         rate, momentum = 0.3 / (step + 1), 0.85 + 0.02 * step
-        bank.reduce_()
+        bank.groups[0].reduce_()
         bank.compute_(rates(rate, momentum))
-        bank.gather_()
         for one, gradient in zip(written, gradients):
             one.step(gradient, rate, momentum)
         assert stacked.grad is None and single.grad is None, "the next gradient is not added to this one"
@@ -153,9 +152,9 @@ def test_a_bfloat16_bank_keeps_the_lower_bits():
         gradient = torch.randn(32, 16).bfloat16()
         for bank, parameter in zip((half, full), parameters):
             parameter.grad = gradient.to(parameter.dtype)
-            bank.reduce_()
+            bank.groups[0].reduce_()
             bank.compute_(rates(1e-4))
-    moved = tg.join_float32(half.weights[0], half.low[0]) - start.float()
+    moved = tg.join_float32(half.weights[0], half.low[0, 0]) - start.float()
     assert relative(moved, full.weights[0] - start.float()) < 0.05
     assert parameters[0].detach().equal(half.weights[0]) and parameters[0].dtype == torch.bfloat16
 
@@ -223,7 +222,6 @@ def update(owner, parameters, preset, step):
     """One update with the gradients that are there."""
     owner.reduce_()
     owner.compute_({name: torch.tensor(value) for name, value in tg.step_rates(preset, step).items()})
-    owner.gather_()
     assert all(p.grad is None for p in parameters)
 
 
@@ -275,6 +273,11 @@ def owners(optimizer):
     return [(item, item.weights, getattr(item, "grads", None)) for item in (*optimizer.banks, optimizer.scalars, *optimizer.tables)]
 
 
+def collect(owner):
+    for part in getattr(owner, "groups", [owner]):
+        part.collect()
+
+
 def test_every_parameter_is_in_exactly_one_group():
     """By storage: each parameter is a view of one owner's weights, its gradient comes to the same place among the same owner's, and views do not
     overlap."""
@@ -295,9 +298,9 @@ def test_every_parameter_is_in_exactly_one_group():
         if grads is not None:
             parameter.grad = torch.randn_like(parameter)
             place, gradient = grads.view(-1)[parameter.storage_offset():][:parameter.numel()], parameter.grad.flatten()
-            owner.collect()
+            collect(owner)
             assert place.equal(gradient) and parameter.grad is None, name
-            owner.collect()
+            collect(owner)
             assert not place.any(), "no gradient, so zeros"
         span = set(range(parameter.storage_offset(), parameter.storage_offset() + tg.aligned(parameter.numel())))
         assert not span & claimed.setdefault(id(owner), set()), f"{name} overlaps another"
@@ -306,6 +309,32 @@ def test_every_parameter_is_in_exactly_one_group():
     assert muon == {name for name, p in model.named_parameters() if name.split(".")[-1] in ("qkv", "out", "up", "down", "pointer")}
     for owner, weights, _ in owners(optimizer):
         assert type(owner) is tg.MatrixBank or len(claimed[id(owner)]) == weights.numel(), "weights without a parameter"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("layers", [[3, 1] * 6, [1, 1] * 9, [2], [3, 1] * 10, [1, 1] * 11, [7, 1, 5]], ids=str)
+def test_groups_deal_matrices_to_ranks(world, layers):
+    """Each matrix belongs to one rank, of each group as many to every rank, and each parameter to one group. `layers`: matrices of each parameter."""
+    owners = 0
+    for rank in range(world):
+        parameters = [tg.declared("mlp_up" if stacked == 1 else "mlp_down", torch.randn(stacked * 4, 2), (4, 2)) for stacked in layers]
+        bank = tg.MatrixBank(parameters, RULES, tg.OptimizerConfig(), tg.Ranks(rank, world, CPU), OPS)
+        given = torch.cat([p.detach().view(-1, 4, 2) for p in parameters])
+        assert bank.weights[:len(given)].equal(given) and not bank.weights[len(given):].any() and len(bank.weights) - len(given) < world
+        assert 1 <= len(bank.groups) <= 5 and (world > 1 or len(bank.groups) == 1) and sum(len(g.weights) for g in bank.groups) == len(bank.weights)
+        for p in parameters:
+            first, last = (p.view(-1)[at].data_ptr() for at in (0, -1))
+            assert p.owner in bank.groups and p.owner.weights.data_ptr() <= first and last <= p.owner.weights.view(-1)[-1].data_ptr()
+        multipliers = torch.tensor([RULES[p.role].learning_rate_multiplier for p, n in zip(parameters, layers) for _ in range(n)])
+        bank.weights.zero_()
+        bank.weights[:len(multipliers)] = multipliers[:, None, None]
+        assert (bank.shard == bank.multiplier).all(), "rates follow matrices"
+        bank.weights.zero_()
+        bank.shard.fill_(1)
+        assert all(group.weights.sum() == 8 * len(group.weights) // world for group in bank.groups)
+        owners = owners + bank.weights
+    assert (owners == 1).all()
+    assert len(layers) < 4 or world < 4 or len(bank.groups) > 1, "several groups"
 
 
 def test_multipliers_follow_their_matrices():
@@ -317,7 +346,7 @@ def test_multipliers_follow_their_matrices():
             bank = next(b for b in optimizer.banks if b.weights.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr())
             size = math.prod(parameter.matrix)
             mine = slice(parameter.storage_offset() // size, (parameter.storage_offset() + parameter.numel()) // size)
-            assert (bank.multiplier[mine] == rule.learning_rate_multiplier).all() and mine.stop - mine.start == parameter.numel() // size
+            assert (bank.multiplier[0, mine] == rule.learning_rate_multiplier).all() and mine.stop - mine.start == parameter.numel() // size
     for role, part in optimizer.scalars.parts.items():
         expected = sum(tg.aligned(p.numel()) for p in model.parameters() if p.role == role)
         assert part.stop - part.start == expected > 0
@@ -343,7 +372,7 @@ def test_the_state_is_complete(corpus, tiny):
     trainer.optimizer.average(1.0)
     known = {t.untyped_storage().data_ptr() for t in state.values()}
     changed = {name for name, t in held.items() if not t.equal(before[name]) and t.untyped_storage().data_ptr() not in known}
-    assert all(name.endswith(("grads", "grad_shard")) for name in changed), "but for where gradients come together"
+    assert all(name.endswith(("grads", "received")) for name in changed), "but for where gradients come together"
     assert not [name for name, t in state.items() if t.equal(start[name])]
     assert tg.state_hash(state) != first
     assert trainer.initialise(2) != first and trainer.initialise(1) == first

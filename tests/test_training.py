@@ -126,7 +126,7 @@ def gradients(trainer, monkeypatch, step, batches):
     """What one training_step leaves in every .grad, or in what stands for it, before the optimizer would use it."""
     monkeypatch.setattr(trainer.optimizer, "step", lambda *_: None)
     loss = trainer.training_step(step, batches)
-    found = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    found = {name: helpers.gradient(p).clone() for name, p in trainer.model.named_parameters() if helpers.gradient(p) is not None}
     return float(loss), found | {"ngram": dense_gradient(trainer.model.ngram, *of_the_step(trainer))}
 
 
@@ -222,7 +222,7 @@ def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
     step_of = trainer.optimizer.step
 
     def look_and_step(rates):
-        reached.update(name for name, p in parameters.items() if p.grad is not None and p.grad.any())
+        reached.update(name for name, p in parameters.items() if helpers.gradient(p) is not None and helpers.gradient(p).any())
         assert of_the_step(trainer)[0].any(1).all(), "of every token's n-grams"
         step_of(rates)
 
@@ -279,7 +279,7 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
 
     monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
     monkeypatch.setattr(tg.AdamTable, "reduce_", counted(tg.AdamTable.reduce_))
-    for kind in (tg.AdamScalars, tg.MatrixBank, tg.SparseTable):
+    for kind in (tg.AdamScalars, tg.SparseTable):
         monkeypatch.setattr(kind, "reduce_", lambda item, reduce_=kind.reduce_: (later.append(type(item)), reduce_(item)))
     step_of, tables = trainer.optimizer.step, [table for table in trainer.optimizer.tables if isinstance(table, tg.AdamTable)]
 
@@ -297,7 +297,64 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
         (embedding,) = [grads for table, grads in final.items() if table.role == "embedding"]
         assert events[0][0].role == "head", "the head's left before the embedding's was there"
         assert slots == 8 and events[0][3] is None or slots == 2 and not events[0][3].equal(embedding)
-        assert later == [tg.AdamScalars, *[tg.MatrixBank] * len(trainer.optimizer.banks), tg.SparseTable] and not sparse_table(trainer).received
+        assert later == [tg.AdamScalars, tg.SparseTable] and not sparse_table(trainer).received
+
+
+class Recorded(tg.Ranks):
+    """One rank of several, without the others: what it would exchange, in order."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.sent, self.wanted = [], []  # each with a copy of it as it was
+
+    def reduce_scatter(self, full, received):
+        self.sent.append((full, full.clone()))
+        return lambda: None
+
+    def all_gather(self, full, meet=True):
+        self.wanted.append(full)
+        return lambda: None
+
+    def all_reduce_mean(self, tensor):
+        return lambda: None
+
+    def sum(self, tensor):
+        return tensor
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
+    """Gradients of the last layers leave first, during the backward pass, each group once and complete; weights are asked for in the order in which
+    the forward pass waits for them."""
+    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: 1)
+    monkeypatch.setattr(tg.SparseTable, "compute_", lambda table, _: table.reduced.clear())  # the others' gradients are not there
+    trainer = helpers.make_trainer(corpus, ranks=Recorded(1, world, CPU))
+    helpers.randomise(trainer.model)
+    ranks, optimizer = trainer.ranks, trainer.optimizer
+    waits, arrive, step_of, at_step = [], tg.Gathered.arrive, optimizer.step, []
+    monkeypatch.setattr(tg.Gathered, "arrive", lambda owner: (waits.append(owner), arrive(owner)))
+
+    def count_and_step(rates):
+        at_step.append((len(ranks.sent), len(waits)))
+        step_of(rates)
+
+    optimizer.step = count_and_step
+    groups = [group for bank in optimizer.banks for group in bank.groups]
+    assert len(groups) >= 7 and all(len(group.weights) % world == 0 for group in groups)
+    for number, batches in enumerate(helpers.all_batches(trainer)[:2]):
+        ranks.sent.clear(), ranks.wanted.clear(), waits.clear()
+        trainer.training_step(number, batches)
+        assert all(p.grad is None for p in trainer.model.parameters())
+        assert at_step[-1][0] == len(ranks.sent), "all before the step began"
+        assert all(full.equal(copy) for full, copy in ranks.sent), "complete"
+        assert len({id(full) for full, _ in ranks.sent}) == len(ranks.sent) == len(groups) + len(optimizer.dense)
+        sent = [full.data_ptr() for full, _ in ranks.sent]
+        for bank in optimizer.banks:
+            assert [sent.index(group.grads.data_ptr()) for group in bank.groups] == sorted((sent.index(g.grads.data_ptr()) for g in bank.groups), reverse=True)
+        late = [owner for owner in dict.fromkeys(waits[:at_step[-1][1]]) if owner not in optimizer.early]
+        wanted = [full.data_ptr() for full in ranks.wanted if full.is_floating_point()]
+        assert [owner.weights.data_ptr() for owner in late] == wanted[:len(late)] and len(late) == len(optimizer.late)
+        assert optimizer.early and all(owner.weights.data_ptr() in wanted[len(late):] for owner in optimizer.early)
 
 
 def test_a_step_that_was_broken_off_leaves_nothing(corpus, tiny, monkeypatch):
@@ -323,7 +380,7 @@ def test_nothing_reads_weights_before_they_have_arrived(corpus, tiny, monkeypatc
     """With gathers that leave NaN, and row 0 for ids, until somebody waits for them: the same losses and the same end."""
     under_way, ends = [], []
 
-    def late(_, full):
+    def late(_, full, meet=True):
         kept = full.clone()
         full.fill_(torch.nan if full.is_floating_point() else 0)
         under_way.append(full)
@@ -388,7 +445,7 @@ def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
     # N-grams; norm at the start and, of a sum, at the end; layer inputs; before attention: with a value embedding after a stream with and without an
     # update, with a skip besides, and with nothing; after it; into the MLP without it; MLP; pointer.
     model = 1 + 2 + 1 + 4 + 1 + 1 + 1 + 1
-    optimizer = 2 + 2 + len({rule.betas for _, rule in PRESET.optimizer.rules if isinstance(rule, tg.AdamRule) and not rule.sparse})
+    optimizer = 3 + 2 + len({rule.betas for _, rule in PRESET.optimizer.rules if isinstance(rule, tg.AdamRule) and not rule.sparse})
     assert counts == [model + optimizer, 0, 0]
 
 
@@ -411,15 +468,20 @@ def outcome(folder, world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_processes_agree_with_one(ranked, world):
+@pytest.mark.parametrize("how", ["ranked", "sharing"])
+def test_processes_agree_with_one(ranked, request, how, world):
     """Five steps: weights alike everywhere, shards of the optimizer's state side by side equal to the state of one process."""
-    alone, ranks = outcome(ranked, 1)[0], outcome(ranked, world)
+    folder = request.getfixturevalue(how)
+    alone, ranks = outcome(ranked, 1)[0], outcome(folder, world)
+    assert any(folder.glob("shared-*")) == (how == "sharing")
     differences, padded = {}, set()
     for name, expected in alone["state"].items():
         parts = [rank["state"][name] for rank in ranks]
         if name.endswith("weights"):
             assert all(part.equal(parts[0]) for part in parts), f"{name} differs between ranks"
             found = parts[0]
+        elif name.startswith("bank"):  # [groups, of each rank, ...]
+            found, expected = torch.stack(parts, 1).flatten(0, 2), expected.flatten(0, 1)
         elif parts[0].shape != expected.shape:
             found = torch.cat(parts)
         else:

@@ -56,15 +56,19 @@ import train_gpt as tg
 
 ranks = tg.Ranks.start()
 assert ranks.copies, "GPUs that do not share memory"
-grads, weights = (ranks.shared(torch.zeros(3 * ranks.world, 40_000, dtype=torch.bfloat16, device=ranks.device)) for _ in range(2))
+grads, weights = (ranks.shared(torch.zeros(3 * ranks.world, 40_000, dtype=torch.bfloat16, device=ranks.device), 3) for _ in range(2))
+received = torch.empty(ranks.world, 3, 1, 40_000, dtype=torch.bfloat16, device=ranks.device)  # of three groups
 given, step = torch.arange(3.0 * ranks.world, device=ranks.device)[:, None], torch.zeros((), device=ranks.device)
 mean_rank = (ranks.world - 1) / 2
 
 def train():  # the mean over ranks of row + rank + step, sent round
     grads.copy_((given + ranks.rank + step).expand_as(grads))
-    ranks.reduce_scatter_mean(grads)()
-    ranks.shard(weights).copy_(ranks.shard(grads))
-    ranks.all_gather(weights)()
+    waits = [ranks.reduce_scatter(group, to) for group, to in zip(grads.chunk(3), received.unbind(1))]
+    for index, group in enumerate(weights.chunk(3)):
+        waits[index]()
+        ranks.shard(group).copy_(tg.mean_gradient(received[:, index]))
+    for wait in [ranks.all_gather(group, meet=not index) for index, group in enumerate(weights.chunk(3))]:
+        wait()
     step.add_(1)
 
 def check(steps):
