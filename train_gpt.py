@@ -276,6 +276,7 @@ class Ranks:
                 fail("GPUs on this machine", f"at least {local + 1}", torch.cuda.device_count(), "start fewer processes", EXIT_HARDWARE)
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
+            os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # with a workspace cuBLASLt clears some bytes before each product
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured in a graph
         if world > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
@@ -482,9 +483,8 @@ class Targets(NamedTuple):
     """What the head has to predict, on the device; all int32 but weights and log_copy. columns [T]: where in the head the next token is
     (-1: nowhere). positions [T], to find the tokens after the next in the same document. weights [K] float32: of the next token, the one after it,
     ... candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch use (the columns above index these); None: all.
-    certain [S]: so many, the first, are targets; each other one, met on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns
-    in the softmax. log_copy [T] float32, of pointer_reference, or None: the share of the next token in what column `spare` has in the softmax; it
-    makes p[next] + p[spare] exp(log_copy) of p[next]."""
+    certain [S]: so many, the first, are targets; each other one, met on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns.
+    log_copy [T] float32, of pointer_reference, or None: the next token's share of column `spare`; p[next] gains p[spare] exp(log_copy)."""
     columns: Tensor
     positions: Tensor
     weights: Tensor
@@ -543,13 +543,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor,
                           key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """What attention reads, q, k, v [T, H, D], from their projection qkv [T, 3 H D]: q and k normalised and rotated, v plus the gated value. value
-    [T, H * D], value_gates [T, H]; positions [T]; cos, sin [positions, D / 2]. Key offset: the channels of k that do not turn come from the token
-    before, if the document has one: induction in a single layer (record 49)."""
+    """What attention reads, q, k, v [T, H, D], from their projection qkv [T, 3 H D]: q and k normalised and rotated, v plus the first H D channels
+    of value [T, H D or more], gated. value_gates [T, H]; positions [T]; cos, sin [positions, D / 2]. Key offset: the channels of k that do not turn
+    come from the token before, if the document has one: induction in a single layer (record 49)."""
     q, k, v = qkv.view(len(qkv), 3, -1, 2 * cos.size(1)).unbind(1)
     tokens, heads, width = q.shape
     if value is not None:
-        v = v + value.view_as(v) * value_gates[:, :, None]
+        v = v + value[:, :heads * width].view_as(v) * value_gates[:, :, None]
     q, k = norm(q), norm(k)
     if key_offset:  # the channels that do not turn: whether before or after the rotation is the same
         still = torch.arange(width, device=k.device) % (width // 2) >= width // 4
@@ -558,8 +558,7 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
     return rotate(q, cos[positions], sin[positions]), rotate(k, cos[positions], sin[positions]), v
 
 def visible_chunks(positions: Tensor, window: int, chunk: int, least: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Who sees whom: at most `chunk` queries at a time, the keys that their window can reach, and which of them each sees: those of its document,
-    `least` to `window` tokens back; positions: see Documents."""
+    """Who sees whom: at most `chunk` queries at a time, the keys in their windows, and which each sees: of its document, `least` to `window` back."""
     at = torch.arange(len(positions), device=positions.device)
     first_key = at - positions.clamp(max=window)
     for start in range(0, len(at), chunk):
@@ -777,8 +776,7 @@ def add_product(B: Tensor, X: Tensor, a: float, out: Tensor, tiles: dict | None 
 
 def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Near-orthogonal factor of each matrix of [batch, M, N] (fp32 or bf16), computed and returned in dtype. Agrees with orthogonalize_reference up
-    to rounding; the input is left as it is. Three launches a step after the scaling; a CUDA graph can capture them. "aol" squares unscaled entries in
-    dtype: bf16 has the range of fp32, but in fp16 they must not be tiny."""
+    to rounding; the input is left as it is. "aol" squares unscaled entries in dtype: in fp16, whose range is small, they must not be tiny."""
     tall = matrices.size(-2) > matrices.size(-1)
     X = matrices.mT if tall else matrices
     n = X.size(1)
@@ -1065,10 +1063,14 @@ def unit(scale, device):
     """A 0-d float32 scale with storage of its own (cuBLAS wants 16-byte alignment), made once: a fill a product was a twentieth of all launches."""
     return torch.full((), scale, device=device)
 
-def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum):
+def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum, out=None):
     """a [M, K] times b [N, K] transposed, bf16 [M, N]: row-major, as FP8 tensor cores want them. Scales are numbers or 0-d float32 tensors."""
     scale_a, scale_b = (scale if isinstance(scale, Tensor) else unit(scale, a.device) for scale in (scale_a, scale_b))
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_accum)
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_accum, out=out)
+
+def gradient_place(weight):
+    """Where the optimizer collects a parameter's gradient, a new view, for the first backward pass of a step to write all of it there; or None."""
+    return weight.place.view_as(weight) if weight.grad is None and getattr(weight, "place", None) is not None else None
 
 # ---- from the projection to attention --------------------------------------------------------------------------------
 @jit
@@ -1097,8 +1099,8 @@ def _load_turn(cos_ptr, sin_ptr, position, valid, D: tl.constexpr):
 
 @jit
 def _split_heads_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, T,
-                        H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
-    """q, k [T, H, D] (and v, with a value) of ROWS tokens of one head: 2 bytes read and 2 written an element. Reference: split_heads_reference."""
+                        H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
+    """q, k [T, H, D] (and v, with a value [T, V]) of ROWS tokens of one head: 2 bytes read and 2 written an element. See split_heads_reference."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < T
     position = tl.load(positions_ptr + rows, valid, other=0)
@@ -1115,7 +1117,7 @@ def _split_heads_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, s
     _store_halves(k_ptr + head * D, first, second, rows, valid, H * D, D)
     if value_ptr is not None:
         first, second = _load_halves(qkv_ptr + 2 * H * D, rows, valid, 3 * H * D, D)
-        more, more2 = _load_halves(value_ptr + head * D, rows, valid, H * D, D)
+        more, more2 = _load_halves(value_ptr + head * D, rows, valid, V, D)
         gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
         _store_halves(v_ptr + head * D, first + gate * more, second + gate * more2, rows, valid, H * D, D)
 
@@ -1137,7 +1139,8 @@ def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, factor, W: t
 
 @jit
 def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, dqkv_t, dvalue_ptr,
-                             dgates_ptr, factor, PTX: tl.constexpr, T, H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
+                             dgates_ptr, factor, PTX: tl.constexpr, T,
+                             H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
     """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head, from q and k normalised again. FP8 in both layouts takes bf16's bytes."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < T
@@ -1160,9 +1163,9 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
     first, second = _load_halves(dv_ptr + head * D, rows, valid, H * D, D)
     _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (2 * H + head) * D, T, factor, 3 * H * D, D, ROWS, PTX)
     if value_ptr is not None:
-        more, more2 = _load_halves(value_ptr + head * D, rows, valid, H * D, D)
+        more, more2 = _load_halves(value_ptr + head * D, rows, valid, V, D)
         gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
-        _store_halves(dvalue_ptr + head * D, gate * first, gate * second, rows, valid, H * D, D)
+        _store_halves(dvalue_ptr + head * D, gate * first, gate * second, rows, valid, V, D)
         dgate = tl.sum(first * more, 1) + tl.sum(second * more2, 1)
         tl.store(dgates_ptr + rows * H + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
 
@@ -1170,12 +1173,13 @@ class ProjectHeads(torch.autograd.Function):
     """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, key_offset, scales)`. h
     [T, width], weight [3 H D, width]. With `scales` the products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype."""
     @staticmethod
-    def launch(kernel, qkv, *arguments, key_offset, rows=32):
-        T, _, H, D = qkv.shape
-        kernel[(H, triton.cdiv(T, rows))](qkv, *arguments, T, H=H, D=D, OFFSET=key_offset, ROWS=rows, num_warps=rows // 8)
+    def launch(kernel, qkv, value, *arguments, key_offset, rows=32):
+        (T, _, H, D), V = qkv.shape, 0 if value is None else value.size(1)
+        kernel[(H, triton.cdiv(T, rows))](qkv, value, *arguments, T, H=H, D=D, V=V, OFFSET=key_offset, ROWS=rows, num_warps=rows // 8)
 
     @staticmethod
     def forward(ctx, h, weight, value, value_gates, positions, cos, sin, key_offset=False, scales=None):
+        parameter = weight
         if scales:  # the backward wants the transposed copies alone
             (h8, h), (weight8, weight) = map(quantize_both, (h, weight), (scales.input, scales.weight))
             qkv = fp8_matmul_nt(h8, weight8, scales.input, scales.weight, fast_accum=True)
@@ -1185,7 +1189,9 @@ class ProjectHeads(torch.autograd.Function):
         q, k = (torch.empty_like(qkv[:, 0]) for _ in range(2))
         v = qkv[:, 2] if value is None else torch.empty_like(q)
         value, value_gates = (None if x is None else x.contiguous() for x in (value, value_gates))
-        ctx.scales, ctx.key_offset = scales, key_offset
+        if value is not None and value.size(1) < q[0].numel():
+            raise ValueError(f"value embedding: expected at least {q[0].numel()} channels, found {value.size(1)}")
+        ctx.parameter, ctx.scales, ctx.key_offset = parameter, scales, key_offset
         ProjectHeads.launch(_split_heads_kernel, qkv, value, value_gates, positions, cos, sin, q, k, v, key_offset=key_offset)
         ctx.save_for_backward(h, weight, qkv, value, value_gates, positions, cos, sin)
         return q, k, v
@@ -1193,7 +1199,7 @@ class ProjectHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         (h, weight, qkv, *others), scales = ctx.saved_tensors, ctx.scales
-        dvalue, dgates = (x if x is None else torch.empty_like(x) for x in others[:2])
+        dvalue, dgates = (x if x is None else torch.zeros_like(x) if x.size(1) > qkv[0, 0].numel() else torch.empty_like(x) for x in others[:2])
         known = qkv, *others, *map(Tensor.contiguous, grads)
         launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, *known, key_offset=ctx.key_offset)
         T, rows = qkv.flatten(1).shape
@@ -1202,7 +1208,7 @@ class ProjectHeads(torch.autograd.Function):
             bits_t = TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [qkv.size(3) // 2, 64])
             launch(dqkv.view(torch.int8), bits_t, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, rows=64)
             dh = fp8_matmul_nt(dqkv, weight, scales.grad, scales.weight, fast_accum=False)
-            dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False)
+            dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False, out=gradient_place(ctx.parameter))
         else:
             dqkv = qkv.new_empty(T, rows)
             launch(dqkv, None, dvalue, dgates, 1.0, False)
@@ -1324,12 +1330,11 @@ def head_grad(logits, targets, vocabulary, lse, copied, factor, cap, dtype, fast
 class HeadLoss(torch.autograd.Function):
     """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D] and weight [V, D] bf16. With `scales` the products
     are FP8: T, D, V and the number of candidates multiples of 16; forward e4m3 · e4m3, backward e5m2 · e4m3 without fast accumulation, which has been
-    reported to turn gradients into NaN; dx and dW are bf16. The peak is the bf16 logits and the gradient in both layouts, 4 bytes a logit. Without,
-    everything is in the operands' own dtype: the path of GPUs without FP8."""
+    reported to turn gradients into NaN; dx and dW are bf16. Without, everything is in the operands' own dtype: the path of GPUs without FP8."""
     @staticmethod
     def forward(ctx, x, weight, columns, positions, weights, candidates, certain, log_copy, spare, cap=Softcap(), scales=None):
         ctx.targets = Targets(columns, positions, weights, candidates, certain, log_copy, spare)
-        ctx.cap, ctx.scales, ctx.shape = cap, scales, weight.shape
+        ctx.cap, ctx.scales, ctx.parameter, ctx.shape = cap, scales, weight, weight.shape
         saved, total = [], 0.0
         for rows, part in ctx.targets.parts():
             head = weight if part.candidates is None else weight[part.candidates]
@@ -1362,7 +1367,8 @@ class HeadLoss(torch.autograd.Function):
             if part.candidates is None:
                 dw = dw_part
             else:
-                dw = dw_part.new_zeros(ctx.shape) if dw is None else dw
+                if dw is None:  # cleared, and one part after the other added
+                    dw = dw_part.new_zeros(ctx.shape) if (place := gradient_place(ctx.parameter)) is None else place.zero_()
                 _add_rows_kernel[(len(dw_part),)](dw_part, part.candidates, dw, dw.size(1), COLS=triton.next_power_of_2(dw.size(1)))
         dlog_copy = -ctx.targets.weights[0] * grad_output * torch.cat(ctx.saved_tensors[4::5]) if ctx.needs_input_grad[7] else None
         return (dxs[0] if len(dxs) == 1 else torch.cat(dxs)), dw, *(None,) * 5, dlog_copy, *(None,) * 3
@@ -1408,18 +1414,19 @@ class Fp8Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
         (h8, h8_t), (up8, up8_t), (down8, down8_t) = map(quantize_both, (h, up, down), (scales.input, scales.weight, scales.weight))
-        (hidden8, hidden8_t), ctx.scales = mlp_product(h8, up8, (scales.input * scales.weight) ** 2 / scales.hidden), scales
+        hidden8, hidden8_t = mlp_product(h8, up8, (scales.input * scales.weight) ** 2 / scales.hidden)
+        ctx.parameters, ctx.scales = (up, down), scales
         ctx.save_for_backward(h8_t, hidden8, hidden8_t, up8_t, down8)
         return fp8_matmul_nt(hidden8, down8_t, scales.hidden, scales.weight, fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad_output):
-        (h8_t, hidden8, hidden8_t, up8_t, down8), scales = ctx.saved_tensors, ctx.scales
+        (h8_t, hidden8, hidden8_t, up8_t, down8), scales, places = ctx.saved_tensors, ctx.scales, map(gradient_place, ctx.parameters)
         g8, g8_t = quantize_both(grad_output, scales.grad, torch.float8_e5m2)
         dpre8, dpre8_t = mlp_product(g8, down8, 2.0 * scales.weight * scales.hidden ** 0.5, hidden8)  # dhidden · 2 relu(pre)
         dh = fp8_matmul_nt(dpre8, up8_t, scales.grad, scales.weight, fast_accum=False)
-        dup = fp8_matmul_nt(dpre8_t, h8_t, scales.grad, scales.input, fast_accum=False)
-        ddown = fp8_matmul_nt(hidden8_t, g8_t, scales.hidden, scales.grad, fast_accum=False)
+        dup = fp8_matmul_nt(dpre8_t, h8_t, scales.grad, scales.input, fast_accum=False, out=next(places))
+        ddown = fp8_matmul_nt(hidden8_t, g8_t, scales.hidden, scales.grad, fast_accum=False, out=next(places))
         return dh, dup, ddown, None
 
 def fp8_mlp(h, up, down):
@@ -1553,8 +1560,7 @@ class Ops:
     names: dict[str, str]
 
 def compile_dynamic(function: Callable) -> Callable:
-    """torch.compile with the leading dimension of the first argument (tokens, matrices, elements) symbolic, in whichever
-    arguments have it: one compilation serves every stage and every shard."""
+    """torch.compile with the leading dimension of the first argument symbolic in all that have it: one compilation for every stage and shard."""
     compiled = torch.compile(function, fullgraph=True)
 
     @functools.wraps(function)
@@ -1595,21 +1601,14 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 # ==== 7. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
 # Four kinds of state with the same phases: gather_ (collect what other ranks last updated; `arrive` waits for it), reduce_ (gradients to who needs
 # them; neither blocks) and compute_ (wait, update this rank's shard). All but tables are views of static buffers, where gradients come together.
-def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> Callable[[], None]:
-    """Move the parameters into the flat order of `weights`, each at a multiple of `align`. Returns what moves their gradients to that of `grads`."""
-    weights, grads, start, places = weights.view(-1), grads.view(-1), 0, []
+def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> None:
+    """Move the parameters into the flat order of `weights`, each at a multiple of `align`; the `place` of its gradient has that of `grads`."""
+    weights, grads, start = weights.view(-1), grads.view(-1), 0
     for parameter in parameters:
         part = slice(start, start + parameter.numel())
         weights[part].copy_(parameter.detach().view(-1))
-        parameter.data = weights[part].view_as(parameter)
-        places.append(grads[part].view_as(parameter))
+        parameter.data, parameter.place = weights[part].view_as(parameter), grads[part].view_as(parameter)
         start += -(-parameter.numel() // align) * align
-
-    def collect() -> None:
-        torch._foreach_copy_(places, [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-        for parameter in parameters:
-            parameter.grad = None
-    return collect
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
     """The float32 whose rounding to bfloat16 is `high` and whose remaining bits, a signed difference, are `low` (int16)."""
@@ -1660,8 +1659,7 @@ def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_mo
 
 def adam_update(weight: Tensor, received: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
                 beta1: float, beta2: float, epsilon: float) -> None:
-    """One Adam step in place, computed in float32; `step_size` carries rate and bias corrections. The decay, a share `shrink` of the weight, is
-    cautious: only where the update shrinks the weight too (record 50)."""
+    """One Adam step in place, in float32. step_size: rate and bias corrections. A share `shrink` decays where the update shrinks too (record 50)."""
     g = mean_gradient(received)
     m, v = torch.lerp(mean.float(), g, 1 - beta1), torch.lerp(square.float(), g * g, 1 - beta2)
     mean.copy_(m)
@@ -1683,8 +1681,7 @@ class Stateful:
             tensor.zero_()
 
     def average_(self, rate: float, share: float = 0.0) -> None:
-        """Move the running average of the weights a share `rate` of the way to them; then, at the end of a training, the weights a `share` of the
-        way to it. Each row keeps its norm: averages are shorter."""
+        """Move the average of the weights a share `rate` of the way to them; at the end also them a `share` to it, rows as long as before."""
         exact = self.shard.float() if self.low is None else join_float32(self.shard, self.low)
         self.average.lerp_(exact, rate)
         if share:
@@ -1703,12 +1700,15 @@ class Gathered:
 class MatrixGroup(Gathered):
     """Matrices of one shape in neighbouring layers, which travel together: [N, rows, columns], N a multiple of the ranks."""
     def __init__(self, parameters: list[nn.Parameter], ranks: Ranks, weights: Tensor, grads: Tensor, received: Tensor):
-        self.ranks, self.weights, self.grads, self.received, self.collect = ranks, weights, grads, received, rehome(parameters, weights, grads)
+        self.ranks, self.weights, self.grads, self.received, self.parameters = ranks, weights, grads, received, parameters
+        rehome(parameters, weights, grads)
         for parameter in parameters:
             parameter.owner = self
 
     def reduce_(self) -> None:
-        self.collect()
+        for parameter in self.parameters:
+            parameter.place.zero_() if parameter.grad is None else parameter.place.copy_(parameter.grad)  # nothing to copy if it came there
+            parameter.grad = None
         self.reduced = self.ranks.reduce_scatter(self.grads, self.received)
 
 class MatrixBank(Stateful):
@@ -1754,7 +1754,7 @@ class AdamTable(Stateful, Gathered):
         self.weights = parameter.data = ranks.shared(parameter.data)
         parameter.owner, parameter.receive = self, self.receive
         self.shard = ranks.shard(self.weights)
-        self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copies else None
+        parameter.place = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copies else None
         self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copies else None
         self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
         self.average = torch.zeros_like(self.shard, dtype=torch.float32)
@@ -1763,7 +1763,7 @@ class AdamTable(Stateful, Gathered):
     def receive(self, grad: Tensor, *lookup: Tensor) -> None:
         """Add the gradient of a lookup [T, width] to the table's; the first of a step writes all of it, so nothing is cleared before."""
         table, begun = self.parameter, self.parameter.grad is not None
-        table.grad = table.grad if begun else torch.empty_like(table) if self.grads is None else self.grads
+        table.grad = table.grad if begun else torch.empty_like(table) if (place := gradient_place(table)) is None else place
         launch_groups(_embedding_grad_kernel, grad, *lookup, table.grad, ADD=begun)
 
     def reduce_(self) -> None:
@@ -1814,12 +1814,12 @@ class AdamScalars(Stateful):
     """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.config, self.rules = ranks, config, rules
-        parameters = sorted(parameters, key=lambda p: p.role)  # each role becomes one contiguous part; the sort is stable
+        self.parameters = parameters = sorted(parameters, key=lambda p: p.role)  # each role becomes one contiguous part; the sort is stable
         # Compiled code, perhaps another process's, takes it for granted that parameters are aligned as when it was compiled: so all are.
         size = {p: aligned(p.numel()) for p in parameters}
         self.weights = torch.zeros(sum(size.values()), device=ranks.device)
         self.grads, self.mean, self.square = (torch.zeros_like(self.weights) for _ in range(3))
-        self.collect = rehome(parameters, self.weights, self.grads, align=aligned(1))
+        rehome(parameters, self.weights, self.grads, align=aligned(1))
         self.parts, start = {}, 0
         for role in dict.fromkeys(p.role for p in parameters):
             stop = start + sum(size[p] for p in parameters if p.role == role)
@@ -1827,7 +1827,9 @@ class AdamScalars(Stateful):
         self.update = ops.compile(adam_update)
 
     def reduce_(self) -> None:
-        self.collect()
+        torch._foreach_copy_([p.place for p in self.parameters], [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        for parameter in self.parameters:
+            parameter.grad = None
         self.reduced = self.ranks.all_reduce_mean(self.grads)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
@@ -2034,14 +2036,15 @@ class GPT(nn.Module):
         self.config, self.ops = config, ops
         empty = functools.partial(torch.empty, device=device)
         weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
-        table = functools.partial(weight, config.padded_vocabulary, config.width)
-        self.embedding = declared("embedding", table())
+        table = functools.partial(weight, config.padded_vocabulary)
+        self.embedding = declared("embedding", table(config.width))
         self.ngram = declared("ngram", weight(config.table_rows, config.width))
         self.skip_sources = {layer.skip_from for layer in config.layers}
         self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
-        self.value_embeddings = nn.ParameterList([declared("value_embedding", table()) for _ in range(config.value_embeddings)])
-        self.head = declared("head", table())
+        values = (declared("value_embedding", table(config.heads * config.head_width)) for _ in range(config.value_embeddings))
+        self.value_embeddings = nn.ParameterList(values)
+        self.head = declared("head", table(config.width))
         self.pointer = declared("pointer", weight(2 * config.pointer_width, config.width), (config.pointer_width, config.width))
         self.normalize, self.layer_inputs, self.pointer_in = map(ops.compile, (normalize, layer_inputs, pointer_in))
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))  # 2^31 elements and more
@@ -2183,9 +2186,8 @@ def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
     return [tokens[start:min(start + cap, stop) + 1] for first, stop in zip(bounds, bounds[1:]) for start in range(first, stop, cap)]
 
 def sample_candidates(targets: np.ndarray, count: int, vocabulary: int, sweep: int, spare: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
-    """A sampled softmax: (ids [count], how many of them are certain, column of each target), see Targets. After the spare ids, which are no targets,
-    and the ids that are targets, ascending, comes the sweep-th stretch of a walk over the vocabulary in steps of 20011, which meets every id. A
-    target that finds no room gets -1."""
+    """A sampled softmax: (ids [count], how many are certain, column of each target or -1: no room), see Targets. After the spare ids, no targets, and
+    those of targets, ascending, comes the sweep-th stretch of a walk over the vocabulary in steps of 20011, which meets every id."""
     present = np.zeros(vocabulary, bool)
     present[targets] = True
     walk = (np.arange(vocabulary) + sweep * count) * 20011 % vocabulary
@@ -2431,8 +2433,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     return facts | {"machine": hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]}
 
 def files_hash(paths: Sequence[Path]) -> str:
-    """SHA-256 over what `sha256sum` would print of files, in order: a record can check it from the files' own sums. Where a
-    SHA256SUMS lies beside a file and names it, they must agree."""
+    """SHA-256 over what `sha256sum` would print of files, in order: records need no more. A SHA256SUMS beside a file must agree, if it names it."""
     lines = []
     for path in paths:
         with path.open("rb") as file:
@@ -2614,8 +2615,7 @@ class Meter:
         return event
 
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
-        """Note the loss of `step` (0-based). Every rank calls this at the same steps, of which each stage's last is one: it
-        holds one all-reduce, and an interval never spans two stages."""
+        """Note the loss of `step` (0-based), on every rank: it holds an all-reduce. Each stage's last step is among them: no interval spans two."""
         self.flush()
         ranks, steps = self.trainer.ranks, step + 1 - self.last_step
         host = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked)))).to("cpu", non_blocking=True)

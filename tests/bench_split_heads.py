@@ -84,7 +84,7 @@ def time_kernels(T, kind, tiles=((None, None),)):
             if rows is None:
                 return tg.ProjectHeads.launch(kernel, *known, *arguments, **flags, **default)
             return kernel[HEADS, tg.triton.cdiv(T, rows)](  # noqa: B023
-                *known, *arguments, T, H=HEADS, D=WIDTH, OFFSET=key_offset, ROWS=rows, num_warps=warps)  # noqa: B023
+                *known, *arguments, T, H=HEADS, D=WIDTH, V=HEADS * WIDTH, OFFSET=key_offset, ROWS=rows, num_warps=warps)  # noqa: B023
 
         for name, size, call in (
                 ("split", forward, lambda: run(tg._split_heads_kernel, *outs)),

@@ -42,6 +42,22 @@ PRESET = tg.Preset(
 SEED = 5
 
 
+def check_places(backward, parameters):
+    """A backward pass writes gradients to the bit where the optimizer wants them, all of them, and a second one adds to them."""
+    def gradients():
+        for parameter in parameters:
+            parameter.grad = None
+        backward()
+        return [parameter.grad for parameter in parameters]
+
+    want = gradients()
+    for parameter in parameters:
+        parameter.place = torch.full_like(parameter.detach(), torch.nan)
+    assert all(a.equal(b) and a.data_ptr() == p.place.data_ptr() for a, b, p in zip(gradients(), want, parameters, strict=True))
+    backward()
+    assert all(p.place.equal(2 * g) and p.grad.data_ptr() == p.place.data_ptr() for g, p in zip(want, parameters))
+
+
 def write_shard(path, tokens, magic=tg.SHARD_MAGIC, version=tg.SHARD_VERSION, count=None):
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count

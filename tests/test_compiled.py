@@ -78,7 +78,7 @@ def split_gradient(capability, ptx, value=True):
     given = {f"{name}_ptr": "*bf16" for name in ("qkv", "value", "gates", "dq", "dk", "dv", "dvalue", "dgates")}
     given |= dict(dqkv_ptr="*i8", dqkv_t="tensordesc<i8[64, 64]>")
     nothing = {} if value else dict.fromkeys(("value_ptr", "gates_ptr", "dvalue_ptr", "dgates_ptr"))
-    return misuses(tg._split_heads_grad_kernel, capability, 8, given, dict(PTX=ptx, H=6, D=128, OFFSET=False, ROWS=64, **nothing))
+    return misuses(tg._split_heads_grad_kernel, capability, 8, given, dict(PTX=ptx, H=6, D=128, V=768, OFFSET=False, ROWS=64, **nothing))
 
 
 @pytest.mark.parametrize("capability", HOPPER)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
+import helpers
 import train_gpt as tg
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
@@ -367,6 +368,12 @@ def test_incoming_gradient_scales_both():
         whole, eighth = run_head(head_loss(scales=scales), *head), run_head(head_loss(scales=scales), *head, scale=0.125)
         assert torch.equal(whole[0], eighth[0])
         assert len(whole) == 4 and all(torch.equal(a / 8, b) for a, b in zip(whole[1:], eighth[1:]))
+
+
+@pytest.mark.parametrize("scales, dtype", [(None, torch.float32), (tg.HeadScales(), torch.bfloat16)], ids=("float32", "fp8"))
+def test_sampled_gradient_comes_to_its_place(scales, dtype):
+    x, weight, targets = make_head(32, 160, 48, dtype, K=2, sampled=(2, 64))
+    helpers.check_places(lambda: head_loss(scales=scales)(x, weight, targets).backward(), [weight])
 
 
 def test_nothing_to_predict():

@@ -218,6 +218,11 @@ def test_expanded_gradient():
     assert max(relative(tensor.grad, b) for tensor, b in zip(operands, model[1:])) < 2.0 ** (-8 if INTERPRETED else -4)
 
 
+def test_gradients_come_to_their_places():
+    operands, grad = make_mlp(32, 48, 64)
+    helpers.check_places(lambda: tg.Fp8Mlp.apply(*operands).backward(grad), operands[1:])
+
+
 def test_validation_is_the_reference():
     operands, _ = make_mlp(32, 48, 64)
     with torch.no_grad():

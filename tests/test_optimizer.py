@@ -275,7 +275,7 @@ def owners(optimizer):
 
 def collect(owner):
     for part in getattr(owner, "groups", [owner]):
-        part.collect()
+        part.reduce_()
 
 
 def test_every_parameter_is_in_exactly_one_group():

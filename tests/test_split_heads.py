@@ -136,6 +136,20 @@ def test_layouts(layout, value, flags):
 
 
 @each_flag
+@pytest.mark.parametrize("layout", ["odd", "tiles"])
+def test_first_channels_of_a_wider_value(layout, flags):
+    (qkv, value, gates), *rest = make_inputs(LAYOUTS[layout])
+    wider = guarded(torch.cat([value.detach(), torch.full_like(value, torch.nan)[:, :5]], 1)).requires_grad_()
+    got, want = run(split_heads, (qkv, wider, gates), *rest, **flags), run(split_heads, (qkv, value, gates), *rest, **flags)
+    assert got[4].shape == wider.shape and not got[4][:, -5:].any()
+    assert same((*got[:4], got[4][:, :-5].contiguous(), got[5]), want)
+    compare(got, exactly((qkv, wider.detach().nan_to_num(), gates), *rest, **flags))
+    for function in (split_heads, tg.split_heads_reference):
+        with pytest.raises((ValueError, RuntimeError), match="channels|shape"):
+            function(qkv, value[:, :-1], gates, *rest[0])
+
+
+@each_flag
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("gate_dtype", [None, torch.float32], ids=str)
 def test_half_precision(gate_dtype, dtype, flags):
@@ -338,6 +352,11 @@ def test_bf16_projection(value, flags):
     inputs = make_projection(48, 40, 2, 16, value)
     for a, want in zip(run_projection(*inputs, scales=None, **flags), exact_projection(*inputs, **flags), strict=True):
         assert (a is None) == (want is None) and (a is None or relative(a, want) < 2.0 ** -7)
+
+
+def test_gradient_comes_to_its_place():
+    leaves, turn, grads = make_projection(32, 48, 2, 16, True)
+    helpers.check_places(lambda: torch.autograd.backward(tg.ProjectHeads.apply(*leaves, *turn, False, SCALES), grads), leaves[1:2])
 
 
 @pytest.mark.parametrize("scales", [None, SCALES], ids=("bf16", "fp8"))
