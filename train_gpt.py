@@ -566,14 +566,14 @@ def visible_chunks(positions: Tensor, window: int, chunk: int, least: int = 0) -
         keys = slice(max(start - window, 0), rows.stop)
         yield rows, keys, (at[keys] >= first_key[rows, None]) & (at[keys] <= at[rows, None] - least)
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
-    """Plain PyTorch attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; masks as in `visible_chunks`. Any device and dtype. Works on `chunk`
-    queries at a time against the keys that their window can reach, so the scores need chunk * (chunk + window) * H."""
-    outputs = []
-    for rows, keys, seen in visible_chunks(positions, window, chunk):
-        heads_first = (x.transpose(0, 1) for x in (q[rows], k[keys], v[keys]))
-        outputs.append(F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale).transpose(0, 1))
-    return torch.cat(outputs)
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float, gates: Tensor | None = None,
+                        chunk: int = 512) -> Tensor:
+    """Plain PyTorch attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given; masks as in `visible_chunks`. Any device and
+    dtype. Works on `chunk` queries at a time against the keys that their window can reach: the scores need chunk * (chunk + window) * H."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    out = torch.cat([F.scaled_dot_product_attention(q[:, rows], k[:, keys], v[:, keys], attn_mask=seen, scale=scale).transpose(0, 1)
+                     for rows, keys, seen in visible_chunks(positions, window, chunk)])
+    return out if gates is None else (out * gates[:, :, None]).to(out.dtype)
 
 def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
     """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NO_COPY for none. qk
@@ -794,9 +794,9 @@ def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dt
     return X.mT if tall else X
 
 # ---- attention over packed documents ---------------------------------------------------------------------------------
-#     out[i] = sum_j p[i, j] v[j],   p[i, j] = 2^(c q[i].k[j] - lse[i]),   lse[i] = log2 sum_j 2^(c q[i].k[j]),   c = scale log2(e)
-#     delta[i] = dout[i].out[i],     ds[i, j] = p[i, j] (dout[i].v[j] - delta[i])
-#     dv[j] = sum_i p[i, j] dout[i], dk[j] = scale sum_i ds[i, j] q[i], dq[i] = scale sum_j ds[i, j] k[j]
+#     out[i] = sum_j p[i, j] v[j],   p[i, j] = 2^(c q[i].k[j] - lse[i]),   lse[i] = log2 (sum_j 2^(c q[i].k[j]) / gate[i]),   c = scale log2(e)
+#     delta[i] = dgate[i] = dout[i].out[i] / gate[i],                      ds[i, j] = p[i, j] (dout[i].v[j] - delta[i])   (gate: 1 if none)
+#     dv[j] = sum_i p[i, j] dout[i], dk[j] = scale sum_i ds[i, j] q[i],    dq[i] = scale sum_j ds[i, j] k[j]
 #
 # Tiles lie on the flat token axis, because documents (median 391 tokens) are hardly longer than a tile: one tile may hold many. A program owns
 # BLOCK_M tokens of one head and walks over the other side in steps of BLOCK_N tokens, from the first that any of its tokens sees to the last. Mask
@@ -833,34 +833,36 @@ def furthest(distances, at, tokens, window, KEYS: tl.constexpr):
     return tl.minimum(at + distance, at + window) if KEYS else tl.maximum(at - distance, at - window)
 
 @jit
-def attention_forward_kernel(q, k_steps, v_steps, q_stride, k_stride, v_stride, out, lse, positions, window, tokens, scale_log2,
+def attention_forward_kernel(q, k_steps, v_steps, q_stride, k_stride, v_stride, out, lse, positions, window, tokens, scale_log2, gates,
                              DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """out and lse of BLOCK_M queries of one head. Grid [heads, tiles]: the heads of a tile run side by side. No running maximum."""
     head, start = tl.program_id(0), tl.program_id(1) * BLOCK_M
     queries = start + tl.arange(0, BLOCK_M)
-    first_key = furthest(positions, queries, tokens, window, False)
-    q_tile = load_rows(q, start, head, q_stride, tokens, DK, BLOCK_M)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    accumulator = tl.zeros([BLOCK_M, DV], tl.float32)
+    first_key, q_tile = furthest(positions, queries, tokens, window, False), load_rows(q, start, head, q_stride, tokens, DK, BLOCK_M)
+    row_sum, accumulator = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DV], tl.float32)
     for step in tl.range(furthest(positions, start, tokens, window, False), tl.minimum(start + BLOCK_M, tokens), BLOCK_N):
         scores = tl.dot(q_tile, tl.trans(load_rows(k_steps, step, head, k_stride, tokens, DK, BLOCK_N)))
-        keys = step + tl.arange(0, BLOCK_N)
-        seen = (keys[None, :] >= first_key[:, None]) & (keys[None, :] <= queries[:, None])
-        p = tl.exp2(tl.where(seen, scores, float("-inf")) * scale_log2)
+        keys = (step + tl.arange(0, BLOCK_N))[None, :]
+        p = tl.exp2(tl.where((keys >= first_key[:, None]) & (keys <= queries[:, None]), scores, float("-inf")) * scale_log2)
         row_sum += tl.sum(p, 1)
         v_tile = load_rows(v_steps, step, head, v_stride, tokens, DV, BLOCK_N)
         accumulator = tl.dot(p.to(v_tile.dtype), v_tile, accumulator)
+    if gates is not None:
+        row_sum /= tl.load(gates + queries * tl.num_programs(0) + head, mask=queries < tokens, other=1.0).to(tl.float32)
     tl.store(lse + head * tokens + queries, tl.log2(row_sum), mask=queries < tokens)
     store_rows(out, accumulator / row_sum[:, None], start, head, tl.num_programs(0), tokens)
 
 @jit
-def attention_delta_kernel(out, dout, delta, tokens, dout_stride, DV: tl.constexpr, BLOCK_M: tl.constexpr):
-    """delta[h, i] = out[i, h] . dout[i, h] for BLOCK_M queries of one head; grid [heads, tiles]."""
-    head, start = tl.program_id(0), tl.program_id(1) * BLOCK_M
+def attention_delta_kernel(out, dout, gates, delta, dgates, tokens, dout_stride, DV: tl.constexpr, BLOCK_M: tl.constexpr):
+    """delta[h, i] = out[i, h] . dout[i, h], over gates[i, h] if given, then also as dgates, for BLOCK_M queries of one head; grid [heads, tiles]."""
+    head, start, heads = tl.program_id(0), tl.program_id(1) * BLOCK_M, tl.num_programs(0)
     queries = start + tl.arange(0, BLOCK_M)
-    out_tile = load_rows(out, start, head, tl.num_programs(0) * DV, tokens, DV, BLOCK_M)
-    do_tile = load_rows(dout, start, head, dout_stride, tokens, DV, BLOCK_M)
-    tl.store(delta + head * tokens + queries, tl.sum(out_tile.to(tl.float32) * do_tile.to(tl.float32), 1), mask=queries < tokens)
+    out_tile = load_rows(out, start, head, heads * DV, tokens, DV, BLOCK_M).to(tl.float32)
+    products = tl.sum(out_tile * load_rows(dout, start, head, dout_stride, tokens, DV, BLOCK_M).to(tl.float32), 1)
+    if gates is not None:
+        products /= tl.load(gates + queries * heads + head, mask=queries < tokens, other=1.0).to(tl.float32)
+        tl.store(dgates + queries * heads + head, products.to(dgates.dtype.element_ty), mask=queries < tokens)
+    tl.store(delta + head * tokens + queries, products, mask=queries < tokens)
 
 @jit
 def attention_gradients(a, b, x_steps, y_steps, a_stride, b_stride, x_stride, y_stride, da, db, lse, delta, distances, window, tokens, scale,
@@ -924,33 +926,33 @@ def steps_of(x: Tensor, tile: dict[str, int]) -> Tensor | TensorDescriptor:
 class PackedAttention(torch.autograd.Function):
     """Causal attention within packed documents and a sliding window; the result of attention_reference. q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv];
     bf16 or fp32, widths of a power of two up to 128; views of one buffer need no copy. positions, remaining: see Documents; another window recompiles
-    nothing if it is a multiple of 16. The softmax has no running maximum, so |scale q.k| must stay below 60: 2^87 is far from the limits of bf16 and
-    fp32. RMS-normed q and k have |q.k| <= Dk; ValueError unless that is enough."""
+    nothing if it is a multiple of 16. gates [T, H] must be > 0: see lse, delta. The softmax has no running maximum, so |scale q.k| must stay below
+    60: 2^87, over a gate of 2^-20 2^107, is far from the limits of both types. RMS-normed q, k have |q.k| <= Dk; ValueError unless that is enough."""
     @staticmethod
-    def forward(ctx, q, k, v, positions, remaining, window, scale):
+    def forward(ctx, q, k, v, positions, remaining, window, scale, gates=None):
         (tokens, heads, width), tile, ctx.window, ctx.scale = q.shape, attention_tiles(q.device)[0], window, scale
         if scale * width >= 60:
             raise ValueError(f"attention without running maximum: expected scale * head width < 60, found {scale:g} * {width}")
-        q, k, v = map(with_aligned_rows, (q, k, v))
+        q, k, v, gates = *map(with_aligned_rows, (q, k, v)), gates if gates is None else gates.contiguous()
         out, lse = v.new_empty(v.shape), q.new_empty(heads, tokens, dtype=torch.float32)  # lse: base 2
         attention_forward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
             q, steps_of(k, tile), steps_of(v, tile), q.stride(0), k.stride(0), v.stride(0), out, lse, positions, window, tokens,
-            scale * math.log2(math.e), DK=width, DV=v.size(2), **tile)
-        ctx.save_for_backward(q, k, v, out, lse, positions, remaining)
+            scale * math.log2(math.e), gates, DK=width, DV=v.size(2), **tile)
+        ctx.save_for_backward(q, k, v, out, lse, positions, remaining, gates)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        *operands, out, lse, positions, remaining = ctx.saved_tensors
+        *operands, out, lse, positions, remaining, gates = ctx.saved_tensors
         (tokens, heads, width), tile, delta = out.shape, attention_tiles(out.device)[1], torch.empty_like(lse)
-        grads = [x.new_empty(x.shape) for x in operands]
+        grads, dgates = [x.new_empty(x.shape) for x in operands], gates if gates is None else gates.new_empty(gates.shape)
         operands.append(with_aligned_rows(dout))  # it may be the expanded gradient of a sum
         strides, steps = [x.stride(0) for x in operands], [steps_of(x, tile) for x in operands]
-        attention_delta_kernel[heads, triton.cdiv(tokens, 64)](out, operands[3], delta, tokens, strides[3], DV=width, BLOCK_M=64)
+        attention_delta_kernel[heads, triton.cdiv(tokens, 64)](out, operands[3], gates, delta, dgates, tokens, strides[3], DV=width, BLOCK_M=64)
         attention_backward_kernel[heads, 2, triton.cdiv(tokens, tile["BLOCK_M"])](
             *operands, *strides, *steps, *grads, lse, delta, positions, remaining, ctx.window, tokens, ctx.scale, ctx.scale * math.log2(math.e),
             DK=operands[0].size(2), DV=width, **tile)
-        return *grads, *(None,) * 4
+        return *grads, *(None,) * 4, dgates
 
 # ---- pointer ---------------------------------------------------------------------------------------------------------
 #     lse[t] = ln (1 + sum_i e^s[t, i]),   log_copy[t] = ln (sum_i match[t, i] e^s[t, i]) - lse[t],   match[t, i] = 1 if ids[i] = ids[t], else 0
@@ -1546,7 +1548,7 @@ class EmbeddingLookup(torch.autograd.Function):
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """The operators of this run; the model never asks what hardware it is on."""
-    attention: Callable[[Tensor, Tensor, Tensor, Documents, int, float], Tensor]
+    attention: Callable[[Tensor, Tensor, Tensor, Documents, int, float, Tensor], Tensor]
     head_loss: Callable[[Tensor, Tensor, Targets, Softcap], Tensor]
     head_loss_eval: Callable[[Tensor, Tensor, Targets, Softcap], Tensor]
     pointer: Callable[[Tensor, Documents, int, float], Tensor]
@@ -1576,21 +1578,19 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     """The fastest operators that this device and installation support; `names` tells which, for the log."""
     if not fast or device.type != "cuda" or triton is None:
         return Ops(
-            attention=lambda q, k, v, documents, window, scale: attention_reference(q, k, v, documents.positions, window, scale),
+            attention=lambda q, k, v, documents, *rest: attention_reference(q, k, v, documents.positions, *rest), sparse_adam=sparse_adam_reference,
             project_heads=lambda h, weight, *rest: split_heads_reference(F.linear(h, weight), *rest), mlp=relu_squared_mlp,
             head_loss=head_loss_reference, head_loss_eval=lambda *operands: head_loss_reference(*operands).double(),
-            pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.positions, window, scale),
-            orthogonalize=orthogonalize_reference, sparse_adam=sparse_adam_reference,
-            embed=lambda table, documents: F.embedding(documents.tokens, table), compile=lambda function: function, graphs=False,
+            pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.positions, window, scale), graphs=False,
+            embed=lambda table, documents: F.embedding(documents.tokens, table), compile=lambda region: region, orthogonalize=orthogonalize_reference,
             names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
     able, hopper = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # with TMA and 208 KB of shared memory, or more
     attention, head, mlp = ("fp8" if part in fp8 and fits else "bf16" for part, fits in zip(FP8_PARTS, (hopper, able, hopper)))
     region, scales = compile_dynamic if compile else lambda function: function, HeadScales() if head == "fp8" else None
     torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
-        attention=lambda q, k, v, documents, window, scale: PackedAttention.apply(q, k, v, documents.positions, documents.remaining, window, scale),
-        pointer=lambda qk, documents, window, scale: PointerLogCopy.apply(
-            qk, documents.columns, documents.positions, documents.remaining, window, scale),
+        attention=lambda q, k, v, documents, *rest: PackedAttention.apply(q, k, v, documents.positions, documents.remaining, *rest),
+        pointer=lambda qk, documents, *rest: PointerLogCopy.apply(qk, documents.columns, documents.positions, documents.remaining, *rest),
         project_heads=lambda *operands: ProjectHeads.apply(*operands, MlpScales() if attention == "fp8" and torch.is_grad_enabled() else None),
         mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize, sparse_adam=sparse_adam,
         head_loss=lambda x, weight, targets, cap: HeadLoss.apply(x, weight, *targets, cap, scales), head_loss_eval=head_loss_eval,
@@ -1948,16 +1948,16 @@ def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, 
     """Up to the projection: residual stream and normalised [T, width], gates [T, H] of the heads' outputs and of the value embedding. The layer's
     scale is on the outputs' gates: on the weights (record 47) it would take a pass over them, and one over their gradients."""
     x = enter_layer(x, update, mix, weight, skip, skip_weight)
-    h, inputs = norm(x), gate.size(1)
+    h, inputs, least = norm(x), gate.size(1), 2.0 ** -20  # of the outputs' gates: attention takes their logarithm and divides by them
     if value is None:
-        return x, h, scale * torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype))), None
+        return x, h, (scale.abs() * torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype)))).clamp(min=least), None
     read = torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)  # no gradient: it would cost a pass over all of value
     gates, value_gates = torch.sigmoid(F.linear(read, gate.to(h.dtype))).chunk(2, dim=1)
-    return x, h, scale * gates, 4 * value_gates
+    return x, h, (scale.abs() * gates).clamp(min=least), 4 * value_gates
 
-def attention_out(x: Tensor, y: Tensor, gates: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Sparse gates of the heads' outputs y [T, H, D], output projection, residual: the stream, and normalised for the MLP."""
-    x = x + F.linear((y * gates[:, :, None]).flatten(1), out)
+def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Output projection of the gated heads' outputs y [T, H, D], residual: the stream, and normalised for the MLP."""
+    x = x + F.linear(y.flatten(1), out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
     return x, norm(x)
 
 def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None):
@@ -2023,8 +2023,8 @@ class Block(nn.Module):
             x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, self.scale, self.gate)
             turn = documents.positions, geometry.cos, geometry.sin
             q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn, layer.key_offset)
-            y = self.ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale)
-            x, h = self.attention_out(x, y, gates, arrived(self.out))
+            y = self.ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
+            x, h = self.attention_out(x, y, arrived(self.out))
         else:
             x, h = self.mlp_in(x, update, mix, weight, skip, self.skip_weight)
         return x, self.ops.mlp(h, arrived(self.up), arrived(self.down)) if layer.mlp else None

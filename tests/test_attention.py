@@ -44,13 +44,14 @@ def distances(lengths, device="cpu"):
     return [x.to(device, torch.int32) for x in (positions, remaining)]
 
 
-def dense_attention(q, k, v, lengths, window, scale):
+def dense_attention(q, k, v, lengths, window, scale, gates=None):
     """The definition, one softmax over a dense matrix in float64."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
     i = torch.arange(len(document), device=q.device)
     seen = (document[:, None] == document) & (i[:, None] >= i) & (i[:, None] - i <= window)
     scores = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * scale
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v.double())
+    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v.double())
+    return out if gates is None else out * gates.double()[:, :, None]
 
 
 def operands(tokens, heads=2, dk=16, dv=16, dtype=torch.float32, device="cpu", seed=0):
@@ -60,30 +61,42 @@ def operands(tokens, heads=2, dk=16, dv=16, dtype=torch.float32, device="cpu", s
     return [x.to(device, dtype) for x in (tg.norm(q), tg.norm(k), v, dout)]
 
 
-def attention(q, k, v, lengths, window, scale):
-    return tg.PackedAttention.apply(q, k, v, *distances(lengths, q.device), window, scale)
+def gates_of(tokens, heads=2, dtype=torch.float32, device="cpu", least=2.0**-20):
+    """Gates [tokens, heads] of 0.05 to 2, a seventh of them `least`; half of a wider tensor, as a chunk is."""
+    gates = torch.rand(tokens, 2 * heads, generator=torch.Generator().manual_seed(2)) * 1.95 + 0.05
+    gates.view(-1)[::7] = least
+    return gates.to(device, dtype)[:, :heads]
 
 
-def gradients(function, q, k, v, dout):
-    """out, dq, dk, dv"""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+def attention(q, k, v, lengths, window, scale, *gates):
+    return tg.PackedAttention.apply(q, k, v, *distances(lengths, q.device), window, scale, *gates)
+
+
+def gradients(function, q, k, v, dout, *gates):
+    """out, dq, dk, dv; with gates also dgates"""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *gates)]
     out = function(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
 
 
-def compare(results, expected, tolerance):
-    for name, x, y in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+def compare(results, expected, tolerance, *gates):
+    """Errors relative to the largest value; of out and dq, whose rows are as small as their gates, after division by them."""
+    for name, x, y in zip(("out", "dq", "dk", "dv", "dgates")[: 4 + len(gates)], results, expected, strict=True):
         assert x.shape == y.shape
+        if gates and name in ("out", "dq"):
+            x, y = x.double() / gates[0].double()[:, :, None], y / gates[0].double()[:, :, None]
         error = (x.double() - y).abs().max() / y.abs().max().clamp(min=1)
         assert error < tolerance, f"{name}: relative error {error:.1e}"
 
 
-def check(lengths, window, dtype=torch.float32, tolerance=2e-6, device="cpu", scale=0.3, **shape):
+def check(lengths, window, dtype=torch.float32, tolerance=2e-6, device="cpu", scale=0.3, gates=None, **shape):
     q, k, v, dout = operands(sum(lengths), dtype=dtype, device=device, **shape)
-    results = gradients(lambda q, k, v: attention(q, k, v, lengths, window, scale), q, k, v, dout)
-    expected = gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, scale), q.double(), k.double(), v.double(), dout)
-    assert all(x.dtype == dtype for x in results)
-    compare(results, expected, tolerance)
+    gates = [] if gates is None else [gates.to(device)]
+    results = gradients(lambda q, k, v, *gates: attention(q, k, v, lengths, window, scale, *gates), q, k, v, dout, *gates)
+    expected = gradients(lambda q, k, v, *gates: dense_attention(q, k, v, lengths, window, scale, *gates),
+                         q.double(), k.double(), v.double(), dout, *(x.double() for x in gates))
+    assert [x.dtype for x in results] == [dtype] * 4 + [x.dtype for x in gates]
+    compare(results, expected, tolerance, *gates)
 
 
 @pytest.fixture
@@ -130,8 +143,11 @@ def test_who_sees_whom(layout):
 def test_reference_is_the_definition(layout, chunk):
     lengths, window = LAYOUTS[layout]
     q, k, v, dout = operands(sum(lengths), dk=16, dv=8, dtype=torch.float64)
-    results = gradients(lambda q, k, v: tg.attention_reference(q, k, v, distances(lengths)[0], window, 0.3, chunk), q, k, v, dout)
-    compare(results, gradients(lambda q, k, v: dense_attention(q, k, v, lengths, window, 0.3), q, k, v, dout), 1e-12)
+    for gates in ((), (gates_of(sum(lengths), dtype=torch.float64),)):
+        reference = lambda q, k, v, *gates: tg.attention_reference(q, k, v, distances(lengths)[0], window, 0.3, *gates, chunk=chunk)
+        results = gradients(reference, q, k, v, dout, *gates)
+        dense = gradients(lambda q, k, v, *gates: dense_attention(q, k, v, lengths, window, 0.3, *gates), q, k, v, dout, *gates)
+        compare(results, dense, 1e-12, *gates)
 
 
 @interpreted
@@ -145,6 +161,53 @@ def test_layouts(layout, tiles):
 @pytest.mark.parametrize("layout", ["many_in_a_tile", "window_of_a_tile", "one_document"])
 def test_tiles(layout, tiles):
     check(*LAYOUTS[layout], dk=32, dv=16)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gates(layout, tiles):
+    """Twice the usual error: the logarithm of a tiny gate, up to 20, coarsens lse."""
+    check(*LAYOUTS[layout], gates=gates_of(sum(LAYOUTS[layout][0])), tolerance=4e-6)
+
+
+@interpreted
+@each_tile
+def test_gates_by_tiles(tiles):
+    check(*LAYOUTS["window_of_a_tile"], gates=gates_of(133), tolerance=4e-6, dk=32, dv=16)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_gates_in_half_precision(kind, tiles):
+    """No tiny ones: fp16 has no numbers for their outputs."""
+    gates = gates_of(133, dtype=kind, least=2.0**-5)
+    check(*LAYOUTS["window_of_a_tile"], dtype=torch.float16, tolerance=3e-3, gates=gates)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", [1.0, 2.0**-20])
+def test_gates_all_alike(gate, tiles):
+    """With gates of 1 every bit is as without; small ones make everything small, but for their own gradients."""
+    lengths, window = LAYOUTS["many_in_a_tile"]
+    q, k, v, dout = operands(sum(lengths))
+    run = lambda *gates: gradients(lambda *x: attention(*x[:3], lengths, window, 0.3, *x[3:]), q, k, v, dout, *gates)
+    plain, (*gated, dgates) = run(), run(torch.full(q.shape[:2], gate))
+    if gate == 1:
+        assert all(map(torch.equal, plain, gated))
+    compare([x / gate for x in gated], [x.double() for x in plain], 4e-6)
+    torch.testing.assert_close(dgates, (plain[0] * dout).sum(2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.5, -0.5, 1e-9, 0.0])
+@pytest.mark.parametrize("embedded", [False, True])
+def test_the_layers_gates_are_positive(embedded, scale):
+    tokens, heads, width, inputs = 5, 2, 16, 4
+    x, value = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    gate = torch.full((heads * (1 + embedded), inputs), -30.0)
+    gate[1] = 1
+    rest = x, torch.ones(tokens), None, None, value if embedded else None  # mix, weight, skip and its weight
+    _, _, gates, value_gates = tg.attention_in(x, None, *rest, torch.tensor(scale), gate)
+    assert gates.shape == (tokens, heads) and (gates >= 2.0**-20).all() and (value_gates is not None) == embedded
 
 
 @interpreted
@@ -303,11 +366,13 @@ needs_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), rea
 @needs_gpu
 @pytest.mark.parametrize("widths", [(128, 128), (64, 64), (64, 128), (128, 64)])
 @pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "three_documents"])
-def test_gpu_layouts(layout, widths):
+@pytest.mark.parametrize("gated", [False, True])
+def test_gpu_layouts(layout, widths, gated):
     # With window 0 the gradients of q and k are zero: what is left is the rounding of p to bf16 before its division by the row
-    # sum. The same roundings emulated in float32 on these operands leave up to 0.040.
-    tolerance = 0.06 if layout == "window_0" else 2e-2
-    check(*LAYOUTS[layout], dtype=torch.bfloat16, tolerance=tolerance, device="cuda", scale=0.1, heads=6, dk=widths[0], dv=widths[1])
+    # sum. The same roundings emulated in float32 on these operands leave up to 0.040, with gates, of up to 2, 0.057.
+    tolerance = (0.08 if gated else 0.06) if layout == "window_0" else 2e-2
+    gates = gates_of(sum(LAYOUTS[layout][0]), 6, torch.bfloat16) if gated else None
+    check(*LAYOUTS[layout], dtype=torch.bfloat16, tolerance=tolerance, device="cuda", scale=0.1, heads=6, dk=widths[0], dv=widths[1], gates=gates)
 
 
 @pytest.mark.gpu
@@ -318,18 +383,19 @@ def test_gpu_long():
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("tokens, window", [(16_384, 384), (49_152, 640), (49_151, 1408)])
-def test_gpu_full_size(tokens, window, monkeypatch):
+@pytest.mark.parametrize("tokens, window, gated", [(16_384, 384, False), (16_384, 384, True), (49_152, 640, True), (49_151, 1408, True)])
+def test_gpu_full_size(tokens, window, gated, monkeypatch):
     """Documents of 1 to 2,048 tokens, outputs full of NaN beforehand, against the reference in float64."""
     lengths = [2048, 391, 1, 1, 17] * (tokens // 2458)
     lengths.append(tokens - sum(lengths))
     q, k, v, dout = operands(tokens, 6, 128, 128, torch.bfloat16, "cuda")
-    wide = lambda q, k, v: tg.attention_reference(q, k, v, distances(lengths, "cuda")[0], window, 0.1)
-    expected = gradients(wide, q.double(), k.double(), v.double(), dout)
+    gates = [gates_of(tokens, 6, torch.bfloat16, "cuda")] if gated else []
+    wide = lambda q, k, v, *gates: tg.attention_reference(q, k, v, distances(lengths, "cuda")[0], window, 0.1, *gates)
+    expected = gradients(wide, q.double(), k.double(), v.double(), dout, *(x.double() for x in gates))
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
-    results = gradients(lambda q, k, v: attention(q, k, v, lengths, window, 0.1), q, k, v, dout)
-    compare(results, expected, 2e-2)
+    results = gradients(lambda q, k, v, *gates: attention(q, k, v, lengths, window, 0.1, *gates), q, k, v, dout, *gates)
+    compare(results, expected, 2e-2, *gates)
 
 
 @pytest.mark.gpu

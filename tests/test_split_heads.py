@@ -413,7 +413,7 @@ def test_model_with_fp8_projections():
     pieces = [random.integers(0, helpers.VOCABULARY, length).astype(np.uint16) for length in (33, 1 + 40, 1 + 56)]
     documents = tg.pack({0: pieces}, helpers.MODEL, pin=False).to(device)
     geometry, results, reference = tg.rotary_geometry(helpers.PRESET, 0, 56, device), [], tg.select_ops(device, fast=False)
-    for project_heads in (reference.project_heads, lambda *operands: tg.ProjectHeads.apply(*operands, SCALES)):
+    for project_heads in (reference.project_heads, lambda *operands: [x.float() for x in tg.ProjectHeads.apply(*operands, SCALES)]):
         model = tg.GPT(helpers.MODEL, replace(reference, project_heads=project_heads), device)
         helpers.randomise(model, size=0.15)
         model.ngram.receive = lambda *_: None  # an optimizer's part
