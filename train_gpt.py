@@ -257,7 +257,7 @@ class Ranks:
     where GPUs reach each other's memory: NCCL's kernels would take multiprocessors from what runs beside them."""
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
-        self.copies, self.peers = None, {}  # where memory can be shared: the stream of `fetch`; of each shared tensor, by address, all ranks' parts
+        self.copy_stream, self.peers = None, {}  # where memory can be shared: stream of `fetch`; of each shared tensor, by address, all ranks' parts
         self.processes, self.stop_asked = [os.getpid()], False
         self.beat: Callable[..., None] = lambda *_: None  # the watchdog's while one watches
 
@@ -276,7 +276,8 @@ class Ranks:
                 fail("GPUs on this machine", f"at least {local + 1}", torch.cuda.device_count(), "start fewer processes", EXIT_HARDWARE)
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
-            os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")  # with a workspace cuBLASLt clears some bytes before each product
+            if capability(device)[0] == 9:  # measured there: with a workspace cuBLASLt clears some bytes before each product
+                os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured in a graph
         if world > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
@@ -285,15 +286,15 @@ class Ranks:
         if world > 1:
             signal.signal(signal.SIGINT, ranks.ask_to_stop)
         if world > 1 and device.type == "cuda" and os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-            ranks.copies = torch.cuda.Stream()
+            ranks.copy_stream = torch.cuda.Stream()
             with contextlib.suppress(RuntimeError):  # the GPUs, the driver or the container may not let them
                 ranks.shared(torch.zeros(world, device=device))
-            ranks.copies = ranks.copies if all(ranks.gather_objects(bool(ranks.peers))) else None
+            ranks.copy_stream = ranks.copy_stream if all(ranks.gather_objects(bool(ranks.peers))) else None
         return ranks
 
     def shared(self, tensor: Tensor, parts: int = 1) -> Tensor:
-        """`tensor`, moved to memory that the other ranks can read, where there is some: alike on every rank, kept, fetched in equal parts."""
-        if self.copies:
+        """`tensor`, moved to memory that other ranks can read, if there is some. A collective; never freed; `fetch` takes each of its `parts`."""
+        if self.copy_stream:
             tensor = symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
             handle = symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
             for part in tensor.chunk(parts):
@@ -301,13 +302,13 @@ class Ranks:
                 self.peers[part.data_ptr()] = handle, [handle.get_buffer(r, *where).view(self.world, -1) for r in range(self.world)]
         return tensor
 
-    def fetch(self, full: Tensor, received: Tensor | None = None, meet: bool = True) -> Callable[[], None]:
-        """What other ranks have of a shared tensor: their shards, in place, or of each rank's this rank's shard, to `received`. All go through one
-        stream, in the same order on every rank: when they meet at the next one, all have read what a rank gave for this one."""
+    def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable[[], None]:
+        """Copy from other ranks' parts of a shared tensor: their own shards, in place (all-gather), or each one's version of this rank's shard, to
+        `received`. All on one stream, in one order on every rank: past a barrier, all have read what was given before."""
         (handle, peers), done = self.peers[full.data_ptr()], torch.cuda.Event()
-        self.copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copies):
-            if meet:
+        self.copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copy_stream):
+            if barrier:
                 handle.barrier()
             for other in ((self.rank + i) % self.world for i in range(received is None, self.world)):  # at no time do two read from the same rank
                 target, part = (peers[self.rank], other) if received is None else (received, self.rank)
@@ -320,8 +321,8 @@ class Ranks:
         return full.view(self.world, -1, *full.shape[1:])[self.rank]
 
     def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable[[], None]:
-        """To every rank its shard of `full`, whose mean over the ranks is that of `received`: [world, ...] if `full` is shared, else a view of this
-        rank's shard, [1, ...]. Returns the wait (it blocks the stream, not the host)."""
+        """Every rank's version of this rank's shard of `full`, for the caller to average: `received` is [world, ...] if `full` is shared, else
+        [1, ...], a view of the shard, averaged already. Returns the wait (it blocks the stream, not the host)."""
         if full.data_ptr() in self.peers:
             return self.fetch(full, received)
         if self.world > 1 and self.device.type == "cuda":
@@ -335,12 +336,12 @@ class Ranks:
             self.sum(tensor).div_(self.world)
         return lambda: None
 
-    def all_gather(self, full: Tensor, meet: bool = True) -> Callable[[], None]:
-        """Fill `full` from every rank's shard of it, in place. Ranks need not meet if they have met since they wrote their shards."""
+    def all_gather(self, full: Tensor, barrier: bool = True) -> Callable[[], None]:
+        """Fill `full` from every rank's shard of it, in place. No barrier is needed if there was one since the ranks wrote their shards."""
         if self.world == 1:
             return lambda: None
         if full.data_ptr() in self.peers:
-            return self.fetch(full, None, meet)
+            return self.fetch(full, None, barrier)
         # gloo reads its input while it writes the output, NCCL knows the in-place form
         shard = self.shard(full) if self.device.type == "cuda" else self.shard(full).clone()
         return dist.all_gather_into_tensor(full, shard, async_op=True).wait
@@ -495,8 +496,6 @@ class Targets(NamedTuple):
 
     def ahead(self, k: int) -> Tensor:
         """Columns [T] of the token k further than the next, -1 where the document ends before."""
-        if k == 0:
-            return self.columns
         columns, later = (F.pad(x[k:], (0, min(k, len(x))), value=-1) for x in (self.columns, self.positions))
         return torch.where(later == self.positions + k, columns, -1)
 
@@ -927,7 +926,7 @@ class PackedAttention(torch.autograd.Function):
     """Causal attention within packed documents and a sliding window; the result of attention_reference. q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv];
     bf16 or fp32, widths of a power of two up to 128; views of one buffer need no copy. positions, remaining: see Documents; another window recompiles
     nothing if it is a multiple of 16. gates [T, H] must be > 0: see lse, delta. The softmax has no running maximum, so |scale q.k| must stay below
-    60: 2^87, over a gate of 2^-20 2^107, is far from the limits of both types. RMS-normed q, k have |q.k| <= Dk; ValueError unless that is enough."""
+    60: 2^87, or 2^107 over a gate of 2^-20, which both types hold. RMS-normed q, k have |q.k| <= Dk; ValueError unless that is enough."""
     @staticmethod
     def forward(ctx, q, k, v, positions, remaining, window, scale, gates=None):
         (tokens, heads, width), tile, ctx.window, ctx.scale = q.shape, attention_tiles(q.device)[0], window, scale
@@ -1066,13 +1065,13 @@ def unit(scale, device):
     return torch.full((), scale, device=device)
 
 def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum, out=None):
-    """a [M, K] times b [N, K] transposed, bf16 [M, N]: row-major, as FP8 tensor cores want them. Scales are numbers or 0-d float32 tensors."""
+    """a [M, K] times b [N, K] transposed, bf16 [M, N]: row-major, as FP8 tensor cores want them; into `out` if given. Scales: 0-d or numbers."""
     scale_a, scale_b = (scale if isinstance(scale, Tensor) else unit(scale, a.device) for scale in (scale_a, scale_b))
     return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_accum, out=out)
 
-def gradient_place(weight):
-    """Where the optimizer collects a parameter's gradient, a new view, for the first backward pass of a step to write all of it there; or None."""
-    return weight.place.view_as(weight) if weight.grad is None and getattr(weight, "place", None) is not None else None
+def unused_grad_view(weight):
+    """A new view of where the optimizer collects a parameter's gradient, for a step's first backward pass to fill, or None. One reader a pass."""
+    return weight.grad_view.view_as(weight) if weight.grad is None and getattr(weight, "grad_view", None) is not None else None
 
 # ---- from the projection to attention --------------------------------------------------------------------------------
 @jit
@@ -1181,7 +1180,7 @@ class ProjectHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, weight, value, value_gates, positions, cos, sin, key_offset=False, scales=None):
-        parameter = weight
+        ctx.parameter, ctx.scales, ctx.key_offset = weight, scales, key_offset
         if scales:  # the backward wants the transposed copies alone
             (h8, h), (weight8, weight) = map(quantize_both, (h, weight), (scales.input, scales.weight))
             qkv = fp8_matmul_nt(h8, weight8, scales.input, scales.weight, fast_accum=True)
@@ -1193,7 +1192,6 @@ class ProjectHeads(torch.autograd.Function):
         value, value_gates = (None if x is None else x.contiguous() for x in (value, value_gates))
         if value is not None and value.size(1) < q[0].numel():
             raise ValueError(f"value embedding: expected at least {q[0].numel()} channels, found {value.size(1)}")
-        ctx.parameter, ctx.scales, ctx.key_offset = parameter, scales, key_offset
         ProjectHeads.launch(_split_heads_kernel, qkv, value, value_gates, positions, cos, sin, q, k, v, key_offset=key_offset)
         ctx.save_for_backward(h, weight, qkv, value, value_gates, positions, cos, sin)
         return q, k, v
@@ -1210,7 +1208,7 @@ class ProjectHeads(torch.autograd.Function):
             bits_t = TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [qkv.size(3) // 2, 64])
             launch(dqkv.view(torch.int8), bits_t, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, rows=64)
             dh = fp8_matmul_nt(dqkv, weight, scales.grad, scales.weight, fast_accum=False)
-            dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False, out=gradient_place(ctx.parameter))
+            dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False, out=unused_grad_view(ctx.parameter))
         else:
             dqkv = qkv.new_empty(T, rows)
             launch(dqkv, None, dvalue, dgates, 1.0, False)
@@ -1336,7 +1334,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, columns, positions, weights, candidates, certain, log_copy, spare, cap=Softcap(), scales=None):
         ctx.targets = Targets(columns, positions, weights, candidates, certain, log_copy, spare)
-        ctx.cap, ctx.scales, ctx.parameter, ctx.shape = cap, scales, weight, weight.shape
+        ctx.cap, ctx.scales, ctx.parameter = cap, scales, weight
         saved, total = [], 0.0
         for rows, part in ctx.targets.parts():
             head = weight if part.candidates is None else weight[part.candidates]
@@ -1358,19 +1356,20 @@ class HeadLoss(torch.autograd.Function):
         for rows, part in ctx.targets.parts():
             x, head, logits, *row = (next(saved) for _ in range(5))
             if scales:
-                grad = head_grad(logits, part, ctx.shape[0], *row, unit(1.0 / scales.grad, x.device), cap, torch.float8_e5m2, fast=logits.is_cuda)
+                factor = unit(1.0 / scales.grad, x.device)
+                grad = head_grad(logits, part, len(ctx.parameter), *row, factor, cap, torch.float8_e5m2, fast=logits.is_cuda)
                 g_scale = grad_output.float() * scales.grad  # the incoming gradient rides on the scale: no sync, no pass
                 dxs.append(fp8_matmul_nt(grad, head, g_scale, scales.weight, fast_accum=False))
                 dw_part = fp8_matmul_nt(transposed(grad), x, g_scale, scales.x, fast_accum=False)
             else:
-                grad = head_grad(logits, part, ctx.shape[0], *row, grad_output.float(), cap, logits.dtype)
+                grad = head_grad(logits, part, len(ctx.parameter), *row, grad_output.float(), cap, logits.dtype)
                 dxs.append(grad @ head)
                 dw_part = grad.T @ x
             if part.candidates is None:
                 dw = dw_part
             else:
                 if dw is None:  # cleared, and one part after the other added
-                    dw = dw_part.new_zeros(ctx.shape) if (place := gradient_place(ctx.parameter)) is None else place.zero_()
+                    dw = dw_part.new_zeros(ctx.parameter.shape) if (view := unused_grad_view(ctx.parameter)) is None else view.zero_()
                 _add_rows_kernel[(len(dw_part),)](dw_part, part.candidates, dw, dw.size(1), COLS=triton.next_power_of_2(dw.size(1)))
         dlog_copy = -ctx.targets.weights[0] * grad_output * torch.cat(ctx.saved_tensors[4::5]) if ctx.needs_input_grad[7] else None
         return (dxs[0] if len(dxs) == 1 else torch.cat(dxs)), dw, *(None,) * 5, dlog_copy, *(None,) * 3
@@ -1423,12 +1422,12 @@ class Fp8Mlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        (h8_t, hidden8, hidden8_t, up8_t, down8), scales, places = ctx.saved_tensors, ctx.scales, map(gradient_place, ctx.parameters)
+        (h8_t, hidden8, hidden8_t, up8_t, down8), scales, views = ctx.saved_tensors, ctx.scales, map(unused_grad_view, ctx.parameters)
         g8, g8_t = quantize_both(grad_output, scales.grad, torch.float8_e5m2)
         dpre8, dpre8_t = mlp_product(g8, down8, 2.0 * scales.weight * scales.hidden ** 0.5, hidden8)  # dhidden · 2 relu(pre)
         dh = fp8_matmul_nt(dpre8, up8_t, scales.grad, scales.weight, fast_accum=False)
-        dup = fp8_matmul_nt(dpre8_t, h8_t, scales.grad, scales.input, fast_accum=False, out=next(places))
-        ddown = fp8_matmul_nt(hidden8_t, g8_t, scales.hidden, scales.grad, fast_accum=False, out=next(places))
+        dup = fp8_matmul_nt(dpre8_t, h8_t, scales.grad, scales.input, fast_accum=False, out=next(views))
+        ddown = fp8_matmul_nt(hidden8_t, g8_t, scales.hidden, scales.grad, fast_accum=False, out=next(views))
         return dh, dup, ddown, None
 
 def fp8_mlp(h, up, down):
@@ -1465,9 +1464,7 @@ def _run_sum_kernel(grad_ptr, ids_ptr, order_ptr, partial_ptr, D, PER: tl.conste
     """partial[r] = Σ of the gradient rows of run r, the sorted positions r·RUN ... r·RUN + RUN - 1, if all hold one
     id; other runs are never read. The comma's thousands of rows are spread over the GPU this way."""
     begin = tl.program_id(0) * RUN
-    first = tl.load(ids_ptr + tl.load(order_ptr + begin))
-    last = tl.load(ids_ptr + tl.load(order_ptr + begin + RUN - 1))
-    if first == last:
+    if tl.load(ids_ptr + tl.load(order_ptr + begin)) == tl.load(ids_ptr + tl.load(order_ptr + begin + RUN - 1)):
         total = _sum_rows(grad_ptr, order_ptr, begin, begin + RUN, D, PER, ROWS, BLOCK_D)
         cols = tl.arange(0, BLOCK_D)
         tl.store(partial_ptr + begin // RUN * D + cols, total, cols < D)
@@ -1599,15 +1596,15 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
                "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"}, compile=region, graphs=graphs)
 
 # ==== 7. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
-# Four kinds of state with the same phases: gather_ (collect what other ranks last updated; `arrive` waits for it), reduce_ (gradients to who needs
-# them; neither blocks) and compute_ (wait, update this rank's shard). All but tables are views of static buffers, where gradients come together.
+# Phases: gather_ (of groups and dense tables: collect what other ranks updated; `arrive` waits), reduce_ (gradients to who needs them; neither
+# blocks), compute_ (wait, update this rank's part). Gradients of matrices and scalars meet in static buffers, of dense tables where memory is shared.
 def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> None:
-    """Move the parameters into the flat order of `weights`, each at a multiple of `align`; the `place` of its gradient has that of `grads`."""
+    """Move the parameters into the flat order of `weights`, each at a multiple of `align`; its `grad_view` is the same part of `grads`."""
     weights, grads, start = weights.view(-1), grads.view(-1), 0
     for parameter in parameters:
         part = slice(start, start + parameter.numel())
         weights[part].copy_(parameter.detach().view(-1))
-        parameter.data, parameter.place = weights[part].view_as(parameter), grads[part].view_as(parameter)
+        parameter.data, parameter.grad_view = weights[part].view_as(parameter), grads[part].view_as(parameter)
         start += -(-parameter.numel() // align) * align
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
@@ -1621,7 +1618,7 @@ def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 def mean_gradient(received: Tensor) -> Tensor:
-    """Of what Ranks.reduce_scatter brings, [n, ...], in float32: n is static, so the sum is part of the kernel that reads it."""
+    """Mean over the ranks of what reduce_scatter brings, [n, ...], in float32: n is static, so the sum is fused into the kernel that reads it."""
     return sum(part.float() for part in received.unbind()) / len(received)
 
 def nesterov_momentum(buffer: Tensor, received: Tensor, momentum: Tensor) -> Tensor:
@@ -1650,12 +1647,8 @@ def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_mo
     step = rate * multiplier
     shrink = (update * value >= 0) * (decay * rate * step)
     value = value - value * shrink - update * step
-    if low is None:
-        weight.copy_(value)
-    else:
-        high, rest = split_float32(value)
-        weight.copy_(high)
-        low.copy_(rest)
+    for target, part in zip((weight, low), [value] if low is None else split_float32(value)):
+        target.copy_(part)
 
 def adam_update(weight: Tensor, received: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
                 beta1: float, beta2: float, epsilon: float) -> None:
@@ -1691,8 +1684,8 @@ class Stateful:
 
 class Gathered:
     """Weights of which each rank updates a part; a parameter's `owner`, who asks for the other parts and waits for them."""
-    def gather_(self, meet: bool = True) -> None:
-        self.gathered = self.ranks.all_gather(self.weights, meet)
+    def gather_(self, barrier: bool = True) -> None:
+        self.gathered = self.ranks.all_gather(self.weights, barrier)
 
     def arrive(self) -> None:
         vars(self).pop("gathered", lambda: None)()
@@ -1707,7 +1700,7 @@ class MatrixGroup(Gathered):
 
     def reduce_(self) -> None:
         for parameter in self.parameters:
-            parameter.place.zero_() if parameter.grad is None else parameter.place.copy_(parameter.grad)  # nothing to copy if it came there
+            parameter.grad_view.zero_() if parameter.grad is None else parameter.grad_view.copy_(parameter.grad)  # nothing to copy if it came there
             parameter.grad = None
         self.reduced = self.ranks.reduce_scatter(self.grads, self.received)
 
@@ -1726,7 +1719,7 @@ class MatrixBank(Stateful):
         empty = torch.zeros(each * ranks.world, rows, columns, dtype=parameters[0].dtype, device=ranks.device)
         self.weights, self.grads = ranks.shared(empty, shape[0]), ranks.shared(empty.clone(), shape[0])
         self.shard, grad_shard = (tensor.view(shape)[:, ranks.rank] for tensor in (self.weights, self.grads))
-        self.received = grad_shard.new_empty(ranks.world, *grad_shard.shape) if ranks.copies else grad_shard[None]
+        self.received = grad_shard.new_empty(ranks.world, *grad_shard.shape) if ranks.copy_stream else grad_shard[None]
         self.groups = [MatrixGroup([p for p, start in zip(parameters, starts) if start // size == index], ranks, *parts)
                        for index, parts in enumerate(zip(self.weights.split(size), self.grads.split(size), self.received.unbind(1)))]
         self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
@@ -1754,8 +1747,8 @@ class AdamTable(Stateful, Gathered):
         self.weights = parameter.data = ranks.shared(parameter.data)
         parameter.owner, parameter.receive = self, self.receive
         self.shard = ranks.shard(self.weights)
-        parameter.place = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copies else None
-        self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copies else None
+        parameter.grad_view = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copy_stream else None
+        self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copy_stream else None
         self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
         self.average = torch.zeros_like(self.shard, dtype=torch.float32)
         self.update = ops.compile(adam_update)
@@ -1763,7 +1756,7 @@ class AdamTable(Stateful, Gathered):
     def receive(self, grad: Tensor, *lookup: Tensor) -> None:
         """Add the gradient of a lookup [T, width] to the table's; the first of a step writes all of it, so nothing is cleared before."""
         table, begun = self.parameter, self.parameter.grad is not None
-        table.grad = table.grad if begun else torch.empty_like(table) if (place := gradient_place(table)) is None else place
+        table.grad = table.grad if begun else torch.empty_like(table) if (view := unused_grad_view(table)) is None else view
         launch_groups(_embedding_grad_kernel, grad, *lookup, table.grad, ADD=begun)
 
     def reduce_(self) -> None:
@@ -1789,7 +1782,7 @@ class SparseTable(Stateful):
         self.weights, self.received = parameter.data, []  # of each micro-batch the gradient [T, width] and the ids [T, K]
         self.square, self.last = (torch.zeros(len(parameter), device=ranks.device) for _ in range(2))
         room = lambda *shape, dtype: ranks.shared(torch.empty(shape, dtype=dtype, device=ranks.device))
-        self.room = functools.cache(room) if ranks.copies else room  # what is shared is kept, for each size of a batch
+        self.room = functools.cache(room) if ranks.copy_stream else room  # what is shared is kept, for each size of a batch
         parameter.receive = lambda *lookup: self.received.append(lookup)
 
     def reduce_(self) -> None:
@@ -1827,7 +1820,7 @@ class AdamScalars(Stateful):
         self.update = ops.compile(adam_update)
 
     def reduce_(self) -> None:
-        torch._foreach_copy_([p.place for p in self.parameters], [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        torch._foreach_copy_([p.grad_view for p in self.parameters], [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         for parameter in self.parameters:
             parameter.grad = None
         self.reduced = self.ranks.all_reduce_mean(self.grads)
@@ -1842,7 +1835,7 @@ class Optimizer:
     """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, in the
     order in which the model reads it, which waits only where it does; tables and groups of matrices reduce from hooks while the backward pass (of the
     last micro-batch) still runs, the rest after it, the gradients of sparse tables last. The tables that the next step reads before any matrix are
-    complete last: they are updated behind the matrices and gathered at once, behind the sparse tables. Averages: see Stateful.average_."""
+    complete last: they are updated behind the matrices and gathered while the sparse tables are updated. Averages: see Stateful.average_."""
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         rules = dict(config.rules)
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
@@ -1863,14 +1856,14 @@ class Optimizer:
         self.early, self.late = self.owners[:first], [*dict.fromkeys(self.owners[first:])]
         for parameter in (p for p in model.parameters() if hasattr(p, "owner")):
             parameter.register_post_accumulate_grad_hook(self._ready)
-        # Whether the next backward pass completes the gradients; of how many parameters it has not yet, by owner; the owners whose have left.
-        self.complete, self.missing, self.left = False, collections.Counter(), []
+        # Whether this backward pass is the step's last; how many gradients it still owes, by owner; the owners whose gradients have been sent.
+        self.complete, self.missing, self.sent = False, collections.Counter(), []
 
     def begin(self) -> None:
         """Before the first micro-batch of a step."""
-        self.complete, self.missing, self.left = False, collections.Counter(self.owners), []
+        self.complete, self.missing, self.sent = False, collections.Counter(self.owners), []
         for number, item in enumerate(self.late):
-            item.gather_(meet=not number)
+            item.gather_(barrier=not number)
 
     def average(self, rate: float, share: float = 0.0) -> None:
         for item in self.averaged:
@@ -1886,17 +1879,17 @@ class Optimizer:
         self.missing[parameter.owner] -= self.complete
         if self.complete and not self.missing[parameter.owner]:
             parameter.owner.reduce_()
-            self.left.append(parameter.owner)
+            self.sent.append(parameter.owner)
 
     @torch.no_grad()
     def step(self, rates: dict[str, Tensor]) -> None:
         """Update everything; `rates` holds 0-dimensional tensors, see step_rates."""
         for item in self.late:
             item.arrive()  # a table that no layer reads: nothing may stay under way
-        groups = [group for bank in self.banks for group in bank.groups if group not in self.left]  # of layers that had no gradient
+        groups = [group for bank in self.banks for group in bank.groups if group not in self.sent]  # of layers that had no gradient
         for item in (self.scalars, *groups, *self.sparse):
             item.reduce_()
-        tables = [item for item in self.left if item in self.dense]
+        tables = [item for item in self.sent if item in self.dense]
         for item in sorted([*tables, *reversed(self.banks), self.scalars], key=lambda item: item in self.early):  # as the reductions left
             item.compute_(rates)
         for item in self.early:
@@ -1946,7 +1939,7 @@ def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, s
 def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None, value: Tensor | None,
                  scale: Tensor, gate: Tensor):
     """Up to the projection: residual stream and normalised [T, width], gates [T, H] of the heads' outputs and of the value embedding. The layer's
-    scale is on the outputs' gates: on the weights (record 47) it would take a pass over them, and one over their gradients."""
+    |scale| is on the outputs' gates, which must be > 0: on the weights (record 47) it would take a pass over them, and one over their gradients."""
     x = enter_layer(x, update, mix, weight, skip, skip_weight)
     h, inputs, least = norm(x), gate.size(1), 2.0 ** -20  # of the outputs' gates: attention takes their logarithm and divides by them
     if value is None:
@@ -2002,19 +1995,13 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        self.residual.copy_(torch.tensor([1.1, 0.0, 0.1]))
-        if self.skip_weight is not None:
-            self.skip_weight.fill_(-1.5)
-        if self.layer.attention:
-            bound = math.sqrt(3) * 0.5 * self.qkv.size(1) ** -0.5
-            self.qkv.uniform_(-bound, bound, generator=generator)
-            self.out.zero_()
-            self.scale.fill_(0.5)
-            self.gate.zero_()
-        if self.layer.mlp:
-            bound = math.sqrt(3) * 0.5 * self.up.size(1) ** -0.5
-            self.up.uniform_(-bound, bound, generator=generator)
-            self.down.zero_()
+        initial = {"residual": (1.1, 0.0, 0.1), "skip_weight": -1.5, "scale": 0.5}  # the others 0
+        for name, parameter in self.named_parameters():
+            if name in ("qkv", "up"):
+                bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
+                parameter.uniform_(-bound, bound, generator=generator)
+            else:
+                parameter.copy_(torch.tensor(initial.get(name, 0.0)))
 
     def forward(self, x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, value: Tensor | None, documents: Documents,
                 geometry: Geometry) -> tuple[Tensor, Tensor | None]:
@@ -2033,7 +2020,9 @@ class GPT(nn.Module):
     """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch."""
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device):
         super().__init__()
-        self.config, self.ops = config, ops
+        self.config, self.ops, attention_width = config, ops, config.heads * config.head_width
+        if attention_width > config.width:  # values of n-grams are channels of the stream
+            fail("heads * head_width", f"at most the model's width, {config.width}", attention_width, "fewer heads, or narrower ones")
         empty = functools.partial(torch.empty, device=device)
         weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)
@@ -2042,7 +2031,7 @@ class GPT(nn.Module):
         self.skip_sources = {layer.skip_from for layer in config.layers}
         self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
-        values = (declared("value_embedding", table(config.heads * config.head_width)) for _ in range(config.value_embeddings))
+        values = (declared("value_embedding", table(attention_width)) for _ in range(config.value_embeddings))
         self.value_embeddings = nn.ParameterList(values)
         self.head = declared("head", table(config.width))
         self.pointer = declared("pointer", weight(2 * config.pointer_width, config.width), (config.pointer_width, config.width))
@@ -2472,7 +2461,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     meta, several = Ranks(ranks.rank, ranks.world, torch.device("meta")), ranks.world > 1
     optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
     state = sum(tensor.nbytes for tensor in optimizer.state().values())
-    # Gradients: where they arrive, where they come together, what comes from other ranks. Those that SparseTable gathers. Then what average_ holds.
+    # Gradients, at most: where autograd leaves them, where they barrier, what others sent; what SparseTable gathers. Then what average_ holds.
     state += sum(item.weights.nbytes for item in (2 + several) * [optimizer.scalars, *optimizer.banks] + (1 + 2 * several) * optimizer.dense)
     gathered = 2 * preset.model.width * (sum if several else max)({stage.batch_tokens for stage in preset.stages})
     state += gathered + 4 * max(item.average.nbytes for item in optimizer.averaged)
@@ -2722,7 +2711,7 @@ def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
 def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict[str, Any]) -> float:
     """One run from a seed: warm-up (once a process), the timed loop, the final validation. Logs everything; returns the loss."""
     preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
-    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world, shared_memory=bool(ranks.copies),
+    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world, shared_memory=bool(ranks.copy_stream),
              ops=trainer.ops.names, script=files_hash([Path(__file__)]), data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths],
              consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
     before = trainer.initialise(seed)
@@ -2943,7 +2932,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
     if main_rank := ranks.rank == 0:
         chosen, (major, minor) = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items()), capability(ranks.device)
         device = machine_facts(ranks.device)["device"] + (f", capability {major}.{minor}" if major else ", no GPU")
-        print(f"{preset.status}\n{ranks.world} rank(s){' that share memory' * bool(ranks.copies)}, {device}, {chosen}", flush=True)
+        print(f"{preset.status}\n{ranks.world} rank(s){' that share memory' * bool(ranks.copy_stream)}, {device}, {chosen}", flush=True)
     if arguments.check:
         return preflight(arguments, preset, ranks, ops)
     check_versions()

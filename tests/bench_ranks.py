@@ -20,7 +20,7 @@ import train_gpt as tg
 class LoneRank(tg.Ranks):
     """Rank 0 of `world`, without the others."""
 
-    def all_gather(self, full, meet=True):
+    def all_gather(self, full, barrier=True):
         return lambda: None
 
     all_reduce_mean = all_gather

@@ -42,7 +42,7 @@ PRESET = tg.Preset(
 SEED = 5
 
 
-def check_places(backward, parameters):
+def check_grad_views(backward, parameters):
     """A backward pass writes gradients to the bit where the optimizer wants them, all of them, and a second one adds to them."""
     def gradients():
         for parameter in parameters:
@@ -52,10 +52,10 @@ def check_places(backward, parameters):
 
     want = gradients()
     for parameter in parameters:
-        parameter.place = torch.full_like(parameter.detach(), torch.nan)
-    assert all(a.equal(b) and a.data_ptr() == p.place.data_ptr() for a, b, p in zip(gradients(), want, parameters, strict=True))
+        parameter.grad_view = torch.full_like(parameter.detach(), torch.nan)
+    assert all(a.equal(b) and a.data_ptr() == p.grad_view.data_ptr() for a, b, p in zip(gradients(), want, parameters, strict=True))
     backward()
-    assert all(p.place.equal(2 * g) and p.grad.data_ptr() == p.place.data_ptr() for g, p in zip(want, parameters))
+    assert all(p.grad_view.equal(2 * g) and p.grad.data_ptr() == p.grad_view.data_ptr() for g, p in zip(want, parameters))
 
 
 def write_shard(path, tokens, magic=tg.SHARD_MAGIC, version=tg.SHARD_VERSION, count=None):
@@ -162,7 +162,7 @@ class FileMemory:
 
         def start_sharing():
             ranks = start()
-            ranks.copies = SimpleNamespace(wait_stream=nothing)
+            ranks.copy_stream = SimpleNamespace(wait_stream=nothing)
             return ranks
 
         tg.Ranks.start, tg.symmetric_memory = staticmethod(start_sharing), self

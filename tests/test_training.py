@@ -311,7 +311,7 @@ class Recorded(tg.Ranks):
         self.sent.append((full, full.clone()))
         return lambda: None
 
-    def all_gather(self, full, meet=True):
+    def all_gather(self, full, barrier=True):
         self.wanted.append(full)
         return lambda: None
 
@@ -380,7 +380,7 @@ def test_nothing_reads_weights_before_they_have_arrived(corpus, tiny, monkeypatc
     """With gathers that leave NaN, and row 0 for ids, until somebody waits for them: the same losses and the same end."""
     under_way, ends = [], []
 
-    def late(_, full, meet=True):
+    def late(_, full, barrier=True):
         kept = full.clone()
         full.fill_(torch.nan if full.is_floating_point() else 0)
         under_way.append(full)

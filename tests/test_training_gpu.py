@@ -55,7 +55,7 @@ import torch
 import train_gpt as tg
 
 ranks = tg.Ranks.start()
-assert ranks.copies, "GPUs that do not share memory"
+assert ranks.copy_stream, "GPUs that do not share memory"
 grads, weights = (ranks.shared(torch.zeros(3 * ranks.world, 40_000, dtype=torch.bfloat16, device=ranks.device), 3) for _ in range(2))
 received = torch.empty(ranks.world, 3, 1, 40_000, dtype=torch.bfloat16, device=ranks.device)  # of three groups
 given, step = torch.arange(3.0 * ranks.world, device=ranks.device)[:, None], torch.zeros((), device=ranks.device)
@@ -67,7 +67,7 @@ def train():  # the mean over ranks of row + rank + step, sent round
     for index, group in enumerate(weights.chunk(3)):
         waits[index]()
         ranks.shard(group).copy_(tg.mean_gradient(received[:, index]))
-    for wait in [ranks.all_gather(group, meet=not index) for index, group in enumerate(weights.chunk(3))]:
+    for wait in [ranks.all_gather(group, barrier=not index) for index, group in enumerate(weights.chunk(3))]:
         wait()
     step.add_(1)
 
