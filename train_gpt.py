@@ -270,6 +270,8 @@ class Ranks:
         rank, world, local = map(int, given)
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
+        if world > 1 and "MASTER_ADDR" not in os.environ:
+            fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none", "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
         device = torch.device("cpu")
         if torch.cuda.is_available():
             if local >= torch.cuda.device_count():
@@ -2656,8 +2658,8 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
     busy, end = 0.0, 0.0
     for start, stop in spans:
         busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
-    if spans:
-        log.say(f"trace{f' in {path}' * path.exists()}: {(length := end - spans[0][0]) / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %")
+    use = f": {(length := end - spans[0][0]) / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %" if spans else ""
+    log.say(f"trace{f' in {path}' * path.exists()}{use}")
 
 def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
     """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""

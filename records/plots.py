@@ -72,7 +72,7 @@ def read_history() -> list[tuple[int, datetime.date, float, str]]:
 def our_records() -> dict[str, list[Folder]]:
     """Finished records by track and hardware, oldest first."""
     found: dict[str, list[Folder]] = {}
-    for folder in map(load, all_folders()):
+    for folder in sorted(map(load, all_folders()), key=lambda folder: folder.started):
         if folder.record["means"] and not folder.track.practice:
             found.setdefault(f"{folder.record['track']}, {hardware(folder.runs('a')[0])}", []).append(folder)
     return found

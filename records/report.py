@@ -78,7 +78,7 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".txt")) if path.is_dir() else [path]
         runs, label = [read_run(file) for file in files], path.name
     if not (done := [run for run in runs if run.ok]):
-        fail(f"runs of {spec}", "at least one that ended well", f"{len(runs)} logs, none finished", "name a record, a folder of logs or a log")
+        fail(f"runs of {spec}", "at least one that ended well", f"{len(runs)} logs, none of a whole training", "name a record, a folder of logs or a log")
     return label + (f" ({len(runs) - len(done)} unfinished left out)" if len(done) < len(runs) else ""), done
 
 

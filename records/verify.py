@@ -136,7 +136,7 @@ def check_order(c: Context) -> Findings:
     started = [(key, c.runs[key].head.get("started")) for key in c.folder.record["plan"]["order"] if key in c.runs]
     bad = [f"{key}: expected when it started, found nothing" for key, time in started if not time]
     return bad or [f"expected {a} before {b}, found it after" for (a, x), (b, y) in zip(started, started[1:]) if x >= y], \
-        f"interleaved, from {started[0][1]} to {started[-1][1]}"
+        f"as planned, from {started[0][1]} to {started[-1][1]}"
 
 
 def check_machine(c: Context) -> Findings:
@@ -210,7 +210,9 @@ def check_gain(c: Context) -> Findings:
     if c.folder.parent is None:
         return [], "no parent to gain on"
     time = gain(c.folder)
-    text = f"{-time.difference / 1e3:.3f} s faster than the parent, 99 % interval {-time.high / 1e3:.3f} to {-time.low / 1e3:.3f} s, paired"
+    sign, word = (1, "slower") if time.difference > 0 else (-1, "faster")
+    low, high = sorted(sign * edge / 1e3 for edge in (time.low, time.high))
+    text = f"{abs(time.difference) / 1e3:.3f} s {word} than the parent, 99 % interval {low:.3f} to {high:.3f} s, paired"
     return [] if time.high < 0 or c.folder.track.practice else [text], text + ("; practice, so no claim" if c.folder.track.practice else "")
 
 

@@ -280,6 +280,12 @@ def test_ranks_that_are_no_numbers(monkeypatch, capsys):
     assert tg.main([]) == 2 and "RANK, WORLD_SIZE, LOCAL_RANK: expected numbers, as torchrun sets them, found" in capsys.readouterr().err
 
 
+def test_variables_left_over_from_torchrun(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert tg.main([]) == 2 and "MASTER_ADDR: expected an address, as WORLD_SIZE is 2, found none; fix: unset RANK" in capsys.readouterr().err
+
+
 def test_ctrl_c(run, monkeypatch):
     at_step(monkeypatch, 3, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
     result = run("--seed", 3)
