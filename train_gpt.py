@@ -278,7 +278,7 @@ class Ranks:
                 fail("GPUs on this machine", f"at least {local + 1}", torch.cuda.device_count(), "start fewer processes", EXIT_HARDWARE)
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
-            if capability(device)[0] == 9:  # measured there: with a workspace cuBLASLt clears some bytes before each product
+            if torch.cuda.get_device_capability(device)[0] == 9:  # measured there: with a workspace cuBLASLt clears some bytes before each product
                 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured in a graph
         if world > 1:
@@ -1707,8 +1707,8 @@ class MatrixGroup(Gathered):
         self.reduced = self.ranks.reduce_scatter(self.grads, self.received)
 
 class MatrixBank(Stateful):
-    """All hidden matrices of one shape, in the order of the layers, filled up with zero matrices to a multiple of the ranks. Up to five groups travel
-    on their own: gradients while earlier layers still work, weights shortly before they are read. The update is one for all."""
+    """All hidden matrices of one shape, in the order of the layers, filled up with zero matrices to a multiple of the ranks. Up to five groups, if
+    ranks and layers divide them, travel on their own: gradients while earlier layers still work, weights shortly before use. One update for all."""
     kept = ("weights", "low", "momentum", "second_moment", "average")
 
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):

@@ -5,7 +5,8 @@
     python tests/bench_attention.py --cpu-dry-run   both, at toy sizes in Triton's interpreter: proves that the script runs
 
 Times are microseconds, medians over replays of a CUDA graph of several calls (operands of a big cell exceed the L2, so calls do not warm it
-for each other); backward is delta plus all three gradients. Width 128, 6 heads, normalised q and k, scale 0.12.
+for each other); backward is delta plus all three gradients. Width 128, 6 heads, normalised q and k, scale 0.12. Ours includes the gates of the
+heads' outputs and their gradient, as in training; the others know none, and their errors are beside outputs without.
 """
 
 from __future__ import annotations
@@ -91,13 +92,14 @@ class Cell:
         normal = lambda: torch.randn(tokens, heads, width, generator=generator, device=device)
         self.q, self.k = (F.rms_norm(normal(), (width,)).to(dtype) for _ in range(2))
         self.v, self.dout = normal().to(dtype), normal().to(dtype)
+        self.gates = torch.rand(tokens, heads, generator=generator, device=device).to(dtype) / 2 + 2.0**-8
         self.distances, self.documents = distances(tokens, documents, device)
         self.tokens, self.window, self.device = tokens, window, device
         self.context = Context()
         self.forward(self.context)
 
     def forward(self, context):
-        return tg.PackedAttention.forward(context, self.q, self.k, self.v, *self.distances, self.window, SCALE)
+        return tg.PackedAttention.forward(context, self.q, self.k, self.v, *self.distances, self.window, SCALE, self.gates)
 
     def call(self, name, tile=None):
         call = (lambda: self.forward(Context())) if name == "forward" else lambda: tg.PackedAttention.backward(self.context, self.dout)
@@ -169,16 +171,18 @@ def eager_microseconds(call, device, repeats=20):
 
 def errors(cell, rival):
     """Relative RMS errors of out, dq, dk, dv against float64, of ours and of the rival."""
-    exact_leaves = cell.leaves(torch.float64)
-    exact = tg.attention_reference(*exact_leaves, cell.distances[0], cell.window, SCALE)
-    exact = (exact.detach(), *torch.autograd.grad(exact, exact_leaves, cell.dout.double()))
+    def exact(*gates):
+        leaves = cell.leaves(torch.float64)
+        out = tg.attention_reference(*leaves, cell.distances[0], cell.window, SCALE, *gates)
+        return out.detach(), *torch.autograd.grad(out, leaves, cell.dout.double())
+
     leaves = cell.leaves()
-    out = tg.PackedAttention.apply(*leaves, *cell.distances, cell.window, SCALE)
-    rows = {"ours": (out.detach(), *torch.autograd.grad(out, leaves, cell.dout))}
+    out = tg.PackedAttention.apply(*leaves, *cell.distances, cell.window, SCALE, cell.gates)
+    rows = {"ours": ((out.detach(), *torch.autograd.grad(out, leaves, cell.dout)), exact(cell.gates.double()))}
     if rival:
-        rows["varlen_attn"] = (rival[0]().detach(), *rival[1]())
+        rows["varlen_attn"] = (rival[0]().detach(), *rival[1]()), exact()
     relative = lambda x, y: float((x.double() - y).norm() / y.norm())
-    return {name: [relative(x, y) for x, y in zip(row, exact, strict=True)] for name, row in rows.items()}
+    return {name: [relative(x, y) for x, y in zip(row, want, strict=True)] for name, (row, want) in rows.items()}
 
 
 def compile_one(name, tile):
