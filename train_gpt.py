@@ -297,8 +297,13 @@ class Ranks:
     def shared(self, tensor: Tensor, parts: int = 1) -> Tensor:
         """`tensor`, moved to memory that other ranks can read, if there is some. A collective; never freed; `fetch` takes each of its `parts`."""
         if self.copy_stream:
-            tensor = symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
+            # torch (to 2.13; its issue 181086) clears this memory, and writes the addresses that barriers read, on a stream that no other waits for:
+            # first everything queued must end, as it may still write to where the addresses come; then that, before any rank uses either.
+            given, tensor = tensor, symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            torch.cuda.synchronize(self.device)
             handle = symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
+            torch.cuda.synchronize(self.device)
+            tensor.copy_(given)
             for part in tensor.chunk(parts):
                 where = part.shape, part.dtype, part.storage_offset()
                 self.peers[part.data_ptr()] = handle, [handle.get_buffer(r, *where).view(self.world, -1) for r in range(self.world)]

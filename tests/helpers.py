@@ -139,23 +139,37 @@ def own_threads():
 
 # ---- several processes -----------------------------------------------------------------------------------------------
 class FileMemory:
-    """torch.distributed._symmetric_memory by files that all processes map; what waits for streams returns at once, as all is in order anyway."""
+    """torch.distributed._symmetric_memory by files that all processes map. What waits for streams returns at once, as all is in order anyway, but for
+    what torch does on a stream of its own (see Ranks.shared): that happens at the next synchronise."""
 
     def __init__(self, folder, rank):
-        self.folder, self.rank, self.made = folder, rank, 0
+        self.folder, self.rank, self.made, self.queue = folder, rank, 0, []
 
     def empty(self, shape, dtype, device):
         self.made += 1
-        return self.mapped(self.made, self.rank, shape, dtype, 0)
+        memory = self.mapped(self.made, self.rank, shape, dtype, 0)
+        self.queue.append(memory.zero_)
+        return memory
 
     def mapped(self, number, rank, shape, dtype, start):
         size = torch.Size(shape).numel()
         return torch.from_file(str(self.folder / f"shared-{number}-{rank}"), shared=True, size=start + size, dtype=dtype)[start:].view(shape)
 
     def rendezvous(self, tensor, group):
-        number = self.made
+        assert not self.queue, "kernels that are queued write where the addresses come"
+        number, addresses = self.made, []
+
+        def barrier():
+            assert addresses, "a barrier before the addresses are there"
+            tg.dist.barrier()
+
+        self.queue.append(lambda: addresses.append(number))
         tg.dist.barrier()
-        return SimpleNamespace(get_buffer=lambda *where: self.mapped(number, *where), barrier=tg.dist.barrier)
+        return SimpleNamespace(get_buffer=lambda *where: self.mapped(number, *where), barrier=barrier)
+
+    def synchronize(self, device):
+        while self.queue:
+            self.queue.pop()()
 
     def install(self):
         start, nothing = tg.Ranks.start, lambda *_: None
@@ -167,7 +181,7 @@ class FileMemory:
 
         tg.Ranks.start, tg.symmetric_memory = staticmethod(start_sharing), self
         torch.cuda.current_stream, torch.cuda.stream = nothing, lambda _: contextlib.nullcontext()
-        torch.cuda.Event = lambda: SimpleNamespace(record=nothing, wait=nothing)
+        torch.cuda.Event, torch.cuda.synchronize = lambda: SimpleNamespace(record=nothing, wait=nothing), self.synchronize
 
 
 def train_rank(world, rank, port, corpus, folder, options=(), prepare=None, share=False):

@@ -56,7 +56,15 @@ import train_gpt as tg
 
 ranks = tg.Ranks.start()
 assert ranks.copy_stream, "GPUs that do not share memory"
-grads, weights = (ranks.shared(torch.zeros(3 * ranks.world, 40_000, dtype=torch.bfloat16, device=ranks.device), 3) for _ in range(2))
+
+def shared():  # while what is queued will write to memory that the allocator has back already
+    square = torch.zeros(8192, 8192, dtype=torch.bfloat16, device=ranks.device)
+    for _ in range(50):
+        square @ square
+    torch.full((64,), -1, device=ranks.device)
+    return ranks.shared(torch.zeros(3 * ranks.world, 40_000, dtype=torch.bfloat16, device=ranks.device), 3)
+
+grads, weights = shared(), shared()
 received = torch.empty(ranks.world, 3, 1, 40_000, dtype=torch.bfloat16, device=ranks.device)  # of three groups
 given, step = torch.arange(3.0 * ranks.world, device=ranks.device)[:, None], torch.zeros((), device=ranks.device)
 mean_rank = (ranks.world - 1) / 2
