@@ -1956,8 +1956,8 @@ def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, 
     return x, h, (scale.abs() * gates).clamp(min=least), 4 * value_gates
 
 def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Output projection of the gated heads' outputs y [T, H, D], residual: the stream, and normalised for the MLP."""
-    x = x + F.linear(y.flatten(1), out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
+    """Output projection, out [H D, width], of the gated heads' outputs y [T, H, D], residual: the stream, and normalised for the MLP."""
+    x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
     return x, norm(x)
 
 def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None):
@@ -1991,7 +1991,7 @@ class Block(nn.Module):
         self.skip_weight = declared("scalar", empty((), dtype=torch.float32)) if layer.skip_from is not None else None
         if layer.attention:
             self.qkv = declared("attention", empty(3 * attention_width, width), (attention_width, width))
-            self.out = declared("attention", empty(width, attention_width), (width, attention_width))
+            self.out = declared("attention", empty(attention_width, width), (attention_width, width))  # as q, k, v lie: one bank for all
             self.scale = declared("scalar", empty((), dtype=torch.float32))
             gates = config.heads * (1 if layer.value_embedding is None else 2)  # of the heads' outputs, then of the value embedding
             self.gate = declared("gate", empty(gates, config.gate_inputs, dtype=torch.float32))
