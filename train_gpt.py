@@ -2468,7 +2468,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     meta, several = Ranks(ranks.rank, ranks.world, torch.device("meta")), ranks.world > 1
     optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
     state = sum(tensor.nbytes for tensor in optimizer.state().values())
-    # Gradients, at most: where autograd leaves them, where they barrier, what others sent; what SparseTable gathers. Then what average_ holds.
+    # Gradients, at most: where autograd leaves them, where they meet, what others sent; what SparseTable gathers. Then what average_ holds.
     state += sum(item.weights.nbytes for item in (2 + several) * [optimizer.scalars, *optimizer.banks] + (1 + 2 * several) * optimizer.dense)
     gathered = 2 * preset.model.width * (sum if several else max)({stage.batch_tokens for stage in preset.stages})
     state += gathered + 4 * max(item.average.nbytes for item in optimizer.averaged)
