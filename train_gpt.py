@@ -110,6 +110,10 @@ class ModelConfig:
     dtype: str = "bfloat16"  # of weights and activations; scalars and gates are float32 always
 
     @property
+    def attention_width(self) -> int:
+        return self.heads * self.head_width
+
+    @property
     def table_rows(self) -> int:
         """Of the n-gram table: the hashed ones, then those of `recall`."""
         return self.ngram_rows + 3 * self.padded_vocabulary + 32
@@ -559,8 +563,7 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
     q, k = norm(q), norm(k)
     if key_offset:  # the channels that do not turn: whether before or after the rotation is the same
         still = torch.arange(width, device=k.device) % (width // 2) >= width // 4
-        before = torch.where((positions > 0)[:, None, None], torch.cat([k[:1], k[:-1]]), k)
-        k = torch.where(still, before, k)
+        k = torch.where(still & (positions > 0)[:, None, None], torch.cat([k[:1], k[:-1]]), k)
     return rotate(q, cos[positions], sin[positions]), rotate(k, cos[positions], sin[positions]), v
 
 def visible_chunks(positions: Tensor, window: int, chunk: int, least: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -1986,7 +1989,7 @@ class Block(nn.Module):
     def __init__(self, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
         super().__init__()
         self.layer, self.ops = layer, ops
-        width, attention_width = config.width, config.heads * config.head_width
+        width, attention_width = config.width, config.attention_width
         self.residual = declared("scalar", empty(3, dtype=torch.float32))  # of the stream, x0, the n-grams
         self.skip_weight = declared("scalar", empty((), dtype=torch.float32)) if layer.skip_from is not None else None
         if layer.attention:
@@ -2027,9 +2030,9 @@ class GPT(nn.Module):
     """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch."""
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device):
         super().__init__()
-        self.config, self.ops, attention_width = config, ops, config.heads * config.head_width
-        if attention_width > config.width:  # values of n-grams are channels of the stream
-            fail("heads * head_width", f"at most the model's width, {config.width}", attention_width, "fewer heads, or narrower ones")
+        self.config, self.ops = config, ops
+        if config.attention_width > config.width:  # values of n-grams are channels of the stream
+            fail("heads * head_width", f"at most the model's width, {config.width}", config.attention_width, "fewer heads, or narrower ones")
         empty = functools.partial(torch.empty, device=device)
         weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)
@@ -2038,7 +2041,7 @@ class GPT(nn.Module):
         self.skip_sources = {layer.skip_from for layer in config.layers}
         self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
-        values = (declared("value_embedding", table(attention_width)) for _ in range(config.value_embeddings))
+        values = (declared("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.value_embeddings = nn.ParameterList(values)
         self.head = declared("head", table(config.width))
         self.pointer = declared("pointer", weight(2 * config.pointer_width, config.width), (config.pointer_width, config.width))
@@ -2300,11 +2303,7 @@ def prefetched(items: Iterator, depth: int = 8) -> Iterator:
 
 # ==== 10. Schedule: pure functions of the step ========================================================================
 def stage_index(preset: Preset, step: int) -> int:
-    for index, stage in enumerate(preset.stages):
-        if step < stage.steps:
-            return index
-        step -= stage.steps
-    raise IndexError("step beyond the schedule")
+    return [index for index, stage in enumerate(preset.stages) for _ in range(stage.steps)][step]
 
 def learning_rate(preset: Preset, step: int) -> float:
     """Relative rate: the stage's multiplier, then a linear cool-down to the final rate, which the extension keeps."""
