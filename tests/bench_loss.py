@@ -157,7 +157,7 @@ def time_embedding(T):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 64] if DRY else [16_384, 49_152])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 64] if DRY else [16_384, 32_768, 49_152])
     parser.add_argument("--compiled", action="store_true", help="torch.compile too, at the first size")
     parser.add_argument("--cpu-dry-run", action="store_true")
     options = parser.parse_args()

@@ -60,9 +60,12 @@ def report(cell, whole):
     forward, backward = cell.milliseconds(cell.log_copy, cell.qk)
     path = cell.milliseconds(lambda h, weight: cell.log_copy(whole(h, weight)), cell.h, cell.weight)
     floors = [products * 2 * cell.seen * len(cell.qk) * WIDTH / 790e9 for products in (1, 4)]
-    (error, grad_error), share = cell.errors() if len(cell.qk) <= 65_536 else ([float("nan")] * 2, float("nan"))
-    print(f"{len(cell.qk):7d} {cell.documents:5d} {cell.seen:6.0f} {share:6.1%} | {forward:7.3f} {floors[0]:7.3f} | {backward:7.3f} {floors[1]:7.3f} | "
-          f"{path[0]:7.3f} {path[1]:7.3f} | {error:.1e} {grad_error:.1e}", flush=True)
+    found = errors = "-"
+    if len(cell.qk) <= 65_536:
+        (error, grad_error), share = cell.errors()
+        found, errors = f"{share:.1%}", f"{error:.1e} {grad_error:.1e}"
+    print(f"{len(cell.qk):7d} {cell.documents:5d} {cell.seen:6.0f} {found:>6} | {forward:7.3f} {floors[0]:7.3f} | {backward:7.3f} {floors[1]:7.3f} | "
+          f"{path[0]:7.3f} {path[1]:7.3f} | {errors}", flush=True)
 
 
 def sweep(cell):

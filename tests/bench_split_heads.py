@@ -89,7 +89,7 @@ def time_kernels(T, kind, tiles=((None, None),)):
         for name, size, call in (
                 ("split", forward, lambda: run(tg._split_heads_kernel, *outs)),
                 ("gradient, bf16", backward, lambda: run(split_gradient, *grads, dqkv, None, *others, 1.0, False)),
-                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, *grads, dqkv8, bits_t, *others, 1 / scale, True, rows=64))):  # noqa: B023
+                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, *grads, dqkv8, bits_t, *others, 1 / scale, qkv.is_cuda, rows=64))):  # noqa: B023
             us, tile = 1e3 * bench_mlp.milliseconds(call), "" if rows is None else f", {rows} tokens, {warps} warps"
             name += tile + " **WRONG RESULT**" * ("fp8" in name and not torch.equal(dqkv8.T, dqkv8_t))
             print(f"| {T} | {kind} | {name} | {us:.1f} | {size / us / 1e3:.0f} | {size / BYTES_PER_MICROSECOND:.1f} |", flush=True)
@@ -97,7 +97,7 @@ def time_kernels(T, kind, tiles=((None, None),)):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[48] if DRY else [16_384, 65_536])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[48] if DRY else [16_384, 32_768, 49_152, 65_536])
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--cpu-dry-run", action="store_true")
