@@ -144,7 +144,7 @@ def time_embedding(T):
     tokens, order, starts = lookup = [torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (ids, *sort)]
     grad, dense = torch.randn(T, D, device=DEVICE).bfloat16(), torch.empty(rows, D, dtype=torch.bfloat16, device=DEVICE)
     exactly, counts = tg.embedding_grad_reference(grad.double(), tokens, rows), starts.diff()
-    runs = {"ours": lambda: (tg.launch_groups(tg._embedding_grad_kernel, grad, *lookup, dense, ADD=False), dense)[1],
+    runs = {"ours": lambda: (tg.launch_groups(tg._embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=False), dense)[1],
             "torch embedding_dense_backward": lambda: torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)}
     case = f"{T} | {rows} ({int((counts > 0).sum())}, {int(counts.max())})"
     print(f"| {case} | sort_ids (host) | {host:.3f} | | | |")

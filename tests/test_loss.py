@@ -522,7 +522,7 @@ def test_sweeps_at_full_size(count, tokens):
 
 # ---- embedding gradient ----------------------------------------------------------------------------------------------
 def embedding_grad(grad, lookup, dense, add=False):
-    tg.launch_groups(tg._embedding_grad_kernel, grad, *lookup, dense, ADD=add)
+    tg.launch_groups(tg._embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=add)
     return dense
 
 def token_cases():
