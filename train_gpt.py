@@ -1948,15 +1948,13 @@ def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, s
 
 def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None, value: Tensor | None,
                  scale: Tensor, gate: Tensor):
-    """Up to the projection: residual stream and normalised [T, width], gates [T, H] of the heads' outputs and of the value embedding. The layer's
-    |scale| is on the outputs' gates, which must be > 0: on the weights (record 47) it would take a pass over them, and one over their gradients."""
+    """Up to the projection: residual stream and normalised [T, width], gates [T, H] of heads' outputs and value embedding. The layer's scale
+    [T], by rows as `weight` is, is on the outputs' gates, which must be > 0: on the weights (record 47) it would take passes over them."""
     x = enter_layer(x, update, mix, weight, skip, skip_weight)
-    h, inputs, least = norm(x), gate.size(1), 2.0 ** -20  # of the outputs' gates: attention takes their logarithm and divides by them
-    if value is None:
-        return x, h, (scale.abs() * torch.sigmoid(F.linear(h[:, :inputs], gate.to(h.dtype)))).clamp(min=least), None
-    read = torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)  # no gradient: it would cost a pass over all of value
-    gates, value_gates = torch.sigmoid(F.linear(read, gate.to(h.dtype))).chunk(2, dim=1)
-    return x, h, (scale.abs() * gates).clamp(min=least), 4 * value_gates
+    h, inputs = norm(x), gate.size(1)  # of value no gradient, below: it would cost a pass over all of it
+    read = h[:, :inputs] if value is None else torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)
+    gates, *value_gates = torch.sigmoid(F.linear(read, gate.to(h.dtype))).chunk(1 if value is None else 2, dim=1)
+    return x, h, (scale.abs()[:, None] * gates).clamp(min=2.0 ** -20), 4 * value_gates[0] if value_gates else None  # attention divides by the former
 
 def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Output projection, out [H D, width], of the gated heads' outputs y [T, H, D], residual: the stream, and normalised for the MLP."""
@@ -1990,12 +1988,11 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.ops = layer, ops
         width, attention_width = config.width, config.attention_width
-        self.residual = declared("scalar", empty(3, dtype=torch.float32))  # of the stream, x0, the n-grams
+        self.weights = declared("scalar", empty(4, dtype=torch.float32))  # of the stream, x0, the n-grams, attention
         self.skip_weight = declared("scalar", empty((), dtype=torch.float32)) if layer.skip_from is not None else None
         if layer.attention:
             self.qkv = declared("attention", empty(3 * attention_width, width), (attention_width, width))
             self.out = declared("attention", empty(attention_width, width), (attention_width, width))  # as q, k, v lie: one bank for all
-            self.scale = declared("scalar", empty((), dtype=torch.float32))
             gates = config.heads * (1 if layer.value_embedding is None else 2)  # of the heads' outputs, then of the value embedding
             self.gate = declared("gate", empty(gates, config.gate_inputs, dtype=torch.float32))
         if layer.mlp:
@@ -2005,7 +2002,7 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        initial = {"residual": (1.1, 0.0, 0.1), "skip_weight": -1.5, "scale": 0.5}  # the others 0
+        initial = {"weights": (1.1, 0.0, 0.1, 0.5), "skip_weight": -1.5}  # the others 0
         for name, parameter in self.named_parameters():
             if name in ("qkv", "up"):
                 bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
@@ -2013,11 +2010,11 @@ class Block(nn.Module):
             else:
                 parameter.copy_(torch.tensor(initial.get(name, 0.0)))
 
-    def forward(self, x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, value: Tensor | None, documents: Documents,
-                geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, scale: Tensor, skip: Tensor | None,
+                value: Tensor | None, documents: Documents, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
         layer = self.layer
         if layer.attention:
-            x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, self.scale, self.gate)
+            x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, scale, self.gate)
             turn = documents.positions, geometry.cos, geometry.sin
             q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn, layer.key_offset)
             y = self.ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
@@ -2074,15 +2071,15 @@ class GPT(nn.Module):
         x = x0 = self.normalize(self.ops.embed(arrived(self.embedding), documents))
         skips: dict[int | None, Tensor | None] = {None: None}
         # Weights by rows: of all the gradients over the tokens one kernel makes the sums.
-        rows = torch.cat([block.residual for block in self.blocks.values()])[:, None].expand(-1, len(x)).unbind()
-        update, streams, inputs = None, rows[::3], list(zip(rows[1::3], rows[2::3]))
+        rows = torch.cat([block.weights for block in self.blocks.values()])[:, None].expand(-1, len(x)).unbind()
+        update, streams, inputs, scales = None, rows[::4], list(zip(rows[1::4], rows[2::4])), rows[3::4]
         # Without gradients a mix at a time: windows are long.
         mixes = self.layer_inputs(x0, ngram, *sum(inputs, ())) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, *i)[0] for i in inputs)
-        for (slot, block), mix, weight in zip(self.blocks.items(), mixes, streams):
+        for (slot, block), mix, weight, scale in zip(self.blocks.items(), mixes, streams, scales):
             # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
             of = block.layer.value_embedding
             value = ngram if of == NGRAMS else None if of is None else self.ops.embed(arrived(self.value_embeddings[of]), documents)
-            x, update = block(x, update, mix, weight, skips[block.layer.skip_from], value, documents, geometry)
+            x, update = block(x, update, mix, weight, scale, skips[block.layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
                 skips[int(slot)], update = (x := updated(x, update)), None  # one sum, and one gradient, for both that read it
         return self.normalize(x, update)

@@ -206,7 +206,7 @@ def test_the_layers_gates_are_positive(embedded, scale):
     gate = torch.full((heads * (1 + embedded), inputs), -30.0)
     gate[1] = 1
     rest = x, torch.ones(tokens), None, None, value if embedded else None  # mix, weight, skip and its weight
-    _, _, gates, value_gates = tg.attention_in(x, None, *rest, torch.tensor(scale), gate)
+    _, _, gates, value_gates = tg.attention_in(x, None, *rest, torch.full((tokens,), scale), gate)
     assert gates.shape == (tokens, heads) and (gates >= 2.0**-20).all() and (value_gates is not None) == embedded
 
 
