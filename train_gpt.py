@@ -316,7 +316,7 @@ class Ranks:
     def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable[[], None]:
         """Copy from other ranks' parts of a shared tensor: their own shards, in place (all-gather), or each one's version of this rank's shard, to
         `received`. All on one stream, in one order on every rank: past a barrier, all have read what was given before."""
-        (handle, peers), done = self.peers[full.data_ptr()], torch.cuda.Event()
+        handle, peers = self.peers[full.data_ptr()]
         self.copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copy_stream):
             if barrier:
@@ -324,8 +324,7 @@ class Ranks:
             for other in ((self.rank + i) % self.world for i in range(received is None, self.world)):  # at no time do two read from the same rank
                 target, part = (peers[self.rank], other) if received is None else (received, self.rank)
                 target[other].view(-1).copy_(peers[other][part], non_blocking=True)
-            done.record()
-        return done.wait
+        return self.copy_stream.record_event().wait
 
     def shard(self, full: Tensor) -> Tensor:
         """This rank's equal part of `full` along its first dimension, a view."""
@@ -407,8 +406,7 @@ class Watchdog:
         """This rank goes on, with something that may take `patience` times the limit."""
         self.doing, self.patience, self.idle_s = doing, patience, 0.0
         if self.ranks.device.type == "cuda" and patience == 1:  # not in the warm-up: a query while a graph is captured breaks it
-            self.events.append(torch.cuda.Event())
-            self.events[-1].record()
+            self.events.append(torch.cuda.current_stream().record_event())
 
     def _work(self) -> None:
         wait_s = min(1.0, self.limit_s / 8)  # counted, so the time in which the process is suspended is none
@@ -1823,10 +1821,8 @@ class AdamScalars(Stateful):
         self.weights = torch.zeros(sum(size.values()), device=ranks.device)
         self.grads, self.mean, self.square = (torch.zeros_like(self.weights) for _ in range(3))
         rehome(parameters, self.weights, self.grads, align=aligned(1))
-        self.parts, start = {}, 0
-        for role in dict.fromkeys(p.role for p in parameters):
-            stop = start + sum(size[p] for p in parameters if p.role == role)
-            self.parts[role], start = slice(start, stop), stop
+        stops = {p.role: stop for p, stop in zip(parameters, itertools.accumulate(size.values()))}  # that of a role's last parameter stays
+        self.parts = {role: slice(start, stop) for (role, stop), start in zip(stops.items(), [0, *stops.values()])}
         self.update = ops.compile(adam_update)
 
     def reduce_(self) -> None:
@@ -2038,8 +2034,7 @@ class GPT(nn.Module):
         self.skip_sources = {layer.skip_from for layer in config.layers}
         self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
                                      for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
-        values = (declared("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
-        self.value_embeddings = nn.ParameterList(values)
+        self.value_embeddings = nn.ParameterList(declared("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.head = declared("head", table(config.width))
         self.pointer = declared("pointer", weight(2 * config.pointer_width, config.width), (config.pointer_width, config.width))
         self.normalize, self.layer_inputs, self.pointer_in = map(ops.compile, (normalize, layer_inputs, pointer_in))
@@ -2600,11 +2595,7 @@ class Meter:
         self.tokens, self.last_step, self.last = 0, 0, self.now()  # `last`: the start of the interval, which a pause of the clock moves
 
     def now(self) -> Any:
-        if not self.cuda:
-            return self.trainer.clock.milliseconds()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if self.cuda else self.trainer.clock.milliseconds()
 
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
         """Note the loss of `step` (0-based), on every rank: it holds an all-reduce. Each stage's last step is among them: no interval spans two."""

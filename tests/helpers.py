@@ -177,12 +177,12 @@ class FileMemory:
 
         def start_sharing():
             ranks = start()
-            ranks.copy_stream = SimpleNamespace(wait_stream=nothing)
+            ranks.copy_stream = SimpleNamespace(wait_stream=nothing, record_event=lambda: SimpleNamespace(wait=nothing))
             return ranks
 
         tg.Ranks.start, tg.symmetric_memory = staticmethod(start_sharing), self
         torch.cuda.current_stream, torch.cuda.stream = nothing, lambda _: contextlib.nullcontext()
-        torch.cuda.Event, torch.cuda.synchronize = lambda: SimpleNamespace(record=nothing, wait=nothing), self.synchronize
+        torch.cuda.synchronize = self.synchronize
 
 
 def train_rank(world, rank, port, corpus, folder, options=(), prepare=None, share=False):
