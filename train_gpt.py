@@ -262,6 +262,7 @@ class Ranks:
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
         self.copy_stream, self.peers = None, {}  # where memory can be shared: stream of `fetch`; of each shared tensor, by address, all ranks' parts
+        self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if device.type == "cuda" else []
         self.processes, self.stop_asked = [os.getpid()], False
         self.beat: Callable[..., None] = lambda *_: None  # the watchdog's while one watches
 
@@ -325,6 +326,15 @@ class Ranks:
                 target, part = (peers[self.rank], other) if received is None else (received, self.rank)
                 target[other].view(-1).copy_(peers[other][part], non_blocking=True)
         return self.copy_stream.record_event().wait
+
+    def beside(self, work: Callable[[], Any], side: int = 0) -> Callable[[], None]:
+        """Queue `work` on one of two streams of their own, whose kernels go first where there is room for one only. Returns the wait for it."""
+        if not self.side_streams:
+            return lambda done=work(): None
+        self.side_streams[side].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_streams[side]):
+            work()
+            return torch.cuda.current_stream().record_event().wait
 
     def shard(self, full: Tensor) -> Tensor:
         """This rank's equal part of `full` along its first dimension, a view."""
@@ -646,10 +656,10 @@ def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
     dense = wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide)
     return dense.to(dtype or grad.dtype)
 
-def sparse_adam_reference(grad, ids, weights, square, last, step, rate, shrink, beta2, epsilon, scale):
-    """One Adam step, in place, of the rows of weights [rows, D] that occur in ids [T, K]. g = scale · Σ grad [T, D] over the tokens that read a row;
-    v ← β2^(step - last) v + (1 - β2) mean(g²): a number a row in square [rows]; last [rows]: when it was updated. rate, shrink: see adam_update."""
-    rows, group = ids.flatten().unique(return_inverse=True)
+def sparse_adam_reference(grad, lookup, weights, square, last, step, rate, shrink, beta2, epsilon, scale):
+    """One Adam step, in place, of the rows of weights [rows, D] that occur in ids [T, K] of `lookup` (group_ids). g = scale · Σ grad [T, D] of those
+    that read a row; v ← β2^(step - last) v + (1 - β2) mean(g²), one number a row: square [rows]. last [rows]: when. rate, shrink: see adam_update."""
+    rows, group = (ids := lookup[0]).flatten().unique(return_inverse=True)
     g = scale * embedding_grad_reference(grad.repeat_interleave(ids.size(1), 0), group, len(rows), torch.promote_types(grad.dtype, torch.float32))
     v = beta2 ** (step - last[rows]) * square[rows] + (1 - beta2) * g.square().mean(1)
     update, value = rate * g / (v.sqrt() + epsilon)[:, None], weights[rows].to(g.dtype)
@@ -1529,12 +1539,16 @@ def _sparse_adam_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ptr
         tl.store(square_ptr + row, v)
         tl.store(last_ptr + row, step)
 
-def sparse_adam(grad, ids, *state, ROWS=1, num_warps=2):
-    """sparse_adam_reference; a step of 65536 / 131072 / 196608 tokens takes 0.33 / 0.56 / 0.78 ms on an H200, the sort under 0.1. The GPU sorts,
-    without a synchronise: each rank's host would need 6 / 12 / 34 ms for all ranks' ids. Few ids occur twice, so more ROWS are slower."""
+def group_ids(ids):
+    """`ids` [T, K] and, for launch_groups, the order that sorts them, where groups of equal ones start (the last of them has the group, others have
+    none) and the sorted ids. The GPU sorts, without a synchronise: each rank's host would need 6 / 12 / 34 ms for all ranks' n-grams."""
     found, order = ids.flatten().sort(stable=True)
-    starts = F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found))  # the last of equal ids has their group, others none
-    launch_groups(_sparse_adam_kernel, grad, ids, order, starts, found, *state, each=1, ROWS=ROWS, num_warps=num_warps)
+    return ids, order, F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found)), found
+
+def sparse_adam(grad, lookup, *state, ROWS=1, num_warps=2):
+    """sparse_adam_reference; a step of 65536 / 131072 / 196608 tokens takes 0.33 / 0.56 / 0.78 ms on an H200, with group_ids, which takes under 0.1.
+    Few ids occur twice, so more ROWS are slower."""
+    launch_groups(_sparse_adam_kernel, grad, *lookup, *state, each=1, ROWS=ROWS, num_warps=num_warps)
 
 class EmbeddingLookup(torch.autograd.Function):
     """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to table.receive;
@@ -1787,29 +1801,35 @@ class SparseTable(Stateful):
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.ops, self.config, self.rule, self.role = ranks, ops, config, rule, parameter.role
-        self.weights, self.received = parameter.data, []  # of each micro-batch the gradient [T, width] and the ids [T, K]
+        self.weights, self.received = parameter.data, []  # of each micro-batch the gradient [T, width]
         self.square, self.last = (torch.zeros(len(parameter), device=ranks.device) for _ in range(2))
         room = lambda *shape, dtype: ranks.shared(torch.empty(shape, dtype=dtype, device=ranks.device))
         self.room = functools.cache(room) if ranks.copy_stream else room  # what is shared is kept, for each size of a batch
-        parameter.receive = lambda *lookup: self.received.append(lookup)
+        parameter.owner, parameter.receive = self, lambda grad, *_: self.received.append(grad)
+
+    def gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """What all ranks have for the micro-batches of a step, [their tokens, ...], with the wait for it."""
+        full, rows = parts[0], self.ranks.world * sum(map(len, parts))
+        if rows > len(full):
+            full = self.room(rows, full.size(1), dtype=full.dtype)
+            torch.cat(parts, out=self.ranks.shard(full))
+        return full, self.ranks.all_gather(full)
+
+    def begin(self, ids: list[Tensor]) -> None:
+        """Given the rows [T, K] that each micro-batch will read. They are gathered and sorted while the model works."""
+        full, wait = self.gather(ids)
+        self.lookup = []
+        self.grouped = self.ranks.beside(lambda: (wait(), self.lookup.extend(group_ids(full))))
 
     def reduce_(self) -> None:
-        self.reduced = []  # gradients and ids of the whole step, each with its wait
-        for parts in zip(*self.received):
-            full, rows = parts[0], self.ranks.world * sum(map(len, parts))
-            if rows > len(full):
-                full = self.room(rows, full.size(1), dtype=full.dtype)
-                torch.cat(parts, out=self.ranks.shard(full))
-            self.reduced.append((full, self.ranks.all_gather(full)))
-        self.received.clear()
+        self.reduced, self.received = self.gather(self.received), []
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        (grads, wait), (ids, wait_for_ids) = self.reduced
+        grads, wait = vars(self).pop("reduced")  # not kept: memory for others
         wait()
-        wait_for_ids()
-        self.ops.sparse_adam(grads, ids, self.weights, self.square, self.last, rates["step"], rates[self.role], rates[f"{self.role} decay"],
+        self.grouped()
+        self.ops.sparse_adam(grads, self.lookup, self.weights, self.square, self.last, rates["step"], rates[self.role], rates[f"{self.role} decay"],
                              self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world)  # the mean over ranks
-        self.reduced.clear()  # room for the next step
 
 class AdamScalars(Stateful):
     """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
@@ -1840,19 +1860,15 @@ class AdamScalars(Stateful):
 class Optimizer:
     """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, in the
     order in which the model reads it, which waits only where it does; tables and groups of matrices reduce from hooks while the backward pass (of the
-    last micro-batch) still runs, the rest after it, the gradients of sparse tables last. The tables that the next step reads before any matrix are
-    complete last: they are updated behind the matrices and gathered while the sparse tables are updated. Averages: see Stateful.average_."""
+    last micro-batch) still runs, the rest after it. Three updates run beside each other: of matrices, whose products leave most of the GPU to what
+    moves memory, since one rank of several has few; of the tables that the next step reads before any matrix, whose gradients are complete last and
+    whose weights are gathered at once; of all else. Averages: see Stateful.average_."""
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        rules = dict(config.rules)
-        by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
-        tables, scalars = [], []
-        for parameter in model.parameters():
-            rule = rules[parameter.role]
-            if isinstance(rule, MuonRule):
-                by_shape.setdefault(parameter.matrix, []).append(parameter)
-            else:
-                (tables if rule.sharded or rule.sparse else scalars).append(parameter)
-        self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in by_shape.values()]
+        self.ranks, rules, kinds = ranks, dict(config.rules), collections.defaultdict(list)  # tables, scalars, matrices by shape
+        for p in model.parameters():
+            kinds[p.matrix if isinstance(rule := rules[p.role], MuonRule) else "table" if rule.sharded or rule.sparse else "scalar"].append(p)
+        tables, scalars = kinds.pop("table", []), kinds.pop("scalar", [])
+        self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in kinds.values()]
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
         self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
         self.sparse, self.dense = ([table for table in self.tables if table.rule.sparse == sparse] for sparse in (True, False))
@@ -1862,14 +1878,15 @@ class Optimizer:
         self.early, self.late = self.owners[:first], [*dict.fromkeys(self.owners[first:])]
         for parameter in (p for p in model.parameters() if hasattr(p, "owner")):
             parameter.register_post_accumulate_grad_hook(self._ready)
-        # Whether this backward pass is the step's last; how many gradients it still owes, by owner; the owners whose gradients have been sent.
-        self.complete, self.missing, self.sent = False, collections.Counter(), []
 
-    def begin(self) -> None:
-        """Before the first micro-batch of a step."""
-        self.complete, self.missing, self.sent = False, collections.Counter(self.owners), []
+    def begin(self, ids: list[Tensor]) -> None:
+        """Before the first micro-batch of a step, given the rows [T, K] of sparse tables that each will read."""
+        # Whether this backward pass is the step's last; how many gradients it still owes, by owner; the owners whose gradients have been sent.
+        self.complete, self.missing, self.sent = False, collections.Counter([*self.owners, *self.sparse]), []
         for number, item in enumerate(self.late):
             item.gather_(barrier=not number)
+        for table in self.sparse:
+            table.begin(ids)
 
     def average(self, rate: float, share: float = 0.0) -> None:
         for item in self.averaged:
@@ -1893,17 +1910,16 @@ class Optimizer:
         for item in self.late:
             item.arrive()  # a table that no layer reads: nothing may stay under way
         groups = [group for bank in self.banks for group in bank.groups if group not in self.sent]  # of layers that had no gradient
-        for item in (self.scalars, *groups, *self.sparse):
+        for item in (self.scalars, *groups):
             item.reduce_()
-        tables = [item for item in self.sent if item in self.dense]
-        for item in sorted([*tables, *reversed(self.banks), self.scalars], key=lambda item: item in self.early):  # as the reductions left
+        in_use = [item.parameter.grad for item in self.early]  # not freed before another stream is done with it
+        waits = [self.ranks.beside(lambda: [bank.compute_(rates) for bank in reversed(self.banks)]),  # as the reductions left
+                 self.ranks.beside(lambda: [(item.compute_(rates), item.gather_()) for item in self.sent if item in self.early], side=1)]
+        for item in (*(item for item in self.sent if item in self.dense and item not in self.early), self.scalars, *self.sparse):
             item.compute_(rates)
-        for item in self.early:
-            item.gather_()
-        for item in self.sparse:
-            item.compute_(rates)
-        for item in self.early:
-            item.arrive()
+        for wait in (*waits, *(item.arrive for item in self.early)):
+            wait()
+        del in_use
 
     def reset(self) -> None:
         for item in (*self.banks, self.scalars, *self.tables):
@@ -2062,8 +2078,8 @@ class GPT(nn.Module):
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Final hidden states [T, width], normalised, ready for the head."""
-        ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
         x = x0 = self.normalize(self.ops.embed(arrived(self.embedding), documents))
+        ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)  # second: its gradient is first, and has the longest way
         skips: dict[int | None, Tensor | None] = {None: None}
         # Weights by rows: of all the gradients over the tokens one kernel makes the sums.
         rows = torch.cat([block.weights for block in self.blocks.values()])[:, None].expand(-1, len(x)).unbind()
@@ -2525,10 +2541,11 @@ class Trainer:
         """What a step does once its inputs are on the device: the data of each micro-batch, the rates, the weights of the targets."""
         *data, rates, weights = inputs
         total, geometry = torch.zeros((), device=self.ranks.device), self.geometries[stage_index(self.preset, step)]
-        self.optimizer.begin()
-        for number, (batch, buffer) in enumerate(zip(batches, data), 1):
-            self.optimizer.complete = number == len(batches)
-            loss = self.model(batch.views(buffer), geometry, weights)
+        micro_batches = [batch.views(buffer) for batch, buffer in zip(batches, data)]
+        self.optimizer.begin([documents.ngrams for documents in micro_batches])
+        for number, documents in enumerate(micro_batches, 1):
+            self.optimizer.complete = number == len(micro_batches)
+            loss = self.model(documents, geometry, weights)
             (loss * (self.ranks.world / SLOTS)).backward()  # ranks are averaged afterwards: the mean over slots for any world size
             total += loss.detach()
         self.optimizer.step(dict(zip(self.rate_names, rates.unbind())))

@@ -39,12 +39,6 @@ def make_ids(tokens, rows):
     return step.to(DEVICE).ngrams, model.table_rows
 
 
-def group_ids(ids):
-    """As sparse_adam begins."""
-    found, order = ids.flatten().sort(stable=True)
-    return order, F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found))
-
-
 def report(tokens, name, ms, size=0, error=""):
     print(f"| {tokens} | {name} | {ms:.3f} | " + (f"{size / ms / 1e6:.0f} | {size / 4.27e9:.3f}" if size else "|") + f" | {error} |", flush=True)
 
@@ -59,7 +53,7 @@ def time_step(T, rows):
     sum_rows = sums(lambda ids, table: F.embedding(ids.long(), table).sum(1))
     with torch.no_grad():
         report(f"{T} ({len(found)} rows, {int(counts.max())} of one)", "lookup", milliseconds(lambda: sum_rows(ids, table)), 8 * T * D)
-    report(T, "sort and searchsorted", milliseconds(lambda: group_ids(ids)))
+    report(T, "sort and searchsorted", milliseconds(lambda: tg.group_ids(ids)))
 
     grad = torch.randn(T, D, device=DEVICE).bfloat16()
     square, last = (torch.zeros(rows, device=DEVICE) for _ in range(2))
@@ -67,7 +61,7 @@ def time_step(T, rows):
     want = tg.embedding_grad_reference(grad.double().repeat_interleave(ids.size(1), 0), group, len(found))
     want *= -0.1 / (0.05 * want.square().mean(1, keepdim=True)).sqrt()
     for shape in SHAPES:
-        update = lambda: tg.sparse_adam(grad, ids, table, square, last, *numbers, 0.95, 1e-10, 1.0,  # noqa: E731
+        update = lambda: tg.sparse_adam(grad, tg.group_ids(ids), table, square, last, *numbers, 0.95, 1e-10, 1.0,  # noqa: E731
                                         ROWS=shape[0], num_warps=shape[1])  # noqa: B023
         for state in (table, square, last):
             state.zero_()

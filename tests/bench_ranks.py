@@ -38,20 +38,20 @@ class LoneRank(tg.Ranks):
         pass
 
 
-def fill(table):
-    """Before a SparseTable is updated: what it would have gathered."""
-    for full, _ in table.reduced:
-        own, *others = full.view(table.ranks.world, -1)
-        for rank, other in enumerate(others, 1):
-            torch.add(own, 0 if full.is_floating_point() else 7919 * rank, out=other)
-        if not full.is_floating_point():
-            full.remainder_(len(table.weights))
+def fill(table, full, wait):
+    """What a SparseTable would have gathered."""
+    own, *others = full.view(table.ranks.world, -1)
+    for rank, other in enumerate(others, 1):
+        torch.add(own, 0 if full.is_floating_point() else 7919 * rank, out=other)
+    if not full.is_floating_point():
+        full.remainder_(len(table.weights))
+    return full, wait
 
 
 def main():
     if sys.argv[1:2] not in (["1"], ["2"], ["4"], ["8"]) or "--stop-after" not in sys.argv:  # shortened, so that no log of it looks like a record's
         sys.exit(__doc__)
-    world, start, compute = int(sys.argv[1]), tg.Ranks.start, tg.SparseTable.compute_
+    world, start, gather = int(sys.argv[1]), tg.Ranks.start, tg.SparseTable.gather
 
     def start_alone():
         alone = start()
@@ -60,7 +60,7 @@ def main():
         return ranks
 
     tg.Ranks.start = staticmethod(start_alone)
-    tg.SparseTable.compute_ = lambda table, rates: (fill(table), compute(table, rates))
+    tg.SparseTable.gather = lambda table, parts: fill(table, *gather(table, parts))
     sys.exit(tg.main(sys.argv[2:]))
 
 
