@@ -259,7 +259,8 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monkeypatch, slots):
-    """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed; a sparse table's after all else."""
+    """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed: the n-grams' before the
+    embedding's; the scalars' after all else."""
     monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)
     trainer = helpers.make_trainer(corpus)
     helpers.randomise(trainer.model)
