@@ -330,7 +330,8 @@ class Ranks:
     def beside(self, work: Callable[[], Any], side: int = 0) -> Callable[[], None]:
         """Queue `work` on one of two streams of their own, whose kernels go first where there is room for one only. Returns the wait for it."""
         if not self.side_streams:
-            return lambda done=work(): None
+            work()
+            return lambda: None
         self.side_streams[side].wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side_streams[side]):
             work()
@@ -1546,8 +1547,7 @@ def group_ids(ids):
     return ids, order, F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found)), found
 
 def sparse_adam(grad, lookup, *state, ROWS=1, num_warps=2):
-    """sparse_adam_reference; a step of 65536 / 131072 / 196608 tokens takes 0.33 / 0.56 / 0.78 ms on an H200, with group_ids, which takes under 0.1.
-    Few ids occur twice, so more ROWS are slower."""
+    """sparse_adam_reference; 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens, an H200, with group_ids (under 0.1). More ROWS are slower."""
     launch_groups(_sparse_adam_kernel, grad, *lookup, *state, each=1, ROWS=ROWS, num_warps=num_warps)
 
 class EmbeddingLookup(torch.autograd.Function):
@@ -1618,8 +1618,8 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
                "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"}, compile=region, graphs=graphs)
 
 # ==== 7. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
-# Phases: gather_ (of groups and dense tables: collect what other ranks updated; `arrive` waits), reduce_ (gradients to who needs them; neither
-# blocks), compute_ (wait, update this rank's part). Gradients of matrices and scalars meet in static buffers, of dense tables where memory is shared.
+# Phases: begin (of sparse tables: exchange the rows to be read), gather_ (of the others: collect what ranks updated; `arrive` waits), reduce_
+# (gradients to who needs them; nothing blocks), compute_ (update). Gradients of matrices and scalars meet in fixed buffers, of tables where shared.
 def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> None:
     """Move the parameters into the flat order of `weights`, each at a multiple of `align`; its `grad_view` is the same part of `grads`."""
     weights, grads, start = weights.view(-1), grads.view(-1), 0
@@ -1816,7 +1816,7 @@ class SparseTable(Stateful):
         return full, self.ranks.all_gather(full)
 
     def begin(self, ids: list[Tensor]) -> None:
-        """Given the rows [T, K] that each micro-batch will read. They are gathered and sorted while the model works."""
+        """Given the rows [T, K] that each micro-batch will read, of this table as of every sparse one. They are sorted while the model works."""
         full, wait = self.gather(ids)
         self.lookup = []
         self.grouped = self.ranks.beside(lambda: (wait(), self.lookup.extend(group_ids(full))))
@@ -1963,7 +1963,7 @@ def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, 
     """Up to the projection: residual stream and normalised [T, width], gates [T, H] of heads' outputs and value embedding. The layer's scale
     [T], by rows as `weight` is, is on the outputs' gates, which must be > 0: on the weights (record 47) it would take passes over them."""
     x = enter_layer(x, update, mix, weight, skip, skip_weight)
-    h, inputs = norm(x), gate.size(1)  # of value no gradient, below: it would cost a pass over all of it
+    h, inputs = norm(x), gate.size(1)  # value is read without a gradient, which would be a pass over all of it
     read = h[:, :inputs] if value is None else torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)
     gates, *value_gates = torch.sigmoid(F.linear(read, gate.to(h.dtype))).chunk(1 if value is None else 2, dim=1)
     return x, h, (scale.abs()[:, None] * gates).clamp(min=2.0 ** -20), 4 * value_gates[0] if value_gates else None  # attention divides by the former
