@@ -1,7 +1,7 @@
 """Train a GPT-2-small-class language model as fast as the machine allows, in one file.
 
-    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.215 in 14.3 s on four H200 (n = 3, torch 2.11, Triton 3.6;
-    records/2026-11-22_side-streams-4gpu); the state before 3.216 in 51.0 s on one, the one before that 3.216 in 9.28 s on eight.
+    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.216 in 49.9 s on one H200, 26.7 s on two, 3.215 in 14.3 s on four
+    (n = 3, torch 2.11, Triton 3.6; records/2026-11-22_side-streams-1gpu, -2gpu, -4gpu); two states before, 3.216 in 9.28 s on eight.
     speedrun, FineWeb: not yet run.
 
 Launch
