@@ -2889,7 +2889,7 @@ def chosen_preset(arguments: argparse.Namespace) -> Preset:
     return dataclasses.replace(preset, optimizer=optimizer)
 
 def check_versions() -> str:
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+    if not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
         fail("torch", ">= 2.11, < 2.14", torch.__version__, "pip install -r requirements.txt")
     return f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}, Triton {triton.__version__ if triton else 'none'}"
 

@@ -76,11 +76,12 @@ def test_check_and_start_refuse_too_little_memory(check, corpus, tiny, tmp_path,
     assert capsys.readouterr().err == f"train_gpt: {found.items['memory'][1]}\n"
 
 
-def test_check_and_start_refuse_an_old_torch(check, corpus, tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "__version__", "2.10.1")
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0a0+git"])
+def test_check_and_start_refuse_other_versions_of_torch(check, corpus, tiny, tmp_path, monkeypatch, capsys, version):
+    monkeypatch.setattr(torch, "__version__", version)
     assert check().code == 2
     assert tg.main(["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path / "logs")]) == 2
-    assert capsys.readouterr().err == "train_gpt: torch: expected >= 2.11, < 2.14, found 2.10.1; fix: pip install -r requirements.txt\n"
+    assert capsys.readouterr().err == f"train_gpt: torch: expected >= 2.11, < 2.14, found {version}; fix: pip install -r requirements.txt\n"
 
 
 def test_check_and_start_compare_sums(check, corpus, tiny, tmp_path, capsys):
