@@ -238,13 +238,15 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
         old = load(retime)
         source, track_name, kind, n = old.path / SCRIPT, old.record["track"], old.record["kind"], len(old.record["plan"]["seeds"])
         parent = old.record["parent"] or "none"
-    parent = choose_parent(home, parent, track_name)
+    parent = choose_parent(home, parent or ("none" if kind == "baseline" else None), track_name)
     base = load(home / parent).record if parent else None
     track_name = track_name or (base["track"] if base else fail("track", f"one of {', '.join(TRACKS)}", "none", "add --track"))
     if base and base["track"] != track_name:
         fail(f"parent {parent}", f"a record of {track_name}", base["track"], "name another --parent, or none")
     track = TRACKS[track_name]
     kind = kind or ("ml" if parent else "baseline")
+    if kind == "baseline" and parent or kind == "systems" and not parent:
+        fail(f"parent of kind {kind}", "none" if parent else "a record", parent or "none", "change --parent or --kind")
     n, least = track.usual_runs if n is None else n, least_runs(track, kind)
     if not least <= n <= 1000:
         fail("runs an arm", f"{least} to 1000 on {track_name}", n, "change --n")
