@@ -388,3 +388,20 @@ def test_state_hash_sees_values_and_places():
         changed = {name: tensor.clone() for name, tensor in state.items()}
         change(changed)
         assert tg.state_hash(changed) != digest
+
+
+# ---- sparse tables ---------------------------------------------------------------------------------------------------
+def test_sparse_table():
+    """Three steps, each role's own rate, decay and second moment reaching sparse_adam_reference; test_loss.py has that one's own test."""
+    rule = tg.AdamRule(20.0, (0.0, 0.9), decay=0.3, sparse=True)
+    parameter = tg.declared("ngram", torch.randn(12, 4))
+    want = parameter.detach().double().clone(), torch.zeros(12), torch.zeros(12)
+    table = tg.SparseTable(parameter, rule, replace(tg.OptimizerConfig(), adam_epsilon=1e-3), tg.Ranks(0, 1, CPU), OPS)
+    for step in (1, 2, 3):
+        ids, grad = torch.randint(12, (5, 2)).int(), torch.randn(5, 4)
+        table.begin([ids])
+        table.received.append(grad)
+        table.reduce_()
+        table.compute_({"step": torch.tensor(float(step)), "ngram": torch.tensor(0.1 / step), "ngram decay": torch.tensor(0.02)})
+        tg.sparse_adam_reference(grad.double(), tg.group_ids(ids), *want, float(step), 0.1 / step, 0.02, 0.9, 1e-3, 1.0)
+    assert relative(parameter, want[0]) < 1e-5 and table.square.allclose(want[1]) and table.last.equal(want[2])

@@ -54,6 +54,7 @@ def test_paired_interval(n, confidence):
     expected = scipy_stats.ttest_rel(a, b).confidence_interval(confidence)
     found = stats.paired(a, b, confidence)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-6)
+    assert stats.paired(a, b) == stats.paired(a, b, 0.99), "what verify says it asks"
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 12, 60])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -18,6 +19,9 @@ import torch
 
 import helpers
 from helpers import CPU, MODEL, PRESET, only, read_log, tg
+
+sys.path.append(str(helpers.ROOT / "records"))
+import record  # noqa: E402
 
 
 @pytest.fixture
@@ -74,6 +78,19 @@ def test_log_is_complete(run, corpus):
     assert "val loss" in result.out and "step     5/5" in result.out
 
 
+def test_hashes_follow_from_the_data(run, corpus):
+    """What a log says of its tokens, computed anew: all slots of all steps, all of the validation, and the files as records name them."""
+    (log,) = run("--seed", 3).logs
+    head, end = log[0], log[-1]
+    stream, shard = tg.TokenStream(corpus, 8000, helpers.VOCABULARY), corpus / "tiny_val_000000.bin"
+    spans = [(int(start), stage.slot_tokens + 1) for stage, starts in zip(PRESET.stages, stream.slot_starts(PRESET.stages)) for start in starts.ravel()]
+    assert end["train_hash"] == f"{sum(tg.slot_digest(i, stream.read(*span)) for i, span in enumerate(spans)) % 2**64:016x}"
+    tokens = shard.read_bytes()[tg.SHARD_HEADER_BYTES:][:2 * (PRESET.val_tokens + 1)]
+    assert end["val_hash"] == hashlib.sha256(tokens).hexdigest()[:16]
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (*(corpus / name for name in head["shards"]), shard)}
+    assert head["data"] == record.manifest_hash(files, list(files))
+
+
 def test_the_chain_detects_an_edit(run, tmp_path):
     run("--seed", 3)
     path = next((tmp_path / "logs").glob("*.jsonl"))
@@ -95,6 +112,15 @@ def test_clock_intervals_sum_to_the_time(run):
     assert [(v["step"], v["final"]) for v in only(log, "val")] == [(2, False), (4, False), (5, True)]
     on_the_clock = sum(s["ms_per_step"] * n for s, n in zip(only(log, "step"), (1, 1, 2, 1)))
     assert on_the_clock <= log[-1]["ms"] + 0.1, "the steps' times leave the pauses out"
+
+
+def test_the_clock_encloses_all_steps_and_the_last_exchange(corpus, tiny, tmp_path, monkeypatch):
+    seen, switch, step_of, gather = [], tg.Clock.switch, tg.Trainer.training_step, tg.Optimizer.gather
+    monkeypatch.setattr(tg.Clock, "switch", lambda clock, reason: (switch(clock, reason), seen.append(reason)))
+    monkeypatch.setattr(tg.Trainer, "training_step", lambda trainer, *a: (trainer.warm and seen.append("step"), step_of(trainer, *a))[1])
+    monkeypatch.setattr(tg.Optimizer, "gather", lambda optimizer: (seen.append("gather"), gather(optimizer)))
+    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path)]) == 0
+    assert seen == ["training", *["step"] * PRESET.steps, "gather", None]
 
 
 def test_the_clock(monkeypatch):
