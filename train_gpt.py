@@ -2692,13 +2692,13 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
             if any(shares := averaging(preset, step)):
                 trainer.optimizer.average(*shares)
             ranks.beat(f"step {step + 1}")
-            last_of_stage = step + 1 == options.steps or stage_index(preset, step + 1) != index
-            if (step + 1) % preset.log_every_steps == 0 or step == 0 or last_of_stage:
+            validates = options.val_every and (step + 1) % options.val_every == 0 and step + 1 < options.steps
+            if validates or step in (0, options.steps - 1) or (step + 1) % preset.log_every_steps == 0 or stage_index(preset, step + 1) != index:
                 meter.record(step, loss, stage)
             if options.profile and step == options.profile[1]:
                 ranks.beat("the trace", 10)
                 stop_profiler(profiler, options.profile_path, log)
-            if options.val_every and (step + 1) % options.val_every == 0 and step + 1 < options.steps:
+            if validates:
                 trainer.optimizer.gather()
                 clock.switch("validation")
                 value = trainer.validate(trainer.geometries[index])

@@ -114,6 +114,22 @@ def test_clock_intervals_sum_to_the_time(run):
     assert on_the_clock <= log[-1]["ms"] + 0.1, "the steps' times leave the pauses out"
 
 
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_a_step_takes_what_it_takes_wherever_validations_fall(run, monkeypatch, every):
+    """Steps of one second, validations of seven, by a hand-turned clock."""
+    now, step_of, validate = [100.0], tg.Trainer.training_step, tg.Trainer.validate
+
+    def later(seconds, function):
+        return lambda *arguments: (now.__setitem__(0, now[0] + seconds), function(*arguments))[1]
+
+    monkeypatch.setattr(tg.Clock, "since_start", lambda clock: now[0])
+    monkeypatch.setattr(tg.Trainer, "training_step", later(1.0, step_of))
+    monkeypatch.setattr(tg.Trainer, "validate", later(7.0, validate))
+    (log,) = run("--seed", 3, "--val-every", every).logs
+    assert [s["ms_per_step"] for s in only(log, "step")] == pytest.approx([1000.0] * len(only(log, "step")))
+    assert only(log, "step")[-1]["step"] == PRESET.steps and log[-1]["ms"] == pytest.approx(1000 * PRESET.steps)
+
+
 def test_the_clock_encloses_all_steps_and_the_last_exchange(corpus, tiny, tmp_path, monkeypatch):
     seen, switch, step_of, gather = [], tg.Clock.switch, tg.Trainer.training_step, tg.Optimizer.gather
     monkeypatch.setattr(tg.Clock, "switch", lambda clock, reason: (switch(clock, reason), seen.append(reason)))
