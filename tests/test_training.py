@@ -144,6 +144,49 @@ def plain_gradients_of(model, loss):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def plain_features(model, documents, geometry):
+    """GPT.features by its formulas, a layer at a time. Splitting heads and attention have tests of their own."""
+    def norm(x):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+    config, tokens, heads, after = model.config, documents.tokens.long(), model.config.heads, {}
+    x = x0 = norm(model.embedding[tokens])
+    ngram = model.ngram[documents.ngrams.long()].sum(1)
+    for slot, layer in enumerate(config.layers):
+        if str(slot) not in model.blocks:
+            continue
+        block = model.blocks[str(slot)]
+        if layer.skip_from is not None:
+            x = x + block.skip_weight.sigmoid() * after[layer.skip_from]
+        x = block.weights[0] * x + block.weights[1] * x0 + block.weights[2] * ngram
+        if layer.attention:
+            h, half, of = norm(x), config.gate_inputs // 2, layer.value_embedding
+            value = None if of is None else ngram if of == tg.NGRAMS else model.value_embeddings[of][tokens]
+            read = h[:, :2 * half] if value is None else torch.cat([h[:, :half], value[:, :half].detach()], dim=1)
+            gates = (read @ block.gate.to(x.dtype).T).sigmoid()
+            q, k, v = tg.split_heads_reference(h @ block.qkv.T, value, 4 * gates[:, heads:], documents.positions, geometry.cos, geometry.sin,
+                                               layer.key_offset)
+            y = tg.attention_reference(q, k, v, documents.positions, geometry.windows[layer.window], geometry.scale)
+            x = x + ((block.weights[3].abs() * gates[:, :heads])[:, :, None] * y).flatten(1) @ block.out
+        if layer.mlp:
+            x = x + (norm(x) @ block.up.T).relu().square() @ block.down
+        after[slot] = x
+    return norm(x)
+
+
+def test_features_and_gradients_by_their_formulas(tiny):
+    documents, geometry = packed(pieces_of([20, 12], np.random.default_rng(4))), geometry_of(DOUBLE, 20, (3, 9))
+    found, want = random_model(DOUBLE), random_model(DOUBLE)
+    features = found.features(documents, geometry), plain_features(want, documents, geometry)
+    assert relative(*features) < 1e-12
+    weights = torch.randn(features[0].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found = plain_gradients_of(found, (features[0] * weights).sum())
+    (features[1] * weights).sum().backward()
+    for name, parameter in want.named_parameters():
+        if name not in ("head", "pointer"):
+            assert relative(found[name], parameter.grad) < 1e-6, name  # gates and scalars, and their gradients, are float32
+
+
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="step {}".format)
 def plain_gradients(corpus, request):
     """A step, and the mean over its slots of each slot's summed loss by plain autograd, one slot at a time in float64: several
