@@ -204,7 +204,7 @@ def leaderboard_row(folder: Folder, first_with: dict[str, str], records: str) ->
         time = gain(folder)
         note = f"{time.difference / 1e3:+.3f} s ({100 * time.difference / record['means']['b']['ms']:+.2f} %) against {record['parent']}"
     else:
-        note = "first" + (f"; above the target of {folder.track.target_loss}" if mean["loss"] > (folder.track.target_loss or math.inf) else "")
+        note = "no parent" + (f"; above the target of {folder.track.target_loss}" if mean["loss"] > (folder.track.target_loss or math.inf) else "")
     name = folder.path.name
     return f"| {record['date']} | [{name.partition('_')[2]}]({records}{name}/) | {mean['ms'] / 1e3:.2f} | {mean['loss']:.4f} | {len(record['plan']['seeds'])} " \
            f"| {hardware(folder.runs('a')[0])} | {record['kind']} | {note} |"

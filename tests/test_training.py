@@ -174,6 +174,20 @@ def plain_features(model, documents, geometry):
     return norm(x)
 
 
+def test_initial_weights(tiny):
+    """As the records have them: of each layer what it adds starts at nothing, but for the mixes."""
+    model = tg.GPT(replace(DOUBLE, width=128, heads=8, mlp_width=256), tg.select_ops(CPU), CPU)
+    model.reset(0)
+    spread = {"qkv": 0.5 * 128 ** -0.5, "up": 0.5 * 128 ** -0.5, "embedding": 1.0, "value_embeddings": 0.01, "head": 0.005, "pointer": 0.5 * 128 ** -0.5}
+    for path, parameter in model.named_parameters():
+        name, values = next(part for part in reversed(path.split(".")) if not part.isdigit()), parameter.detach()
+        if name in spread:
+            assert float(values.std()) == pytest.approx(spread[name], rel=0.03), path
+            assert name not in ("qkv", "up") or float(values.abs().max()) <= 3 ** 0.5 * spread[name], path
+        else:
+            assert values.equal(torch.tensor({"weights": (1.1, 0.0, 0.1, 0.5), "skip_weight": -1.5}.get(name, 0.0)).expand_as(values)), path
+
+
 def test_features_and_gradients_by_their_formulas(tiny):
     documents, geometry = packed(pieces_of([20, 12], np.random.default_rng(4))), geometry_of(DOUBLE, 20, (3, 9))
     found, want = random_model(DOUBLE), random_model(DOUBLE)
