@@ -364,6 +364,18 @@ def test_a_model_ruined_by_the_last_step_fails_too(run, monkeypatch):
     assert result.code == 3 and result.logs[0][-1]["state"].startswith("failed")
 
 
+def test_a_broken_device_does_not_end_the_watchdog(monkeypatch):
+    def query():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    ended = threading.Event()
+    monkeypatch.setattr(tg.os, "_exit", lambda code: ended.set())
+    watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.2, lambda text: None)
+    watchdog.events.append(types.SimpleNamespace(query=query))
+    assert ended.wait(20)
+    watchdog.done.set()
+
+
 def test_a_crash_is_logged(run, monkeypatch, tmp_path):
     def crash(trainer):
         raise RuntimeError("a bug")
@@ -446,6 +458,22 @@ def edit(change):
         change(content)
         torch.save(content, path)
     return fault
+
+
+def test_whole_numbers_in_the_softcap(saved):
+    """As a fork may write them; JSON keeps them whole."""
+    path, _ = saved
+    content = torch.load(path)
+    torch.save(content | {"model": json.dumps(json.loads(content["model"]) | {"softcap": [30, 5, 7.5]})}, path)
+    assert tg.load_model(path, CPU)[0].config.softcap == (30, 5, 7.5)
+
+
+@pytest.mark.parametrize("name", tg.PRESETS)
+def test_saving_asks_for_the_room_that_it_takes(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(tg, "check_folder", lambda folder, needed_mb: needed_mb)
+    model = tg.PRESETS[name].model
+    size = sum(p.nbytes for p in tg.GPT(model, tg.select_ops(CPU), torch.device("meta")).parameters()) / 1e6
+    assert size < tg.check_model_file(tmp_path / "m.pt", model) < size + 1100
 
 
 BAD_MODELS = {  # the fault, and what the message tells of it
