@@ -453,7 +453,8 @@ def change_end(events, **fields):
     ("settings", lambda e: e[0].update(script="0" * 64)),
     ("settings", lambda e: e[0]["preset"].update(val_tokens=8192)),
     ("settings", lambda e: e[0]["settings"].update(log_dir="elsewhere")),
-    *(("machine", lambda e, name=name: e[0].update({name: "other"})) for name in ("machine", "gpus", "device", "world", "torch", "triton", "cuda", "driver", "python")),
+    *(("machine", lambda e, name=name: e[0].update({name: "other"}))
+      for name in ("machine", "gpus", "device", "world", "torch", "triton", "cuda", "driver", "python")),
     ("order", lambda e: e[0].update(started="0")),
     ("order", lambda e: e[0].pop("started")),
 ])
