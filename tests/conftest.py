@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background deaf to it, and so would be all that tests start
 
 
 @pytest.fixture(scope="session")
