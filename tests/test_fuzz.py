@@ -1,12 +1,14 @@
 """Shards, logs and records are untrusted: 10,000 damaged ones, each read or refused by the designed error, and nothing else.
 
-Cases are drawn from a fixed seed, so a failure repeats; its message has the bytes.
+Cases are drawn from a fixed seed, so a failure repeats; its message has the bytes. A case is one draw of hypothesis, the seed of what it holds: ten draws
+a case would take most of the time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 
 import numpy as np
@@ -23,6 +25,21 @@ import record  # noqa: E402
 import runlog  # noqa: E402
 
 
+def made(make):
+    """What make(random.Random) makes of any seed."""
+    return st.randoms(use_true_random=True).map(make)
+
+
+def some(random, choices, most):
+    """Up to `most` of the choices, any of them more than once."""
+    return random.choices(choices, k=random.randint(0, most))
+
+
+def cut(random, raw, ends):
+    """In a third of all cases cut somewhere; then perhaps an odd end."""
+    return raw[:random.choice((None, None, random.randint(0, len(raw))))] + random.choice(ends)
+
+
 def cases(count):
     return settings(max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -33,19 +50,18 @@ def path(tmp_path_factory):
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
-INT32 = st.one_of(st.integers(-3, 60), st.sampled_from([2**31 - 1, -2**31, 2**30, tg.SHARD_MAGIC, VOCABULARY]), st.integers(-2**31, 2**31 - 1))
-TOKENS = st.lists(st.sampled_from([BOS, BOS, 0, 1, VOCABULARY - 1, VOCABULARY, 65535]), max_size=60)
+def int32(random):
+    return random.choice((random.randint(-3, 60), random.choice((2**31 - 1, -2**31, 2**30, tg.SHARD_MAGIC, VOCABULARY)), random.randint(-2**31, 2**31 - 1)))
 
 
-@st.composite
-def shards(draw):
+def shard(random):
     """Mostly almost right: a header of which some words are changed, tokens, then perhaps a cut or an odd byte."""
-    tokens = draw(TOKENS)
+    tokens = some(random, random.choice(([BOS, 0, 1, VOCABULARY - 1], [BOS, 1, VOCABULARY, 65535], [0, 1])), 60)
     words = [tg.SHARD_MAGIC, tg.SHARD_VERSION, len(tokens)]
-    for place in draw(st.lists(st.integers(0, 2), max_size=2)):
-        words[place] = draw(INT32)
+    for place in some(random, range(3), 2):
+        words[place] = int32(random)
     raw = np.array(words + [0] * 253, dtype="<i4").tobytes() + np.array(tokens, dtype="<u2").tobytes()
-    return raw[:draw(st.one_of(st.none(), st.none(), st.integers(0, len(raw))))] + draw(st.sampled_from([b"", b"", b"\0", b"\xff\xff"]))
+    return cut(random, raw, (b"", b"", b"\0", b"\xff\xff"))
 
 
 def judged(read, error):
@@ -58,7 +74,7 @@ def judged(read, error):
 
 
 @cases(4000)
-@given(shards())
+@given(made(shard))
 def test_the_trainer_reads_or_refuses_any_shard(path, raw):
     path.write_bytes(raw)
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +89,7 @@ def test_the_trainer_reads_or_refuses_any_shard(path, raw):
 
 
 @cases(1000)
-@given(shards(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([None, 1, 4, 40]))
+@given(made(shard), st.integers(1, 4), st.integers(1, 3), st.sampled_from([None, 1, 4, 40]))
 def test_batches_from_any_shard(path, raw, slot_tokens, steps, candidates):
     """The stream and every batch of it, which hold its tokens in their order, or the error."""
     path.write_bytes(raw)
@@ -91,7 +107,7 @@ def test_batches_from_any_shard(path, raw, slot_tokens, steps, candidates):
 
 
 @cases(1000)
-@given(shards())
+@given(made(shard))
 def test_the_data_tool_reads_or_refuses_any_shard(path, raw):
     path.write_bytes(raw)
     found = judged(lambda: fineweb.scan_shard(path), fineweb.DataError)
@@ -99,7 +115,19 @@ def test_the_data_tool_reads_or_refuses_any_shard(path, raw):
 
 
 # ---- logs and records ------------------------------------------------------------------------------------------------
-JSON = st.one_of(st.integers(), st.floats(), st.sampled_from([None, True, -1, 10**400, "", "5", "\0\ud800", [], [[]], [None, 1], {}, {"stages": 1}, {"stages": [{}]}]))
+def json_value(random):
+    odd = None, True, -1, 10**400, math.nan, -math.inf, 1e308, "", "5", "\0\ud800", [], [[]], [None, 1], {}, {"stages": 1}, {"stages": [{}]}
+    return random.choice((random.randint(-2**70, 2**70), random.gauss(0, 1e3), random.choice(odd)))
+
+
+def changed(random, event):
+    """Up to two fields changed, up to one gone."""
+    event = event | {key: json_value(random) for key in some(random, list(event), 2)}
+    for key in some(random, list(event), 1):
+        event.pop(key)
+    return event
+
+
 EVENTS = {
     "head": {"preset": {"name": "tiny", "stages": [{"steps": 2}]}, "world": 1, "gpus": []},
     "stage": {"step": 0, "batch_tokens": 512, "short_window_tokens": 8, "long_window_tokens": 16},
@@ -110,48 +138,32 @@ EVENTS = {
 }
 
 
-@st.composite
-def logs(draw):
+def log(random):
     """Events in any order, with fields changed or gone, under a good chain, so that every reader behind it is reached; or cut."""
     rows, chain = [], ""
-    for kind in draw(st.lists(st.sampled_from(list(EVENTS)), max_size=5)):
-        event = {"kind": kind, **EVENTS[kind]}
-        for key in draw(st.lists(st.sampled_from(list(event)), max_size=2)):
-            event[key] = draw(JSON)
-        for key in draw(st.lists(st.sampled_from(list(event)), max_size=1)):
-            event.pop(key)
-        body = json.dumps(event)
+    for kind in some(random, list(EVENTS), 5):
+        body = json.dumps(changed(random, {"kind": kind, **EVENTS[kind]}))
         chain = runlog.sha256(chain + body)[:16]
         rows.append(f'{body[:-1]}, "chain": "{chain}"}}\n')
-    raw = "".join(rows).encode()
-    return raw[:draw(st.one_of(st.none(), st.none(), st.integers(0, len(raw))))] + draw(st.sampled_from([b"", b"", b"\xff{", b"[" * 3000]))
+    return cut(random, "".join(rows).encode(), (b"", b"", b"\xff{", b"[" * 3000))
 
 
 @cases(3000)
-@given(logs())
+@given(made(log))
 def test_any_log_is_read(path, raw):
     """Whatever it holds, a log is a run: complete, incomplete or broken. Only a good chain is not broken."""
-    log = path.with_name("run.jsonl")
-    log.write_bytes(raw)
-    run = runlog.read_run(log)
+    file = path.with_name("run.jsonl")
+    file.write_bytes(raw)
+    run = runlog.read_run(file)
     assert isinstance(run, runlog.Run) and run.ok in (True, False)
     assert run.broken is not None or raw == b"" or raw.endswith(b'"}\n')
 
 
-@pytest.fixture(scope="module")
-def good_record():
-    return json.loads(next(ROOT.glob("records/*/record.json")).read_text())
+GOOD_RECORD = json.loads(next(ROOT.glob("records/*/record.json")).read_text())
 
 
 @cases(1000)
-@given(st.data())
-def test_any_record_is_read_or_refused(path, good_record, data):
-    changed = dict(good_record)
-    for key in data.draw(st.lists(st.sampled_from(list(good_record)), max_size=2)):
-        changed[key] = data.draw(JSON)
-    for key in data.draw(st.lists(st.sampled_from(list(changed)), max_size=1)):
-        changed.pop(key)
-    raw = json.dumps(changed).encode()
-    cut = data.draw(st.one_of(st.none(), st.none(), st.integers(0, len(raw))))
-    (path.parent / "record.json").write_bytes(raw[:cut] + data.draw(st.sampled_from([b"", b"", b"\xff", b"[" * 3000])))
+@given(made(lambda random: cut(random, json.dumps(changed(random, GOOD_RECORD)).encode(), (b"", b"", b"\xff", b"[" * 3000))))
+def test_any_record_is_read_or_refused(path, raw):
+    (path.parent / "record.json").write_bytes(raw)
     judged(lambda: record.load(path.parent), record.Failure if hasattr(record, "Failure") else runlog.Failure)

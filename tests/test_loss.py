@@ -277,7 +277,7 @@ def test_row_losses_keep_nan():
 
 @pytest.mark.parametrize("pointer", [False, True])
 @pytest.mark.parametrize("K", [1, 2, 3])
-@pytest.mark.parametrize("T, V, sampled", [(7, 131, False), (1, 2, False), (128, 64, False), (9, 513, True), (130, 70, True)])
+@pytest.mark.parametrize("T, V, sampled", [(7, 131, False), (1, 2, False), (16, 512, False), (9, 513, True), (18, 70, True)])
 def test_head_grad(T, V, sampled, K, pointer):
     """In float32, scaled by the factor, with targets of either width."""
     cap = CAPS[K % 2]
@@ -293,7 +293,7 @@ def test_head_grad(T, V, sampled, K, pointer):
 
 @each_head
 def test_head_grad_fp8(kind):
-    logits, targets, vocabulary = make_rows(66, 131, kind["K"], "sampled" in kind, dtype=torch.bfloat16, pointer="pointer" in kind)
+    logits, targets, vocabulary = make_rows(18, 131, kind["K"], "sampled" in kind, dtype=torch.bfloat16, pointer="pointer" in kind)
     _, _, want, *_ = exact_rows(logits, targets, CAPS[0], vocabulary)
     _, *rows = tg.row_losses(logits, targets, vocabulary, CAPS[0])
     scale = tg.HeadScales().grad
@@ -339,7 +339,7 @@ def run_head(apply, x, weight, targets, scale=1.0):
 
 
 @each_head
-@pytest.mark.parametrize("T, V, D", [(66, 131, 24), (132, 70, 5), (6, 64, 16)])
+@pytest.mark.parametrize("T, V, D", [(18, 131, 24), (24, 70, 5), (6, 64, 16)])
 def test_head_loss(T, V, D, kind):
     head, cap = make_head(T, V, D, **kind), CAPS[T % 4 > 0]
     got, want = run_head(head_loss(cap), *head), exact_head(*head, cap)
@@ -355,7 +355,7 @@ def test_one_token():
 @each_head
 def test_half_precision(kind):
     """Logits below 4 round by 2^-10, which the softcap passes on by less than 1; gradients and results by 2^-11."""
-    head = make_head(66, 131, 24, torch.float16, **kind)
+    head = make_head(18, 131, 24, torch.float16, **kind)
     got, want = run_head(head_loss(), *head), exact_head(*head, CAPS[0])
     assert [tensor.dtype for tensor in got] == [torch.float32, torch.float16, torch.float16, torch.float32][:len(got)]
     assert max(map(relative, got, want)) < 2.0 ** -9
@@ -395,8 +395,8 @@ def fp8_model(x, weight, targets, cap, scales):
 
 @each_cap
 @pytest.mark.parametrize("T, V, D, kind", [
-    (32, 160, 48, dict(K=1)), (144, 208, 64, dict(K=3)), (96, 208, 64, dict(K=1, pointer=True)),
-    (96, 208, 64, dict(K=2, sampled=(3, 112), pointer=True)),
+    (32, 160, 48, dict(K=1)), (48, 208, 64, dict(K=3)), (32, 208, 64, dict(K=1, pointer=True)),
+    (48, 208, 64, dict(K=2, sampled=(3, 112), pointer=True)),
     *(pytest.param(T, 50304, 768, kind, marks=[pytest.mark.gpu, full_size]) for T, kind in (
         (16_384, dict(K=3)), (49_152, dict(K=1)), (16_384, dict(K=3, sampled=(2, 8192))), (49_152, dict(K=2, sampled=(2, 24_576))),
         (16_384, dict(K=1, pointer=True)), (16_384, dict(K=3, sampled=(2, 8192), pointer=True))))])
@@ -457,12 +457,12 @@ def test_eval(chunk_rows, pointer):
 @pytest.mark.parametrize("K", [1, 3])
 def test_all_candidates_are_the_full_softmax(K, certain):
     """The whole vocabulary as candidates, in any order and however many of them are certain."""
-    x, weight, full = make_head(66, 131, 24, K=K)
+    x, weight, full = make_head(18, 131, 24, K=K)
     full = full._replace(columns=torch.where(full.columns < certain, full.columns, 0))
     order = torch.randperm(131, generator=torch.Generator().manual_seed(1))
     ids = torch.cat([torch.arange(certain), order[order >= certain]]).to(DEVICE, torch.int32)[None].repeat(2, 1)
     sampled = full._replace(candidates=ids, certain=torch.full((2,), certain, dtype=torch.int32, device=DEVICE))
-    full = full._replace(positions=torch.arange(66, dtype=torch.int32, device=DEVICE) % 33)
+    full = full._replace(positions=torch.arange(18, dtype=torch.int32, device=DEVICE) % 9)
     sampled = sampled._replace(positions=full.positions)
     want = exact_head(x, weight, full, CAPS[0])
     for apply in (head_loss(), tg.head_loss_reference):
@@ -528,7 +528,7 @@ def embedding_grad(grad, lookup, dense, add=False):
 def token_cases():
     """name: (tokens, vocab_rows)."""
     rng, run = np.random.default_rng(0), tg.RUN
-    common = np.where(rng.random(500) < 0.6, 11, rng.integers(0, 40, 500))
+    common = np.where(rng.random(300) < 0.6, 11, rng.integers(0, 40, 300))
     return {
         "repetitive": (common, 41), "one id": (np.full(7 * run + 3, 2), 4), "single": (np.array([3]), 4),
         "fewer than a run": (rng.integers(0, 3, run - 1), 3), "distinct": (rng.permutation(90), 90),
@@ -553,15 +553,14 @@ def test_sort_ids(name):
     assert starts[0] == 0 and starts[-1] == len(tokens) == len(order)
 
 
-@pytest.mark.parametrize("D", [5, 24])
 @pytest.mark.parametrize("name", token_cases())
-def test_embedding_grad(name, D):
+def test_embedding_grad(name, D=24):
     ids, order, starts = lookup = embedding_inputs(name)
     grad = guarded(torch.randn(len(ids), D, generator=torch.Generator().manual_seed(D)))
     run = lambda: embedding_grad(grad, lookup, grad.new_full((len(starts) - 1, D), torch.nan))  # noqa: E731
     got, want = run(), tg.embedding_grad_reference(grad.double(), ids, len(starts) - 1)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    assert torch.equal(got, run())
+    assert INTERPRETED or torch.equal(got, run()), "bitwise repeatable"
     empty = starts.diff() == 0
     assert (got[empty] == 0).all()
     before = guarded(torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).index_fill(0, empty.nonzero()[:1, 0].cpu(), torch.nan))
@@ -632,13 +631,13 @@ def test_groups(name):
 def sparse_steps():
     """name: (rows, the ids [T, 2] of each step). Rows pause for a step or more; row 0 and the last occur and do not."""
     random, run = np.random.default_rng(0), tg.RUN
-    common = np.where(random.random((700, 2)) < 0.6, 7, random.integers(0, 90, (700, 2)))
+    common = np.where(random.random((200, 2)) < 0.6, 7, random.integers(0, 90, (200, 2)))
     return {
         "few": (30, [random.integers(0, 30, (12, 2)) for _ in range(6)]), "one token": (5, [np.array([[4, 0]]), np.array([[1, 4]]), np.array([[4, 4]])]),
-        "gaps": (300, [random.integers(300 * (step % 2) // 2, 150 + 150 * (step % 2), (90, 2)) for step in range(5)]),
+        "gaps": (60, [random.integers(60 * (step % 2) // 2, 30 + 30 * (step % 2), (24, 2)) for step in range(5)]),
         "one row only": (3, [np.full((5 * run + 3, 2), 1), np.full((run // 2, 2), 2), np.full((run // 2 + 1, 2), 1)]),
-        "distinct": (400, [random.permutation(400)[:200].reshape(100, 2) for _ in range(2)]),
-        "thousands of one": (90, [common, np.where(random.random((1200, 2)) < 0.95, 7, 8)]),
+        "distinct": (200, [random.permutation(200)[:100].reshape(50, 2) for _ in range(2)]),
+        "hundreds of one": (90, [common, np.where(random.random((300, 2)) < 0.95, 7, 8)]),
     }
 
 
@@ -655,11 +654,12 @@ def test_sparse_adam(update, name):
     for step, ids in enumerate(steps, 1):
         grad, read = guarded(torch.randn(len(ids), D, generator=generator) * 10.0 ** -step), on_device(ids)
         rate, shrink = 0.1 / step, 0.3 * (step % 2)
-        again = [x.clone() for x in (weights, square, last)]
+        again = weights.clone(), square.clone(), last.clone()
         numbers = [torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in (step, rate, shrink)]
-        for state in ([weights, square, last], again):
-            update(grad, tg.group_ids(read), *state, *numbers, beta2, epsilon, scale)
-        assert all(torch.equal(a, b) for a, b in zip((weights, square, last), again)), "bitwise repeatable"
+        update(grad, tg.group_ids(read), weights, square, last, *numbers, beta2, epsilon, scale)
+        if not INTERPRETED:
+            update(grad, tg.group_ids(read), *again, *numbers, beta2, epsilon, scale)
+            assert all(torch.equal(a, b) for a, b in zip((weights, square, last), again)), "bitwise repeatable"
         g = scale * tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), read.flatten(), rows)
         moment = beta2 * moment + (1 - beta2) * g.square().mean(1)
         move = rate * g / (moment.sqrt() + epsilon)[:, None]

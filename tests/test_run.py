@@ -414,12 +414,22 @@ class Stub:
         return " ".join(map(str, ids))
 
 
+@pytest.fixture(scope="module")
+def kept():
+    """What one training has left for all tests of saved models."""
+    return {}
+
+
 @pytest.fixture
-def saved(run, tmp_path):
+def saved(kept, run, tmp_path):
+    """A saved model, which a test may change, and the log of its training."""
     path = tmp_path / "model.pt"
-    result = run("--seed", 3, "--save", path)
-    assert result.code == 0
-    return path, result.logs[0]
+    if not kept:
+        result = run("--seed", 3, "--save", path)
+        assert result.code == 0
+        kept |= {"model": path.read_bytes(), "log": result.logs[0]}
+    path.write_bytes(kept["model"])
+    return path, kept["log"]
 
 
 def test_a_saved_model_evaluates_to_its_loss(saved, corpus, capsys):
