@@ -39,7 +39,7 @@ TRACKS = {
     "speedrun": Track("speedrun", "fineweb", "data/fineweb10B", 900_000_000, 10_485_760, 3.28, 0.01, 2, 8),
     "sprint-fineweb": Track("sprint", "fineweb", "data/fineweb10B", 100_000_000, 2_097_152, None, None, 3, 3),
     "sprint-webtext": Track("sprint", "webtext", "data/webtext", 100_000_000, 2_097_152, 3.22, None, 3, 3),
-    "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 16_384, None, None, 1, 2, practice=True),
+    "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 8192, None, None, 1, 2, practice=True),
 }
 
 
