@@ -2606,8 +2606,9 @@ class RunOptions(NamedTuple):
 
 class Meter:
     """Losses and times of the logged steps, read back one log interval later, when the device has surely finished them."""
-    def __init__(self, log: RunLog, trainer: Trainer):
-        self.log, self.trainer, self.cuda = log, trainer, trainer.ranks.device.type == "cuda"
+    def __init__(self, log: RunLog, trainer: Trainer, total_steps: int):
+        self.log, self.trainer, self.cuda, self.total_steps = log, trainer, trainer.ranks.device.type == "cuda", total_steps
+        self.total_tokens = sum([stage.batch_tokens for stage in trainer.preset.stages for _ in range(stage.steps)][:total_steps])
         self.pending: tuple | None = None
         self.tokens, self.last_step, self.last = 0, 0, self.now()  # `last`: the start of the interval, which a pause of the clock moves
 
@@ -2631,13 +2632,12 @@ class Meter:
         if self.cuda:
             after.synchronize()
         elapsed = before.elapsed_time(after) if self.cuda else after - before
-        loss, per_step, total = float(host[0]) / stage.batch_tokens, elapsed / steps, self.trainer.preset.steps
-        all_tokens = sum(s.steps * s.batch_tokens for s in self.trainer.preset.stages)
-        left_s = elapsed / 1e3 * (all_tokens - tokens) / (steps * stage.batch_tokens)
-        bar = f"[{'#' * (40 * tokens // all_tokens):40}] {tokens / all_tokens:4.0%}, {left_s:.0f} s left"
+        loss, per_step, share = float(host[0]) / stage.batch_tokens, elapsed / steps, tokens / self.total_tokens
+        left_s = elapsed / 1e3 * (self.total_tokens - tokens) / (steps * stage.batch_tokens)
+        bar = f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left"
         self.log.line("step", step=step, train_loss=round(loss, 6), tokens=tokens, ms_per_step=round(per_step, 3))
-        self.log.say(f"step {step:5d}/{total}   train loss {loss:7.4f}   {per_step:8.2f} ms/step   {stage.batch_tokens / per_step:6.1f} tokens/ms"
-                     f"   {left_s:6.1f} s left", bar)
+        self.log.say(f"step {step:5d}/{self.total_steps}   train loss {loss:7.4f}   {per_step:8.2f} ms/step   "
+                     f"{stage.batch_tokens / per_step:6.1f} tokens/ms   {left_s:6.1f} s left", bar)
         if not math.isfinite(loss):
             fail("training loss", "a finite number", f"{loss} at step {step}", "lower the learning rate or report this seed", EXIT_NUMERICS)
         if host[1]:
@@ -2656,11 +2656,11 @@ def peak_memory_mib(ranks: Ranks) -> int | None:
 def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> None:
     """Write the Chrome trace; say how busy the device was and the ten largest kernels."""
     profiler.stop()  # waits for the device
-    path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
     if not path.exists():  # torch says nothing
-        path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
-        log.say(f"trace: expected to write {path}, found no room; fix: free that folder")
+        with contextlib.suppress(OSError):
+            path.with_name(f"{path.name}.tmp").unlink()
+        log.say(f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
     spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events()
                    if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation)
     log.say(profiler.key_averages().table(sort_by="self_device_time_total" if spans else "self_cpu_time_total", row_limit=10))
@@ -2676,7 +2676,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
     items = training_batches(trainer.stream, preset.stages, trainer.micro_slots, preset.model, ranks)
     clock.intervals.clear()
     clock.switch("training")
-    meter = Meter(log, trainer)
+    meter = Meter(log, trainer, options.steps)
     with contextlib.closing(prefetched(items)) as batches:
         for step in range(options.steps):
             if options.profile and step == options.profile[0]:
@@ -2703,7 +2703,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
                 clock.switch("validation")
                 value = trainer.validate(trainer.geometries[index])
                 log.line("val", step=step + 1, loss=round(value, 6), final=False)
-                log.say(f"step {step + 1:5d}/{preset.steps}   val loss {value:.4f} (windows of the moment)")
+                log.say(f"step {step + 1:5d}/{options.steps}   val loss {value:.4f} (windows of the moment)")
                 clock.switch("training")
                 meter.last = meter.now()
         trainer.optimizer.gather()
@@ -2856,7 +2856,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     def within(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
         def number(text: str) -> Any:
             if not least <= (value := kind(text)) <= most:
-                raise ValueError
+                raise argparse.ArgumentTypeError(f"expected a number from {least} to {most}, found {text}")
             return value
         return number
 
