@@ -136,7 +136,7 @@ class AdamRule:
 class OptimizerConfig:
     muon_learning_rate: float = 0.023
     muon_weight_decay: float = 1.2  # cautious, times the rate twice: it fades with the square of the schedule
-    muon_momentum: tuple[float, float] = (0.85, 0.95)  # warmed up from the first to the second, cooled down again at the end
+    muon_momentum: tuple[float, float] = (0.85, 0.93)  # warmed up from the first to the second, cooled down again at the end
     momentum_warmup_steps: int = 300
     momentum_cooldown_steps: int = 50
     second_moment_decay: float | None = 0.95  # None: plain Muon, the baseline arm
@@ -151,10 +151,10 @@ class OptimizerConfig:
     averaged_share: float = 0.5  # of the final weights
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
         ("attention", MuonRule(2.0)), ("pointer", MuonRule(2.0)), ("mlp_up", MuonRule(2.0)), ("mlp_down", MuonRule(4.0)),
-        ("embedding", AdamRule(75.0, (0.65, 0.95), sharded=True)),
-        ("value_embedding", AdamRule(75.0, (0.75, 0.95), decay=0.025, sharded=True)),
+        ("embedding", AdamRule(75.0, (0.65, 0.98), sharded=True)),
+        ("value_embedding", AdamRule(75.0, (0.75, 0.98), decay=0.025, sharded=True)),
         ("ngram", AdamRule(20.0, (0.0, 0.95), sparse=True)),
-        ("head", AdamRule(1.0, (0.5, 0.95), decay=0.75, sharded=True)),
+        ("head", AdamRule(1.0, (0.5, 0.98), decay=0.75, sharded=True)),
         ("scalar", AdamRule(5.0, (0.9, 0.99))), ("gate", AdamRule(1.0, (0.9, 0.99))),
     )
 
@@ -224,7 +224,7 @@ def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens
                  cap_tokens: int, candidates: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
     """Batches, windows and rates grow by stage (record 46) while the second and third next token fade as targets (53); then the extension (35)."""
     windows = (128, 384), (384, 896), (640, 1408)
-    targets = ((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), ((1.0, 0.5), (1.0, 0.0)), ((1.0,), (1.0,))
+    targets = ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)), ((1.0, 0.3), (1.0, 0.0)), ((1.0,), (1.0,))
     return (*(Stage(n, batch, cap_tokens, *window, rate, target, drawn)
               for n, batch, window, rate, target, drawn in zip(steps, batch_tokens, windows, rates, targets, candidates)),
             Stage(extension_steps, batch_tokens[-1], cap_tokens, 768, 1664, rates[-1], candidates=candidates[-1], extension=True))

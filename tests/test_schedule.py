@@ -140,10 +140,10 @@ def test_step_rates():
     assert tg.step_rates(LONG, 1)["table"] == pytest.approx(0.6 * math.sqrt(1 - 0.95 ** 2) / (1 - 0.65 ** 2))
 
 
-@pytest.mark.parametrize("step, weights", [(0, [1, 0.5, 0.25]), (1, [1, 0.5, 0.25 * 706 / 707]), (706, [1, 0.5, 0.25 / 707]), (707, [1, 0.5]),
-                                           (1413, [1, 0.5 / 707]), (1414, [1]), (2119, [1]), (2120, [1]), (2159, [1])])
+@pytest.mark.parametrize("step, weights", [(0, [1, 0.5, 0.25]), (1, [1, 0.5 - 0.2 / 707, 0.25 * 706 / 707]), (706, [1, 0.3 + 0.2 / 707, 0.25 / 707]),
+                                           (707, [1, 0.3]), (1413, [1, 0.3 / 707]), (1414, [1]), (2119, [1]), (2120, [1]), (2159, [1])])
 def test_target_weights(step, weights):
-    """The third token ahead fades in the first stage, the second in the second; a stage begins where the one before would have ended."""
+    """The third token ahead fades in the first stage, the second in the first two; a stage begins where the one before would have ended."""
     assert tg.target_weights(LONG, step) == pytest.approx(weights, abs=1e-9)
 
 
