@@ -700,8 +700,7 @@ def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
     return (X / (safety * norm).clamp_min(torch.finfo(X.dtype).tiny).to(X.dtype)).to(dtype)
 
 def aol_scale(X: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """diag(s) X and its Gram matrix diag(s) G diag(s), where G = X X^T [..., n, n] and s_i = (sum_j |G_ij|)^-1/2. So the Gram of the scaled matrix
-    costs no product. s_i s_j is formed first: it keeps the result exactly symmetric."""
+    """diag(s) X and its Gram matrix, diag(s) G diag(s): G = X X^T [..., n, n], s_i = (sum_j |G_ij|)^-1/2; s_i s_j first, which keeps it symmetric."""
     wide = torch.promote_types(X.dtype, torch.float32)
     s = torch.linalg.vector_norm(G, ord=1, dim=-1, keepdim=True, dtype=wide).clamp_min(torch.finfo(wide).tiny).rsqrt()
     return (X * s).to(X.dtype), (G * (s * s.mT)).to(G.dtype)
@@ -1051,13 +1050,14 @@ def _e5m2_bits(x, PTX: tl.constexpr):
 
 @jit
 def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out_t [C, R] = in [R, C] * inverse_scale, saturated at +-LIMIT; out, if given: the same, [R, C]. 128 rows of bytes are whole lines of out_t."""
+    """out_t [C, R] = in [R, C] * inverse_scale, saturated at +-LIMIT, if given; out, if given: the same, [R, C]. 128 rows: whole lines of out_t."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
-    tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
-    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_t_ptr.dtype.element_ty)
+    tile = tl.load(in_ptr + offsets, inside, other=0)
+    if LIMIT is not None:
+        tile = tl.clamp(tile.to(tl.float32) * inverse_scale, -LIMIT, LIMIT).to(out_t_ptr.dtype.element_ty)
     if out_ptr is not None:
         tl.store(out_ptr + offsets, tile, inside)
     tl.store(out_t_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
@@ -1069,7 +1069,7 @@ def transposed(matrix):
     """A contiguous transposed copy [C, R] of a contiguous FP8 matrix [R, C], byte by byte; to compute the head's gradient twice is dearer."""
     R, C = matrix.shape
     out, shape = matrix.new_empty(C, R), dict(ROWS=128, COLS=128)
-    _quantize_kernel[_tiles(R, C, shape)](matrix.view(torch.int8), None, out.view(torch.int8), R, C, 1.0, LIMIT=128.0, **shape, num_warps=8)
+    _quantize_kernel[_tiles(R, C, shape)](matrix.view(torch.int8), None, out.view(torch.int8), R, C, 1.0, LIMIT=None, **shape, num_warps=8)
     return out
 
 def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
@@ -1237,15 +1237,13 @@ class ProjectHeads(torch.autograd.Function):
 
 # ---- head and loss ---------------------------------------------------------------------------------------------------
 @jit
-def _softcap_sigmoid(logits, shift, temperature, FAST: tl.constexpr):
-    """s = σ((logit + shift) / temperature) in float32. FAST is the hardware tanh: one special-function instruction instead of two, relative error
-    2^-11, a quarter of the rounding of the bf16 logit. Two would bound the forward kernel, which otherwise memory does."""
+def _softcap_tanh(logits, shift, temperature, FAST: tl.constexpr):
+    """t = tanh((logit + shift) / 2 / temperature), float32: z = softcap / 2 · (1 + t). FAST: by hardware, to 2^-11, a quarter of bf16's rounding."""
     half = logits.to(tl.float32) * (0.5 / temperature) + shift * (0.5 / temperature)
     if FAST:
-        tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
-        return 0.5 + 0.5 * tanh
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
     else:
-        return 1.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * half))
+        return 2.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * half)) - 1.0
 
 @jit
 def _target_column(columns_ptr, positions_ptr, rows, T, AHEAD: tl.constexpr):
@@ -1258,36 +1256,37 @@ def _target_column(columns_ptr, positions_ptr, rows, T, AHEAD: tl.constexpr):
     return column
 
 @jit
-def _drawn_weight(certain_ptr, cols, V, vocabulary):
-    """How many columns of the vocabulary each column stands for, see Targets; no pointer: 1."""
-    if certain_ptr is None:
-        return tl.full(cols.shape, 1.0, tl.float32)
-    else:
-        certain = tl.load(certain_ptr)
-        return tl.where(cols < certain, 1.0, (vocabulary - certain) / tl.maximum(V - certain, 1).to(tl.float32))
+def _certain(certain_ptr, V, vocabulary):
+    """How many columns, the first, are certain, and how many of the vocabulary each other one stands for, see Targets; no pointer: all certain."""
+    certain = V if certain_ptr is None else tl.load(certain_ptr)
+    return certain, (vocabulary - certain) / tl.maximum(V - certain, 1).to(tl.float32)
 
 @jit
 def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, log_copy_ptr, loss_ptr, lse_ptr, copied_ptr, T, V, vocabulary,
                      spare, softcap, shift, temperature, K: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
-    """loss = Σ_k w_k (lse - z[target k]), lse = softcap + ln Σ exp(z - softcap), z = softcap · s(logit); one program a row. Reads 2V bytes a row,
-    once. The pointer adds e times the probability of target 0 to it; copied = e / (1 + e) is its part in the sum. Reference: head_loss_reference."""
+    """loss = Σ_k w_k (lse - z[target k]), lse = softcap + ln Σ exp(z - softcap), z = softcap / 2 · (1 + t(logit)); one program a row. Reads 2V bytes
+    a row, once. The pointer adds e times the probability of target 0; copied = e / (1 + e) is its part in the sum. Reference: head_loss_reference."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * V
-    bits = softcap * 1.4426950408889634  # the softcap in units of log 2
-    total = tl.zeros([BLOCK], tl.float32)
+    half, log2e = 0.5 * softcap, 1.4426950408889634
+    certain, drawn = _certain(certain_ptr, V, vocabulary)
+    total, certain_total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + cols, cols < V, other=0.0)
-        s = _softcap_sigmoid(logits, shift, temperature, FAST)
-        total += tl.where(cols < V, tl.exp2(bits * s - bits) * _drawn_weight(certain_ptr, cols, V, vocabulary), 0.0)
-    lse = softcap + tl.log(tl.sum(total, axis=0))
+        t = _softcap_tanh(tl.load(logits_ptr + cols, cols < V, other=0.0), shift, temperature, FAST)
+        power = tl.exp2(half * log2e * t - half * log2e)
+        if start + BLOCK > V:
+            power = tl.where(cols < V, power, 0.0)
+        total += power
+        if start < certain:  # selects only where there is something to select
+            certain_total += tl.where(cols < certain, power, 0.0)
+    lse = softcap + tl.log(drawn * tl.sum(total, axis=0) - (drawn - 1.0) * tl.sum(certain_total, axis=0))
     loss = 0.0
     for k in tl.static_range(K):
         column = _target_column(columns_ptr, positions_ptr, row, T, k)
-        picked = tl.load(logits_ptr + tl.maximum(column, 0))
-        z = softcap * _softcap_sigmoid(picked, shift, temperature, FAST)
+        z = half + half * _softcap_tanh(tl.load(logits_ptr + tl.maximum(column, 0)), shift, temperature, FAST)
         if k == 0 and log_copy_ptr is not None:
-            spare_z = softcap * _softcap_sigmoid(tl.load(logits_ptr + spare), shift, temperature, FAST)
+            spare_z = half + half * _softcap_tanh(tl.load(logits_ptr + spare), shift, temperature, FAST)
             e = tl.where(column >= 0, tl.exp(spare_z + tl.load(log_copy_ptr + row) - z), 0.0)
             z += tl.log(1.0 + e)
             tl.store(copied_ptr + row, e / (1.0 + e))
@@ -1299,27 +1298,29 @@ def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certai
 def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, lse_ptr, copied_ptr, factor_ptr, out_ptr, T, V, vocabulary,
                       spare, softcap, shift, temperature,
                       K: tl.constexpr, FAST: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """d loss / d logit = Σ_k w_k (exp(z - lse) - 1[column = target k]) · s (1 - s) · softcap / temperature, times *factor.
-    Per logit 2 bytes are read and 1 (FP8) or 2 (bf16) written. Reference: head_loss_reference."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    inside = (rows < T)[:, None] & (cols < V)[None, :]
-    offsets = rows[:, None].to(tl.int64) * V + cols[None, :]
-    lse = tl.load(lse_ptr + rows, rows < T, other=0.0)
-    s = _softcap_sigmoid(tl.load(logits_ptr + offsets, inside, other=0.0), shift, temperature, FAST)
-    probability = tl.exp2(softcap * 1.4426950408889634 * s - (lse * 1.4426950408889634)[:, None])
-    probability *= _drawn_weight(certain_ptr, cols, V, vocabulary)[None, :]
-    weight_sum, hits = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLS], tl.float32)
+    """d loss / d logit = Σ_k w_k (exp(z - lse) - 1[column = target k]) · (1 - t²) / 4 · softcap / temperature, times *factor. Targets are certain
+    columns: other programs do not look for them. Per logit 2 bytes are read, 1 (FP8) or 2 (bf16) written. Reference: head_loss_reference."""
+    first = tl.program_id(0) * COLS
+    rows, cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLS)
+    inside, offsets = (rows < T)[:, None] & (cols < V)[None, :], rows[:, None].to(tl.int64) * V + cols[None, :]
+    half, log2e, slope = 0.5 * softcap, 1.4426950408889634, 0.25 * softcap / temperature * tl.load(factor_ptr)
+    certain, drawn = _certain(certain_ptr, V, vocabulary)
+    weight_sum = tl.zeros([ROWS], tl.float32)
     for k in tl.static_range(K):
-        column = _target_column(columns_ptr, positions_ptr, rows, T, k)
-        weight = tl.load(weights_ptr + k)
-        weight_sum += tl.where(column >= 0, weight, 0.0)
-        hits += tl.where(cols[None, :] == column[:, None], weight, 0.0)
-        if k == 0 and copied_ptr is not None:  # what was copied is a hit of the spare column instead
-            moved = weight * tl.load(copied_ptr + rows, rows < T, other=0.0)[:, None]
-            hits += tl.where(cols[None, :] == spare, moved, 0.0) - tl.where(cols[None, :] == column[:, None], moved, 0.0)
-    slope = softcap / temperature * tl.load(factor_ptr)
-    grad = tl.clamp((weight_sum[:, None] * probability - hits) * (s * (slope - slope * s)), -LIMIT, LIMIT)
+        weight_sum += tl.where(_target_column(columns_ptr, positions_ptr, rows, T, k) >= 0, tl.load(weights_ptr + k), 0.0)
+    weight_sum *= slope * tl.where(first < certain, 1.0, drawn)
+    t = _softcap_tanh(tl.load(logits_ptr + offsets, inside, other=0.0), shift, temperature, FAST)
+    grad = weight_sum[:, None] * tl.exp2(half * log2e * t + (half - tl.load(lse_ptr + rows, rows < T, other=0.0))[:, None] * log2e)
+    if first < certain:
+        grad *= tl.where(cols < certain, 1.0, drawn)[None, :]
+        for k in tl.static_range(K):
+            column, weight = _target_column(columns_ptr, positions_ptr, rows, T, k), tl.zeros([ROWS], tl.float32) + slope * tl.load(weights_ptr + k)
+            if k == 0 and copied_ptr is not None:  # what was copied is a hit of the spare column instead
+                moved = weight * tl.load(copied_ptr + rows, rows < T, other=0.0)
+                grad -= tl.where(cols[None, :] == spare, moved[:, None], 0.0)
+                weight -= moved
+            grad -= tl.where(cols[None, :] == column[:, None], weight[:, None], 0.0)
+    grad = grad * (1.0 - t * t) if FAST else tl.clamp(grad * (1.0 - t * t), -LIMIT, LIMIT)  # the hardware's conversion saturates
     tl.store(out_ptr + offsets, grad.to(out_ptr.dtype.element_ty), inside)
 
 @jit
@@ -1481,8 +1482,7 @@ def _sum_rows(in_ptr, order_ptr, begin, end, D, PER: tl.constexpr, ROWS: tl.cons
 
 @jit
 def _run_sum_kernel(grad_ptr, ids_ptr, order_ptr, partial_ptr, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """partial[r] = Σ of the gradient rows of run r, the sorted positions r·RUN ... r·RUN + RUN - 1, if all hold one
-    id; other runs are never read. The comma's thousands of rows are spread over the GPU this way."""
+    """partial[r] = Σ of the gradient rows of run r, RUN sorted positions, if all hold one id: the comma's thousands spread over the GPU."""
     begin = tl.program_id(0) * RUN
     if tl.load(ids_ptr + tl.load(order_ptr + begin)) == tl.load(ids_ptr + tl.load(order_ptr + begin + RUN - 1)):
         total = _sum_rows(grad_ptr, order_ptr, begin, begin + RUN, D, PER, ROWS, BLOCK_D)

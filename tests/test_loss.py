@@ -277,9 +277,9 @@ def test_row_losses_keep_nan():
 
 @pytest.mark.parametrize("pointer", [False, True])
 @pytest.mark.parametrize("K", [1, 2, 3])
-@pytest.mark.parametrize("T, V, sampled", [(7, 131, False), (1, 2, False), (16, 512, False), (9, 513, True), (18, 70, True)])
+@pytest.mark.parametrize("T, V, sampled", [(7, 131, False), (1, 2, False), (16, 512, False), (9, 700, True), (18, 70, True)])
 def test_head_grad(T, V, sampled, K, pointer):
-    """In float32, scaled by the factor, with targets of either width."""
+    """In float32, scaled by the factor, with targets of either width. Of 700 columns the last 188 are a program without targets."""
     cap = CAPS[K % 2]
     logits, targets, vocabulary = make_rows(T, V, K, sampled, pointer=pointer)
     _, _, want, *_ = exact_rows(logits, targets, cap, vocabulary)
@@ -303,12 +303,13 @@ def test_head_grad_fp8(kind):
     assert ((g8.double() * scale - want).abs() <= 0.5 * (want.abs() * 2.0 ** -2).clamp_min(2.0 ** -16 * scale) * 1.001).all()
 
 
-def test_head_grad_saturates():
+@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="the hardware's")])])
+def test_head_grad_saturates(fast):
     logits, targets, V = make_rows(7, 131)
     _, _, want = exact_rows(logits, targets, CAPS[0], V)
     _, *rows = tg.row_losses(logits, targets, V, CAPS[0])
-    g8 = tg.head_grad(logits, targets, V, *rows, torch.tensor(1e9, device=DEVICE), CAPS[0], E5M2)
-    high = want.abs() * 1e9 > 57344
+    g8 = tg.head_grad(logits, targets, V, *rows, torch.tensor(1e9, device=DEVICE), CAPS[0], E5M2, fast)
+    high = want.abs() * 1e9 > 58000  # the hardware's tanh is right to a part in a thousand
     assert high.any() and torch.equal(g8.double()[high], 57344 * want[high].sign())
 
 
