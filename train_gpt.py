@@ -1270,17 +1270,16 @@ def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certai
     logits_ptr += row.to(tl.int64) * V
     half, log2e = 0.5 * softcap, 1.4426950408889634
     certain, drawn = _certain(certain_ptr, V, vocabulary)
-    total, certain_total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    certain_sum, drawn_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         t = _softcap_tanh(tl.load(logits_ptr + cols, cols < V, other=0.0), shift, temperature, FAST)
         power = tl.exp2(half * log2e * t - half * log2e)
-        if start + BLOCK > V:
-            power = tl.where(cols < V, power, 0.0)
-        total += power
-        if start < certain:  # selects only where there is something to select
-            certain_total += tl.where(cols < certain, power, 0.0)
-    lse = softcap + tl.log(drawn * tl.sum(total, axis=0) - (drawn - 1.0) * tl.sum(certain_total, axis=0))
+        if (start < certain) | (start + BLOCK > V):  # a block of drawn columns alone needs no selects
+            certain_sum += tl.where(cols < certain, power, 0.0)
+            power = tl.where((cols < certain) | (cols >= V), 0.0, power)
+        drawn_sum += power
+    lse = softcap + tl.log(tl.sum(certain_sum, axis=0) + drawn * tl.sum(drawn_sum, axis=0))
     loss = 0.0
     for k in tl.static_range(K):
         column = _target_column(columns_ptr, positions_ptr, row, T, k)
@@ -1314,7 +1313,8 @@ def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certa
     if first < certain:
         grad *= tl.where(cols < certain, 1.0, drawn)[None, :]
         for k in tl.static_range(K):
-            column, weight = _target_column(columns_ptr, positions_ptr, rows, T, k), tl.zeros([ROWS], tl.float32) + slope * tl.load(weights_ptr + k)
+            column = _target_column(columns_ptr, positions_ptr, rows, T, k)
+            weight = tl.where(column >= 0, slope * tl.load(weights_ptr + k), 0.0)
             if k == 0 and copied_ptr is not None:  # what was copied is a hit of the spare column instead
                 moved = weight * tl.load(copied_ptr + rows, rows < T, other=0.0)
                 grad -= tl.where(cols[None, :] == spare, moved[:, None], 0.0)

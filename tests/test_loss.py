@@ -268,6 +268,16 @@ def test_row_losses(T, V, sampled, K, pointer, cap):
     assert torch.equal(losses, again)
 
 
+@pytest.mark.parametrize("certain", [4098, 4099])
+def test_row_losses_where_nearly_all_is_certain(certain):
+    """One drawn column that stands for tens of thousands, or none: the others' digits are not lost beside its weight."""
+    logits, targets, _ = make_rows(3, 4099, sampled=True)
+    targets = targets._replace(certain=torch.full_like(targets.certain, certain))
+    _, want, *_ = exact_rows(logits, targets, CAPS[0], 50304)
+    _, lse, _ = tg.row_losses(logits, targets, 50304, CAPS[0])
+    torch.testing.assert_close(lse.double(), want, rtol=0, atol=1e-5)
+
+
 def test_row_losses_keep_nan():
     logits, targets, V = make_rows(3, 131)
     logits[1, 57] = float("nan")
