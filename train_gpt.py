@@ -1,7 +1,7 @@
 """Train a GPT-2-small-class language model as fast as the machine allows, in one file.
 
     sprint, webtext (one pass over at most 94 M tokens): validation loss 3.216 in 49.9 s on one H200, 26.7 s on two, 3.215 in 14.3 s on four
-    (n = 3, torch 2.11, Triton 3.6; records/2026-11-22_side-streams-1gpu, -2gpu, -4gpu); two states before, 3.216 in 9.28 s on eight.
+    (n = 3, torch 2.11, Triton 3.6; scripts in records/2026-11-22_side-streams-1gpu, -2gpu, -4gpu); two states before them, 3.216 in 9.28 s on eight.
     speedrun, FineWeb: not yet run.
 
 Launch
@@ -700,7 +700,7 @@ def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
     return (X / (safety * norm).clamp_min(torch.finfo(X.dtype).tiny).to(X.dtype)).to(dtype)
 
 def aol_scale(X: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """diag(s) X and its Gram matrix, diag(s) G diag(s): G = X X^T [..., n, n], s_i = (sum_j |G_ij|)^-1/2; s_i s_j first, which keeps it symmetric."""
+    """diag(s) X and, without a product, its Gram matrix; G = X X^T [..., n, n], s_i = (sum_j |G_ij|)^-1/2. s_i s_j is formed first: symmetric."""
     wide = torch.promote_types(X.dtype, torch.float32)
     s = torch.linalg.vector_norm(G, ord=1, dim=-1, keepdim=True, dtype=wide).clamp_min(torch.finfo(wide).tiny).rsqrt()
     return (X * s).to(X.dtype), (G * (s * s.mT)).to(G.dtype)
@@ -1482,7 +1482,7 @@ def _sum_rows(in_ptr, order_ptr, begin, end, D, PER: tl.constexpr, ROWS: tl.cons
 
 @jit
 def _run_sum_kernel(grad_ptr, ids_ptr, order_ptr, partial_ptr, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """partial[r] = Σ of the gradient rows of run r, RUN sorted positions, if all hold one id: the comma's thousands spread over the GPU."""
+    """partial[r] = Σ of the gradient rows of run r, RUN sorted positions, if all hold one id (other runs: unread); spreads the comma's thousands."""
     begin = tl.program_id(0) * RUN
     if tl.load(ids_ptr + tl.load(order_ptr + begin)) == tl.load(ids_ptr + tl.load(order_ptr + begin + RUN - 1)):
         total = _sum_rows(grad_ptr, order_ptr, begin, begin + RUN, D, PER, ROWS, BLOCK_D)
