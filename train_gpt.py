@@ -1050,27 +1050,18 @@ def _e5m2_bits(x, PTX: tl.constexpr):
 
 @jit
 def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out_t [C, R] = in [R, C] * inverse_scale, saturated at +-LIMIT, if given; out, if given: the same, [R, C]. 128 rows: whole lines of out_t."""
+    """out [R, C] = in [R, C] * inverse_scale, saturated at +-LIMIT, and out_t [C, R], the same. 128 rows: whole lines of out_t."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
-    tile = tl.load(in_ptr + offsets, inside, other=0)
-    if LIMIT is not None:
-        tile = tl.clamp(tile.to(tl.float32) * inverse_scale, -LIMIT, LIMIT).to(out_t_ptr.dtype.element_ty)
-    if out_ptr is not None:
-        tl.store(out_ptr + offsets, tile, inside)
+    tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
+    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_t_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, tile, inside)
     tl.store(out_t_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
 
 def _tiles(rows, cols, shape):
     return triton.cdiv(cols, shape["COLS"]), triton.cdiv(rows, shape["ROWS"])
-
-def transposed(matrix):
-    """A contiguous transposed copy [C, R] of a contiguous FP8 matrix [R, C], byte by byte; to compute the head's gradient twice is dearer."""
-    R, C = matrix.shape
-    out, shape = matrix.new_empty(C, R), dict(ROWS=128, COLS=128)
-    _quantize_kernel[_tiles(R, C, shape)](matrix.view(torch.int8), None, out.view(torch.int8), R, C, 1.0, LIMIT=None, **shape, num_warps=8)
-    return out
 
 def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
     """FP8 copies of tensor / scale in both layouts, contiguous: [R, C] and [C, R]."""
@@ -1294,11 +1285,12 @@ def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certai
     tl.store(lse_ptr + row, lse)
 
 @jit
-def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, lse_ptr, copied_ptr, factor_ptr, out_ptr, T, V, vocabulary,
-                      spare, softcap, shift, temperature,
-                      K: tl.constexpr, FAST: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, lse_ptr, copied_ptr, factor_ptr, out_ptr, out_t, T, V,
+                      vocabulary, spare, softcap, shift, temperature, K: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
+                      ROWS: tl.constexpr, COLS: tl.constexpr):
     """d loss / d logit = Σ_k w_k (exp(z - lse) - 1[column = target k]) · (1 - t²) / 4 · softcap / temperature, times *factor. Targets are certain
-    columns: other programs do not look for them. Per logit 2 bytes are read, 1 (FP8) or 2 (bf16) written. Reference: head_loss_reference."""
+    columns: other programs do not look for them. Per logit 2 bytes are read and 2 written: bf16, or e5m2 to out and, [V, T], to the descriptor out_t,
+    through which Triton 3.6 computes it once, not once a layout. Reference: head_loss_reference."""
     first = tl.program_id(0) * COLS
     rows, cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLS)
     inside, offsets = (rows < T)[:, None] & (cols < V)[None, :], rows[:, None].to(tl.int64) * V + cols[None, :]
@@ -1320,7 +1312,10 @@ def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certa
                 grad -= tl.where(cols[None, :] == spare, moved[:, None], 0.0)
                 weight -= moved
             grad -= tl.where(cols[None, :] == column[:, None], weight[:, None], 0.0)
-    grad = grad * (1.0 - t * t) if FAST else tl.clamp(grad * (1.0 - t * t), -LIMIT, LIMIT)  # the hardware's conversion saturates
+    grad *= 1.0 - t * t
+    if out_t is not None:
+        grad = _e5m2_bits(grad, PTX)
+        out_t.store([first, tl.program_id(1) * ROWS], tl.trans(grad))
     tl.store(out_ptr + offsets, grad.to(out_ptr.dtype.element_ty), inside)
 
 @jit
@@ -1341,12 +1336,17 @@ def row_losses(logits, targets, vocabulary, cap, fast=False):
     return losses, lse, copied
 
 def head_grad(logits, targets, vocabulary, lse, copied, factor, cap, dtype, fast=False):
-    """Gradient [T, V], of `dtype` and saturated, of the summed loss with respect to the logits, times factor (0-d float32 tensor)."""
+    """Gradient [T, V], of `dtype`, of the summed loss with respect to the logits, times factor (0-d float32 tensor), and its transposed copy: of
+    e5m2, which saturates and for which T is a multiple of 16; else None."""
     T, V = logits.shape
     out, shape = logits.new_empty(T, V, dtype=dtype), dict(ROWS=8, COLS=512)
-    _head_grad_kernel[_tiles(T, V, shape)](logits, *targets[:3], targets.certain, lse, copied, factor, out, T, V, vocabulary, targets.spare, *cap,
-                                           K=len(targets.weights), FAST=fast, LIMIT=torch.finfo(dtype).max, **shape, num_warps=4)
-    return out
+    bits, out_t, bits_t = out, None, None
+    if dtype == torch.float8_e5m2:
+        out_t, shape = out.new_empty(V, T), dict(ROWS=32, COLS=64)  # of seven shapes the fastest
+        bits, bits_t = out.view(torch.int8), TensorDescriptor.from_tensor(out_t.view(torch.int8), [64, 32])
+    _head_grad_kernel[_tiles(T, V, shape)](logits, *targets[:3], targets.certain, lse, copied, factor, bits, bits_t, T, V, vocabulary, targets.spare,
+                                           *cap, K=len(targets.weights), FAST=fast, PTX=logits.is_cuda, **shape, num_warps=4)
+    return out, out_t
 
 class HeadLoss(torch.autograd.Function):
     """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D] and weight [V, D] bf16. With `scales` the products
@@ -1377,13 +1377,13 @@ class HeadLoss(torch.autograd.Function):
         for rows, part in ctx.targets.parts():
             x, head, logits, *row = (next(saved) for _ in range(5))
             if scales:
-                factor = unit(1.0 / scales.grad, x.device)
-                grad = head_grad(logits, part, len(ctx.parameter), *row, factor, cap, torch.float8_e5m2, fast=logits.is_cuda)
+                factor, fast = unit(1.0 / scales.grad, x.device), logits.is_cuda
+                grad, grad_t = head_grad(logits, part, len(ctx.parameter), *row, factor, cap, torch.float8_e5m2, fast)
                 g_scale = grad_output.float() * scales.grad  # the incoming gradient rides on the scale: no sync, no pass
                 dxs.append(fp8_matmul_nt(grad, head, g_scale, scales.weight, fast_accum=False))
-                dw_part = fp8_matmul_nt(transposed(grad), x, g_scale, scales.x, fast_accum=False)
+                dw_part = fp8_matmul_nt(grad_t, x, g_scale, scales.x, fast_accum=False)
             else:
-                grad = head_grad(logits, part, len(ctx.parameter), *row, grad_output.float(), cap, logits.dtype)
+                grad, _ = head_grad(logits, part, len(ctx.parameter), *row, grad_output.float(), cap, logits.dtype)
                 dxs.append(grad @ head)
                 dw_part = grad.T @ x
             if part.candidates is None:
