@@ -211,9 +211,9 @@ LAYERS = (
     Layer(value_embedding=3),
     Layer(value_embedding=4, window="long", key_offset=True),
 )
-GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**22, pointer_width=128)
+GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**23, pointer_width=128)
 # One pass over 94 M tokens wants less (records/LOG.md): two heads, three slots and one layer's attention fewer, narrower MLPs.
-GPT_SPRINT = ModelConfig(width=768, heads=4, head_width=128, mlp_width=2560, value_embeddings=3, ngram_rows=2**22, pointer_width=128, layers=(
+GPT_SPRINT = ModelConfig(width=768, heads=4, head_width=128, mlp_width=2560, value_embeddings=3, ngram_rows=2**23, pointer_width=128, layers=(
     LAYERS[0], LAYERS[1], LAYERS[2], LAYERS[0], LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7], LAYERS[0],
     Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
 GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=2**14, pointer_width=64, layers=(
