@@ -2790,7 +2790,7 @@ def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dic
 def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
     """A saved model with reference operators (so it runs on any device) and the rest of the file. Only tensors and plain data are read."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(content, dict):
             raise TypeError(f"a {type(content).__name__}")
         weights, config, *settings = (content[key] for key in ("weights", "model", "attention", "validation"))

@@ -489,10 +489,10 @@ def test_saving_asks_for_the_room_that_it_takes(monkeypatch, tmp_path, name):
 
 
 BAD_MODELS = {  # the fault, and what the message tells of it
-    "code": (lambda path: path.write_bytes(pickle.dumps({"model": Code()})), "UnpicklingError"),
+    "code": (lambda path: path.write_bytes(pickle.dumps({"model": Code()})), "RuntimeError"),
     "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "UnpicklingError"),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:1000]), "found"),
-    "empty": (lambda path: path.write_bytes(b""), "EOFError"),
+    "empty": (lambda path: path.write_bytes(b""), "RuntimeError"),
     "missing": (lambda path: path.unlink(), "No such file"),
     "another program's": (lambda path: torch.save({"weights": torch.zeros(3)}, path), "KeyError: 'model'"),
     "a tensor": (lambda path: torch.save(torch.zeros(3), path), "found"),
