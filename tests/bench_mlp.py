@@ -202,7 +202,8 @@ class Watch:
                 return project_heads(h, weight, *rest)
 
             def backward(grad):
-                for name, part in zip("qkv", grad.chunk(3, 1)):
+                values = grad.size(1) - 2 * tg.GPT_SPRINT.heads * tg.GPT_SPRINT.key_width
+                for name, part in zip("qkv", grad.split([(grad.size(1) - values) // 2, (grad.size(1) - values) // 2, values], 1)):
                     self.note(layer, f"d{name}", part, SCALES.grad, E5M2)
             self.note(layer, "qkv", weight, SCALES.weight, E4M3)
             qkv = F.linear(h, weight)
