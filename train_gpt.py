@@ -1261,16 +1261,12 @@ def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certai
     logits_ptr += row.to(tl.int64) * V
     half, log2e = 0.5 * softcap, 1.4426950408889634
     certain, drawn = _certain(certain_ptr, V, vocabulary)
-    certain_sum, drawn_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         t = _softcap_tanh(tl.load(logits_ptr + cols, cols < V, other=0.0), shift, temperature, FAST)
-        power = tl.exp2(half * log2e * t - half * log2e)
-        if (start < certain) | (start + BLOCK > V):  # a block of drawn columns alone needs no selects
-            certain_sum += tl.where(cols < certain, power, 0.0)
-            power = tl.where((cols < certain) | (cols >= V), 0.0, power)
-        drawn_sum += power
-    lse = softcap + tl.log(tl.sum(certain_sum, axis=0) + drawn * tl.sum(drawn_sum, axis=0))
+        total += tl.where(cols < V, tl.exp2(half * log2e * t - half * log2e) * tl.where(cols < certain, 1.0, drawn), 0.0)
+    lse = softcap + tl.log(tl.sum(total, axis=0))
     loss = 0.0
     for k in tl.static_range(K):
         column = _target_column(columns_ptr, positions_ptr, row, T, k)
