@@ -1379,9 +1379,10 @@ class HeadLoss(torch.autograd.Function):
                 dxs.append(fp8_matmul_nt(grad, head, g_scale, scales.weight, fast_accum=False))
                 dw_part = fp8_matmul_nt(grad_t, x, g_scale, scales.x, fast_accum=False)
             else:
-                grad, _ = head_grad(logits, part, len(ctx.parameter), *row, grad_output.float(), cap, logits.dtype)
+                grad, grad_t = head_grad(logits, part, len(ctx.parameter), *row, grad_output.float(), cap, logits.dtype)
                 dxs.append(grad @ head)
                 dw_part = grad.T @ x
+            del grad, grad_t  # before the next part's, as large
             if part.candidates is None:
                 dw = dw_part
             else:
