@@ -95,12 +95,13 @@ class Softcap(NamedTuple):
 class ModelConfig:
     width: int
     heads: int
-    head_width: int
     mlp_width: int
     layers: tuple[Layer, ...]
     value_embeddings: int
     ngram_rows: int  # of the hashed table of the last two and three tokens, added in every layer (records 62, 92)
-    pointer_width: int  # of the head that copies an earlier token of the document, see pointer_reference
+    key_width: int = 128  # of a head's queries and keys
+    head_width: int = 128  # of its values
+    pointer_width: int = 128  # of the head that copies an earlier token of the document, see pointer_reference
     gate_inputs: int = 16  # channels that the gates of a layer read: of its input, or half of them of the value embedding
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
@@ -211,14 +212,14 @@ LAYERS = (
     Layer(value_embedding=3),
     Layer(value_embedding=4, window="long", key_offset=True),
 )
-GPT_SMALL = ModelConfig(width=768, heads=6, head_width=128, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**23, pointer_width=128)
+GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**23)
 # One pass over 94 M tokens wants less (records/LOG.md): two heads, three slots and one layer's attention fewer, narrower MLPs.
-GPT_SPRINT = ModelConfig(width=768, heads=4, head_width=128, mlp_width=2560, value_embeddings=3, ngram_rows=2**23, pointer_width=128, layers=(
+GPT_SPRINT = ModelConfig(width=768, heads=4, mlp_width=2560, value_embeddings=3, ngram_rows=2**23, layers=(
     LAYERS[0], LAYERS[1], LAYERS[2], LAYERS[0], LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7], LAYERS[0],
     Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
-GPT_TINY = ModelConfig(width=128, heads=2, head_width=64, mlp_width=512, value_embeddings=3, ngram_rows=2**14, pointer_width=64, layers=(
+GPT_TINY = ModelConfig(width=128, mlp_width=512, value_embeddings=3, ngram_rows=2**14, key_width=64, head_width=64, pointer_width=64, layers=(
     Layer(value_embedding=0), Layer(value_embedding=1, window="long", key_offset=True), Layer(attention=False, skip_from=1),
-    Layer(value_embedding=NGRAMS), Layer(value_embedding=NGRAMS), Layer(value_embedding=2, window="long", key_offset=True)), dtype="float32")
+    Layer(value_embedding=NGRAMS), Layer(value_embedding=NGRAMS), Layer(value_embedding=2, window="long", key_offset=True)), heads=2, dtype="float32")
 
 def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens: tuple[int, int, int], rates: tuple[float, float, float],
                  cap_tokens: int, candidates: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
@@ -545,7 +546,7 @@ class Documents:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """What attention needs from the schedule: windows in tokens, softmax scale, rotary tables [positions, head_width / 2]."""
+    """What attention needs from the schedule: windows in tokens, softmax scale, rotary tables [positions, key_width / 2]."""
     windows: dict[str, int]  # "short" and "long"
     scale: float
     cos: Tensor
@@ -562,14 +563,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
 def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor,
-                          key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """What attention reads, q, k, v [T, H, D], from their projection qkv [T, 3 H D]: q and k normalised and rotated, v plus the first H D channels
-    of value [T, H D or more], gated. value_gates [T, H]; positions [T]; cos, sin [positions, D / 2]. Key offset: the channels of k that do not turn
-    come from the token before, if the document has one: induction in a single layer (record 49)."""
-    q, k, v = qkv.view(len(qkv), 3, -1, 2 * cos.size(1)).unbind(1)
-    tokens, heads, width = q.shape
+                          heads: int, key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """What attention reads, q, k [T, H, Dk] and v [T, H, Dv], from their projection qkv [T, H (2 Dk + Dv)]: q and k normalised and rotated, v plus
+    the first H Dv channels of value [T, H Dv or more], gated. value_gates [T, H]; positions [T]; cos, sin [positions, Dk / 2]. Key offset: the
+    channels of k that do not turn come from the token before, if the document has one: induction in a single layer (record 49)."""
+    width = 2 * cos.size(1)
+    q, k, v = (x.unflatten(1, (heads, -1)) for x in qkv.tensor_split((heads * width, 2 * heads * width), 1))
     if value is not None:
-        v = v + value[:, :heads * width].view_as(v) * value_gates[:, :, None]
+        v = v + value[:, :v[0].numel()].reshape(v.shape) * value_gates[:, :, None]
     q, k = norm(q), norm(k)
     if key_offset:  # the channels that do not turn: whether before or after the rotation is the same
         still = torch.arange(width, device=k.device) % (width // 2) >= width // 4
@@ -815,11 +816,9 @@ def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dt
 #     out[i] = sum_j p[i, j] v[j],   p[i, j] = 2^(c q[i].k[j] - lse[i]),   lse[i] = log2 (sum_j 2^(c q[i].k[j]) / gate[i]),   c = scale log2(e)
 #     delta[i] = dgate[i] = dout[i].out[i] / gate[i],                      ds[i, j] = p[i, j] (dout[i].v[j] - delta[i])   (gate: 1 if none)
 #     dv[j] = sum_i p[i, j] dout[i], dk[j] = scale sum_i ds[i, j] q[i],    dq[i] = scale sum_j ds[i, j] k[j]
-#
 # Tiles lie on the flat token axis, because documents (median 391 tokens) are hardly longer than a tile: one tile may hold many. A program owns
 # BLOCK_M tokens of one head and walks over the other side in steps of BLOCK_N tokens, from the first that any of its tokens sees to the last. Mask
 # of a step: comparisons with the token itself and with its `furthest`; to skip them where all is visible made the backward 7 % slower.
-#
 # A program loads its own tiles through pointers, all at once, and the steps (`*_steps`) through tensor descriptors (TMA), which spare the
 # registers of the addresses: 138 instead of 242 for the forward; 255 without spills, two programs a multiprocessor, for the backward. That
 # recomputes p twice (7 products instead of 5) so that every output has one writer: no atomics, bitwise reproducible. One launch for all three
@@ -1111,27 +1110,27 @@ def _load_turn(cos_ptr, sin_ptr, position, valid, D: tl.constexpr):
 
 @jit
 def _split_heads_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, T,
-                        H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
-    """q, k [T, H, D] (and v, with a value [T, V]) of ROWS tokens of one head: 2 bytes read and 2 written an element. See split_heads_reference."""
+                        H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
+    """q, k [T, H, D] (and v [T, H, DV], with a value [T, V]) of ROWS tokens of one head: 2 bytes read and written each. See split_heads_reference."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < T
     position = tl.load(positions_ptr + rows, valid, other=0)
     cos, sin = _load_turn(cos_ptr, sin_ptr, position, valid, D)
-    qkv_ptr += head * D
-    first, second, _ = _load_normed(qkv_ptr, rows, valid, 3 * H * D, D)
+    width, qkv_ptr, own_v_ptr = H * (2 * D + DV), qkv_ptr + head * D, qkv_ptr + 2 * H * D + head * DV
+    first, second, _ = _load_normed(qkv_ptr, rows, valid, width, D)
     _store_halves(q_ptr + head * D, first * cos + second * sin, second * cos - first * sin, rows, valid, H * D, D)
-    first, second, _ = _load_normed(qkv_ptr + H * D, rows, valid, 3 * H * D, D)
+    first, second, _ = _load_normed(qkv_ptr + H * D, rows, valid, width, D)
     first, second = first * cos + second * sin, second * cos - first * sin
     if OFFSET:
         still = tl.arange(0, D // 2)[None, :] >= D // 4
-        before, before2, _ = _load_normed(qkv_ptr + H * D, tl.where(position > 0, rows - 1, rows), valid, 3 * H * D, D)
+        before, before2, _ = _load_normed(qkv_ptr + H * D, tl.where(position > 0, rows - 1, rows), valid, width, D)
         first, second = tl.where(still, before, first), tl.where(still, before2, second)
     _store_halves(k_ptr + head * D, first, second, rows, valid, H * D, D)
     if value_ptr is not None:
-        first, second = _load_halves(qkv_ptr + 2 * H * D, rows, valid, 3 * H * D, D)
-        more, more2 = _load_halves(value_ptr + head * D, rows, valid, V, D)
+        first, second = _load_halves(own_v_ptr, rows, valid, width, DV)
+        more, more2 = _load_halves(value_ptr + head * DV, rows, valid, V, DV)
         gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
-        _store_halves(v_ptr + head * D, first + gate * more, second + gate * more2, rows, valid, H * D, D)
+        _store_halves(v_ptr + head * DV, first + gate * more, second + gate * more2, rows, valid, H * DV, DV)
 
 @jit
 def _norm_grad(in_ptr, first_grad, second_grad, rows, valid, stride, D: tl.constexpr):
@@ -1150,18 +1149,18 @@ def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, factor, W: t
     _store_halves(out_ptr + column, first, second, rows, rows < T, W, D)
 
 @jit
-def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, dqkv_t, dvalue_ptr,
-                             dgates_ptr, factor, PTX: tl.constexpr, T,
-                             H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
-    """dqkv [T, 3, H, D] (and dvalue, dgates) of ROWS tokens of one head, from q and k normalised again. FP8 in both layouts takes bf16's bytes."""
+def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, dqk_t, dv_t,
+                             dvalue_ptr, dgates_ptr, factor, PTX: tl.constexpr, T,
+                             H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
+    """dqkv, as qkv lies (and dvalue, dgates), of ROWS tokens of one head, from q and k normalised again. FP8 in both layouts takes bf16's bytes."""
     head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     valid = rows < T
     position = tl.load(positions_ptr + rows, valid, other=0)
     cos, sin = _load_turn(cos_ptr, sin_ptr, position, valid, D)
-    qkv_ptr += head * D
+    width, qkv_ptr, v_column = H * (2 * D + DV), qkv_ptr + head * D, 2 * H * D + head * DV
     first, second = _load_halves(dq_ptr + head * D, rows, valid, H * D, D)
-    first, second = _norm_grad(qkv_ptr, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, head * D, T, factor, 3 * H * D, D, ROWS, PTX)
+    first, second = _norm_grad(qkv_ptr, first * cos - second * sin, first * sin + second * cos, rows, valid, width, D)
+    _store_qkv_grad(dqkv_ptr, dqk_t, first, second, rows, head * D, T, factor, width, D, ROWS, PTX)
     first, second = _load_halves(dk_ptr + head * D, rows, valid, H * D, D)
     if OFFSET:  # the still channels of a key are those of the next token
         still = tl.arange(0, D // 2)[None, :] >= D // 4
@@ -1170,61 +1169,62 @@ def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_p
         own = (position == 0)[:, None]
         first = tl.where(still, tl.where(own, first, 0.0) + after, first)
         second = tl.where(still, tl.where(own, second, 0.0) + after2, second)
-    first, second = _norm_grad(qkv_ptr + H * D, first * cos - second * sin, first * sin + second * cos, rows, valid, 3 * H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (H + head) * D, T, factor, 3 * H * D, D, ROWS, PTX)
-    first, second = _load_halves(dv_ptr + head * D, rows, valid, H * D, D)
-    _store_qkv_grad(dqkv_ptr, dqkv_t, first, second, rows, (2 * H + head) * D, T, factor, 3 * H * D, D, ROWS, PTX)
+    first, second = _norm_grad(qkv_ptr + H * D, first * cos - second * sin, first * sin + second * cos, rows, valid, width, D)
+    _store_qkv_grad(dqkv_ptr, dqk_t, first, second, rows, (H + head) * D, T, factor, width, D, ROWS, PTX)
+    first, second = _load_halves(dv_ptr + head * DV, rows, valid, H * DV, DV)
+    _store_qkv_grad(dqkv_ptr, dv_t, first, second, rows, v_column, T, factor, width, DV, ROWS, PTX)
     if value_ptr is not None:
-        more, more2 = _load_halves(value_ptr + head * D, rows, valid, V, D)
+        more, more2 = _load_halves(value_ptr + head * DV, rows, valid, V, DV)
         gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
-        _store_halves(dvalue_ptr + head * D, gate * first, gate * second, rows, valid, V, D)
+        _store_halves(dvalue_ptr + head * DV, gate * first, gate * second, rows, valid, V, DV)
         dgate = tl.sum(first * more, 1) + tl.sum(second * more2, 1)
         tl.store(dgates_ptr + rows * H + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
 
 class ProjectHeads(torch.autograd.Function):
-    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, key_offset, scales)`. h
-    [T, width], weight [3 H D, width]. With `scales` the products are FP8, with the limits of Fp8Mlp; without, in the operands' own dtype."""
+    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, heads, key_offset,
+    scales)`. h [T, width], weight [H (2 Dk + Dv), width]. With `scales` the products are FP8, with the limits of Fp8Mlp; else as the operands."""
     @staticmethod
-    def launch(kernel, qkv, value, *arguments, key_offset, rows=32):
-        (T, _, H, D), V = qkv.shape, 0 if value is None else value.size(1)
-        kernel[(H, triton.cdiv(T, rows))](qkv, value, *arguments, T, H=H, D=D, V=V, OFFSET=key_offset, ROWS=rows, num_warps=rows // 8)
+    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, rows=32):
+        (T, width), D, V = qkv.shape, 2 * cos.size(1), 0 if value is None else value.size(1)
+        kernel[(heads, triton.cdiv(T, rows))](qkv, value, value_gates, positions, cos, *arguments, T, H=heads, D=D, DV=width // heads - 2 * D, V=V,
+                                              OFFSET=key_offset, ROWS=rows, num_warps=rows // 8)
 
     @staticmethod
-    def forward(ctx, h, weight, value, value_gates, positions, cos, sin, key_offset=False, scales=None):
-        ctx.parameter, ctx.scales, ctx.key_offset = weight, scales, key_offset
+    def forward(ctx, h, weight, value, value_gates, positions, cos, sin, heads, key_offset=False, scales=None):
+        ctx.parameter, ctx.scales, ctx.flags = weight, scales, dict(heads=heads, key_offset=key_offset)
         if scales:  # the backward wants the transposed copies alone
             (h8, h), (weight8, weight) = map(quantize_both, (h, weight), (scales.input, scales.weight))
             qkv = fp8_matmul_nt(h8, weight8, scales.input, scales.weight, fast_accum=True)
         else:
             qkv = F.linear(h, weight)
-        qkv = qkv.view(len(qkv), 3, -1, 2 * cos.size(1))
-        q, k = (torch.empty_like(qkv[:, 0]) for _ in range(2))
-        v = qkv[:, 2] if value is None else torch.empty_like(q)
+        q, k = (qkv.new_empty(len(qkv), heads, 2 * cos.size(1)) for _ in range(2))
+        v = qkv[:, 2 * q[0].numel():].unflatten(1, (heads, -1))
+        v = v if value is None else v.new_empty(*v.shape)
         value, value_gates = (None if x is None else x.contiguous() for x in (value, value_gates))
-        if value is not None and value.size(1) < q[0].numel():
-            raise ValueError(f"value embedding: expected at least {q[0].numel()} channels, found {value.size(1)}")
-        ProjectHeads.launch(_split_heads_kernel, qkv, value, value_gates, positions, cos, sin, q, k, v, key_offset=key_offset)
+        if value is not None and value.size(1) < v[0].numel():
+            raise ValueError(f"value embedding: expected at least {v[0].numel()} channels, found {value.size(1)}")
+        ProjectHeads.launch(_split_heads_kernel, qkv, value, value_gates, positions, cos, sin, q, k, v, **ctx.flags)
         ctx.save_for_backward(h, weight, qkv, value, value_gates, positions, cos, sin)
         return q, k, v
 
     @staticmethod
     def backward(ctx, *grads):
         (h, weight, qkv, *others), scales = ctx.saved_tensors, ctx.scales
-        dvalue, dgates = (x if x is None else torch.zeros_like(x) if x.size(1) > qkv[0, 0].numel() else torch.empty_like(x) for x in others[:2])
+        dvalue, dgates = (x if x is None else torch.zeros_like(x) if x.size(1) > grads[2][0].numel() else torch.empty_like(x) for x in others[:2])
         known = qkv, *others, *map(Tensor.contiguous, grads)
-        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, *known, key_offset=ctx.key_offset)
-        T, rows = qkv.flatten(1).shape
+        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, *known, **ctx.flags)
+        T, rows = qkv.shape
         if scales:
             dqkv, dqkv_t = (qkv.new_empty(*shape, dtype=torch.float8_e5m2) for shape in ((T, rows), (rows, T)))
-            bits_t = TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [qkv.size(3) // 2, 64])
-            launch(dqkv.view(torch.int8), bits_t, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, rows=64)
+            bits_t = (TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [grad.size(2) // 2, 64]) for grad in grads[1:])  # of q and k, of v
+            launch(dqkv.view(torch.int8), *bits_t, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, rows=64)
             dh = fp8_matmul_nt(dqkv, weight, scales.grad, scales.weight, fast_accum=False)
             dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False, out=unused_grad_view(ctx.parameter))
         else:
             dqkv = qkv.new_empty(T, rows)
-            launch(dqkv, None, dvalue, dgates, 1.0, False)
+            launch(dqkv, None, None, dvalue, dgates, 1.0, False)
             dh, dweight = dqkv @ weight, dqkv.T @ h
-        return dh, dweight, dvalue, dgates, *(None,) * 5
+        return dh, dweight, dvalue, dgates, *(None,) * 6
 
 # ---- head and loss ---------------------------------------------------------------------------------------------------
 @jit
@@ -1995,13 +1995,13 @@ class Block(nn.Module):
     """The parameters of one layer and the order of its regions. Gives the stream and, apart, the MLP's update, see `updated`."""
     def __init__(self, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
         super().__init__()
-        self.layer, self.ops = layer, ops
-        width, attention_width = config.width, config.attention_width
+        self.layer, self.ops, self.heads = layer, ops, config.heads
+        width, matrix = config.width, (config.heads * math.gcd(config.key_width, config.head_width), config.width)
         self.weights = declared("scalar", empty(4, dtype=torch.float32))  # of the stream, x0, the n-grams, attention
         self.skip_weight = declared("scalar", empty((), dtype=torch.float32)) if layer.skip_from is not None else None
         if layer.attention:
-            self.qkv = declared("attention", empty(3 * attention_width, width), (attention_width, width))
-            self.out = declared("attention", empty(attention_width, width), (attention_width, width))  # as q, k, v lie: one bank for all
+            self.qkv = declared("attention", empty(2 * config.heads * config.key_width + config.attention_width, width), matrix)
+            self.out = declared("attention", empty(config.attention_width, width), matrix)  # as q, k, v lie: one bank for all
             gates = config.heads * (1 if layer.value_embedding is None else 2)  # of the heads' outputs, then of the value embedding
             self.gate = declared("gate", empty(gates, config.gate_inputs, dtype=torch.float32))
         if layer.mlp:
@@ -2025,7 +2025,7 @@ class Block(nn.Module):
         if layer.attention:
             x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, scale, self.gate)
             turn = documents.positions, geometry.cos, geometry.sin
-            q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn, layer.key_offset)
+            q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn, self.heads, layer.key_offset)
             y = self.ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
             x, h = self.attention_out(x, y, arrived(self.out))
         else:
@@ -2348,9 +2348,9 @@ def target_weights(preset: Preset, step: int) -> list[float]:
     return [start + passed * (end - start) for start, end in zip(*stage.targets)]
 
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
-    """Rotary frequencies [head_width / 4], in radians a position, and the softmax scale in a stage. Half of the channels turn, in pairs. At each
+    """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage. Half of the channels turn, in pairs. At each
     change of the long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens the softmax (arXiv 2309.00071)."""
-    frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.head_width // 4), 0.1
+    frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.key_width // 4), 0.1
     windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
     for old, new in zip(windows, windows[1:]):
         turns = old * frequency / (2 * math.pi)
@@ -2780,7 +2780,7 @@ def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dic
     numbers = attention["scale"], *attention["frequency"], *config.softcap
     used, values = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp], (None, NGRAMS, *range(config.value_embeddings))
     return (len(counts) == 6 and all(type(n) is int and n > 0 for n in counts) and config.vocabulary < config.padded_vocabulary
-            and len(numbers) == 4 + config.head_width // 4 and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+            and len(numbers) == 4 + config.key_width // 4 and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
             and all(layer.skip_from in (None, *(s for s in used if s < slot)) and layer.value_embedding in values
                     for slot, layer in enumerate(config.layers)) and isinstance(validation["data"], str))
 

@@ -202,7 +202,9 @@ class Watch:
                 return project_heads(h, weight, *rest)
 
             def backward(grad):
-                for name, part in zip("qkv", grad.chunk(3, 1)):
+                cos, heads = rest[3], rest[5]
+                keys = 2 * cos.size(1) * heads
+                for name, part in zip("qkv", grad.tensor_split((keys, 2 * keys), 1)):
                     self.note(layer, f"d{name}", part, SCALES.grad, E5M2)
             self.note(layer, "qkv", weight, SCALES.weight, E4M3)
             qkv = F.linear(h, weight)

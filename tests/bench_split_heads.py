@@ -7,8 +7,8 @@
 
 Microseconds, medians over replays of a CUDA graph. First table: the whole path; backward is what it adds to a forward. Its ceiling is the time of
 the products alone at 790 TFLOP/s in bf16 and 1500 in FP8. Errors are Frobenius norms relative to float64, the largest of the outputs and the
-largest of the gradients. Second table: the kernels alone, against the bytes that must move at 4.27 TB/s, in units of T H D elements of two bytes:
-forward 4 (with a value 7), backward 8 (10), in FP8 too: two layouts of half the size.
+largest of the gradients. Second table: the kernels alone, against the bytes that must move at 4.27 TB/s, in elements of two
+bytes: forward 4 T H Dk (with a value 3 T H Dv more), backward 6 T H Dk and 2 T H Dv (4), in FP8 too: two layouts of half the size.
 """
 
 import argparse
@@ -24,23 +24,25 @@ sys.path.append(str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
-MODEL_WIDTH, HEADS, WIDTH, LONGEST = (32, 2, 16, 20) if DRY else (768, 6, 128, 3072)
+SPRINT = tg.GPT_SPRINT
+MODEL_WIDTH, HEADS, KEYS, WIDTH, LONGEST = (32, 2, 8, 16, 20) if DRY else (SPRINT.width, SPRINT.heads, SPRINT.key_width, SPRINT.head_width, 3072)
+QKV = HEADS * (2 * KEYS + WIDTH)
 BYTES_PER_MICROSECOND = 4.27e6
 KINDS = {"plain": (), "key offset": ("key_offset",), "value": ("value",)}
 
 
 def make_operands(T, kind):
-    """([h, weight, value, value_gates], [positions, cos, sin, key_offset], gradients of q, k, v), of the sizes that training has, roughly."""
+    """([h, weight, value, value_gates], [positions, cos, sin, heads, key_offset], gradients of q, k, v), of the sizes that training has, roughly."""
     generator = torch.Generator(DEVICE).manual_seed(T)
     random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)  # noqa: E731
     flags = KINDS[kind]
-    leaves = [F.rms_norm(random(T, MODEL_WIDTH), (MODEL_WIDTH,)), random(3 * HEADS * WIDTH, MODEL_WIDTH) * 0.5 * MODEL_WIDTH ** -0.5]
+    leaves = [F.rms_norm(random(T, MODEL_WIDTH), (MODEL_WIDTH,)), random(QKV, MODEL_WIDTH) * 0.5 * MODEL_WIDTH ** -0.5]
     leaves += [random(T, HEADS * WIDTH), 2 * torch.sigmoid(random(T, HEADS))] if "value" in flags else [None, None]
     positions = torch.arange(T, device=DEVICE, dtype=torch.int32) % LONGEST % 391  # documents of 391 tokens and fewer
-    frequency = 1024.0 ** -torch.linspace(0, 1, WIDTH // 4).double().numpy()
+    frequency = 1024.0 ** -torch.linspace(0, 1, KEYS // 4).double().numpy()
     turn = tg.geometry_tables(frequency, 0.1, (1, 1), LONGEST, torch.bfloat16, torch.device(DEVICE))
     return ([None if x is None else x.bfloat16().requires_grad_() for x in leaves],
-            [positions, turn.cos, turn.sin, "key_offset" in flags], [(random(T, HEADS, WIDTH) * 1e-3).bfloat16() for _ in range(3)])
+            [positions, turn.cos, turn.sin, HEADS, "key_offset" in flags], [(random(T, HEADS, width) * 1e-3).bfloat16() for width in (KEYS, KEYS, WIDTH)])
 
 
 def reference(h, weight, *rest):
@@ -61,7 +63,7 @@ def time_paths(paths, T, kind):
         # With gradients on, as in training: for them FP8 makes its transposed copies. Nothing runs backward here.
         forward = 1e3 * bench_mlp.milliseconds(lambda: function(*leaves, *rest))
         whole = 1e3 * bench_mlp.milliseconds(lambda: both(function, leaves, rest, grads))
-        product = 2 * T * MODEL_WIDTH * 3 * HEADS * WIDTH / (1500e6 if "fp8" in name else 790e6)
+        product = 2 * T * MODEL_WIDTH * QKV / (1500e6 if "fp8" in name else 790e6)
         print(f"| {T} | {kind} | {name} | {forward:.1f} | {product:.1f} | {whole - forward:.1f} | {2 * product:.1f} | {whole:.1f} | "
               f"{max(errors[:3]):.1e} | {max(errors[3:]):.1e} |", flush=True)
 
@@ -69,27 +71,27 @@ def time_paths(paths, T, kind):
 @torch.no_grad()
 def time_kernels(T, kind, tiles=((None, None),)):
     """The kernels alone, with other tokens a program and warps if `tiles` has some."""
-    (h, weight, value, gates), (*turn, key_offset), grads = make_operands(T, kind)
-    flags, scale = dict(key_offset=key_offset), tg.MlpScales().grad
-    qkv = F.linear(h, weight).view(T, 3, HEADS, WIDTH)
-    outs, others = [torch.empty_like(qkv[:, 0]) for _ in range(3)], [None if x is None else torch.empty_like(x) for x in (value, gates)]
-    dqkv8, dqkv8_t = (torch.empty(*shape, dtype=torch.int8, device=DEVICE) for shape in (qkv.flatten(1).shape, qkv.flatten(1).T.shape))
+    (h, weight, value, gates), (*turn, _, key_offset), grads = make_operands(T, kind)
+    flags, scale = dict(heads=HEADS, key_offset=key_offset), tg.MlpScales().grad
+    qkv = F.linear(h, weight)
+    outs, others = [torch.empty_like(grad) for grad in grads], [None if x is None else torch.empty_like(x) for x in (value, gates)]
+    dqkv8, dqkv8_t = (torch.empty(*shape, dtype=torch.int8, device=DEVICE) for shape in (qkv.shape, qkv.T.shape))
     known, dqkv = (qkv, value, gates, *turn), torch.empty_like(qkv)
-    element, split_gradient = 2 * T * HEADS * WIDTH, tg._split_heads_grad_kernel
-    forward, backward = element * (7 if value is not None else 4), element * (10 if value is not None else 8)
+    keys, values, split_gradient = 2 * T * HEADS * KEYS, 2 * T * HEADS * WIDTH, tg._split_heads_grad_kernel
+    forward, backward = 4 * keys + values * (3 if value is not None else 0), 6 * keys + values * (4 if value is not None else 2)
     for rows, warps in tiles:
-        bits_t = tg.TensorDescriptor.from_tensor(dqkv8_t, [WIDTH // 2, rows or 64])
+        bits_t = [tg.TensorDescriptor.from_tensor(dqkv8_t, [width // 2, rows or 64]) for width in (KEYS, WIDTH)]
 
         def run(kernel, *arguments, **default):
             if rows is None:
                 return tg.ProjectHeads.launch(kernel, *known, *arguments, **flags, **default)
             return kernel[HEADS, tg.triton.cdiv(T, rows)](  # noqa: B023
-                *known, *arguments, T, H=HEADS, D=WIDTH, V=HEADS * WIDTH, OFFSET=key_offset, ROWS=rows, num_warps=warps)  # noqa: B023
+                *known, *arguments, T, H=HEADS, D=KEYS, DV=WIDTH, V=HEADS * WIDTH, OFFSET=key_offset, ROWS=rows, num_warps=warps)  # noqa: B023
 
         for name, size, call in (
                 ("split", forward, lambda: run(tg._split_heads_kernel, *outs)),
-                ("gradient, bf16", backward, lambda: run(split_gradient, *grads, dqkv, None, *others, 1.0, False)),
-                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, *grads, dqkv8, bits_t, *others, 1 / scale, qkv.is_cuda, rows=64))):  # noqa: B023
+                ("gradient, bf16", backward, lambda: run(split_gradient, *grads, dqkv, None, None, *others, 1.0, False)),
+                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, *grads, dqkv8, *bits_t, *others, 1 / scale, qkv.is_cuda, rows=64))):  # noqa: B023
             us, tile = 1e3 * bench_mlp.milliseconds(call), "" if rows is None else f", {rows} tokens, {warps} warps"
             name += tile + " **WRONG RESULT**" * ("fp8" in name and not torch.equal(dqkv8.T, dqkv8_t))
             print(f"| {T} | {kind} | {name} | {us:.1f} | {size / us / 1e3:.0f} | {size / BYTES_PER_MICROSECOND:.1f} |", flush=True)
@@ -105,7 +107,7 @@ def main():
     if not DRY and not torch.cuda.is_available():
         sys.exit("needs a CUDA device; --cpu-dry-run proves that the benchmark runs through")
     begin = time.perf_counter()
-    print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {HEADS} heads of {WIDTH}")
+    print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {HEADS} heads of {WIDTH}, keys of {KEYS}")
     if not options.sweep:
         paths = {"**fp8**": lambda *operands: tg.ProjectHeads.apply(*operands, tg.MlpScales()), "bf16": tg.ProjectHeads.apply}
         if options.compiled:

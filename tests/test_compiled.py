@@ -73,17 +73,18 @@ def test_gradient_of_the_logits(capability):
     assert not misuses(tg._head_grad_kernel, capability, 4, given, dict(K=3, FAST=True, PTX=True, ROWS=32, COLS=64))
 
 
-def split_gradient(capability, ptx, value=True):
+def split_gradient(capability, ptx, value=True, keys=128):
     given = {f"{name}_ptr": "*bf16" for name in ("qkv", "value", "gates", "dq", "dk", "dv", "dvalue", "dgates")}
-    given |= dict(dqkv_ptr="*i8", dqkv_t="tensordesc<i8[64, 64]>")
+    given |= dict(dqkv_ptr="*i8", dqk_t=f"tensordesc<i8[{keys // 2}, 64]>", dv_t="tensordesc<i8[64, 64]>")
     nothing = {} if value else dict.fromkeys(("value_ptr", "gates_ptr", "dvalue_ptr", "dgates_ptr"))
-    return misuses(tg._split_heads_grad_kernel, capability, 8, given, dict(PTX=ptx, H=6, D=128, V=768, OFFSET=False, ROWS=64, **nothing))
+    return misuses(tg._split_heads_grad_kernel, capability, 8, given, dict(PTX=ptx, H=6, D=keys, DV=128, V=768, OFFSET=False, ROWS=64, **nothing))
 
 
 @pytest.mark.parametrize("capability", HOPPER)
 @pytest.mark.parametrize("value", [False, True], ids=("no value", "value"))
-def test_gradient_of_the_projection(value, capability):
-    assert not split_gradient(capability, ptx=True, value=value)
+@pytest.mark.parametrize("keys", [64, 128])
+def test_gradient_of_the_projection(keys, value, capability):
+    assert not split_gradient(capability, ptx=True, value=value, keys=keys)
 
 
 def test_the_cure_is_still_needed():

@@ -4,10 +4,12 @@ On a CPU the Triton kernels run interpreted, in a process of their own: `pytest 
 `TRITON_INTERPRET=0 pytest tests/test_split_heads.py` runs every test compiled, and those marked gpu at full size besides.
 """
 
+import itertools
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -38,23 +40,29 @@ def poison(guard, monkeypatch):  # noqa: F811
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: original(x, **options) if options else x.new_empty(*x.shape))
 
 
-def make_inputs(lengths, heads=2, width=16, dtype=torch.float32, value=True, gate_dtype=None, seed=0):
-    """([qkv, value, value_gates], [positions, cos, sin], gradients of q, k, v); rows of very different size."""
-    tokens = sum(lengths)
+def make_inputs(lengths, heads=2, width=16, dtype=torch.float32, value=True, gate_dtype=None, seed=0, keys=None):
+    """([qkv, value, value_gates], [positions, cos, sin, heads], gradients of q, k, v); rows of very different size. Heads are `width` wide, their
+    queries and keys `keys`, half of that if not given."""
+    tokens, keys = sum(lengths), keys or width // 2
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    qkv = normal(tokens, 3, heads, width) * 10 ** normal(tokens, 1, 1, 1)
+    qkv = normal(tokens, heads * (2 * keys + width)) * 10 ** normal(tokens, 1)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    frequency = 1024.0 ** -torch.linspace(0, 1, width // 4).double().numpy()
+    frequency = 1024.0 ** -torch.linspace(0, 1, keys // 4).double().numpy()
     turn = tg.geometry_tables(frequency, 0.1, (1, 1), max(lengths), dtype, torch.device("cpu"))
     leaves = [qkv, normal(tokens, heads * width), 2 * torch.sigmoid(normal(tokens, heads))] if value else [qkv]
     leaves = [guarded(x.to(d or dtype)).requires_grad_() for x, d in zip(leaves, (None, None, gate_dtype))] + [None, None] * (not value)
-    return leaves, [guarded(x) for x in (positions.int(), turn.cos, turn.sin)], [guarded(normal(tokens, heads, width).to(dtype)) for _ in range(3)]
+    grads = [guarded(normal(tokens, heads, size).to(dtype)) for size in (keys, keys, width)]
+    return leaves, [*(guarded(x) for x in (positions.int(), turn.cos, turn.sin)), heads], grads
+
+
+def parts_of(qkv, heads, keys):
+    """Views of the queries, keys [T, H, keys] and values [T, H, width] in qkv."""
+    return [part.unflatten(1, (heads, -1)) for part in (qkv[:, :heads * keys], qkv[:, heads * keys:2 * heads * keys], qkv[:, 2 * heads * keys:])]
 
 
 def split_heads(qkv, *rest):
     """The kernels alone: the identity projects without changing a bit."""
-    qkv = qkv.flatten(1)
     return tg.ProjectHeads.apply(qkv, torch.eye(qkv.size(1), dtype=qkv.dtype, device=qkv.device), *rest)
 
 
@@ -69,7 +77,7 @@ def run(function, leaves, turn, grads, **flags):
 def exactly(leaves, turn, grads, **flags):
     """The same by torch's own differentiation of the reference in float64."""
     wide = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
-    return run(tg.split_heads_reference, wide, [turn[0], *(x.double() for x in turn[1:])], [g.double() for g in grads], **flags)
+    return run(tg.split_heads_reference, wide, [turn[0], *(x.double() for x in turn[1:3]), turn[3]], [g.double() for g in grads], **flags)
 
 
 def compare(got, want):
@@ -92,26 +100,28 @@ def same(got, want):
 
 def test_reference_is_the_definition():
     """Token by token, head by head, from the words of its docstring."""
-    for flags in FLAGS.values():
-        (qkv, value, gates), (positions, cos, sin), _ = make_inputs([1, 3, 2], heads=2, width=8, dtype=torch.float64)
-        outs = tg.split_heads_reference(qkv, value, gates, positions, cos, sin, **flags)
+    for flags, keys in itertools.product(FLAGS.values(), (8, 4)):
+        (qkv, value, gates), (positions, cos, sin, _), _ = make_inputs([1, 3, 2], heads=2, width=8, dtype=torch.float64, keys=keys)
+        outs = tg.split_heads_reference(qkv, value, gates, positions, cos, sin, 2, **flags)
+        assert [out.shape for out in outs] == [(6, 2, keys), (6, 2, keys), (6, 2, 8)]
+        columns = qkv.unbind(1)
+        row = lambda t, start, size: torch.stack([column[t] for column in columns[start:start + size]])  # noqa: B023, E731
 
         def turned(row, place):
             row = row / (row.square().mean() + 1e-6).sqrt()
-            angle = torch.complex(cos[place], -sin[place])
-            pair = torch.complex(row[:4], row[4:]) * angle
+            angle = torch.complex(cos[place], -sin[place])  # noqa: B023
+            pair = torch.complex(row[:len(row) // 2], row[len(row) // 2:]) * angle
             return torch.cat([pair.real, pair.imag])
 
-        for t in range(6):
-            for h in range(2):
-                place = int(positions[t])
-                q, k = turned(qkv[t, 0, h], place), turned(qkv[t, 1, h], place)
-                if flags and positions[t] > 0:
-                    before = turned(qkv[t - 1, 1, h], place - 1)
-                    k = torch.where(torch.arange(8) % 4 >= 2, before.to("cpu"), k.to("cpu")).to(k)
-                v = qkv[t, 2, h] + gates[t, h] * value[t, 8 * h:8 * h + 8]
-                for out, want in zip(outs, (q, k, v)):
-                    torch.testing.assert_close(out[t, h], want)
+        for t, h in itertools.product(range(6), range(2)):
+            place = int(positions[t])
+            q, k = turned(row(t, keys * h, keys), place), turned(row(t, keys * (2 + h), keys), place)
+            if flags and positions[t] > 0:
+                before = turned(row(t - 1, keys * (2 + h), keys), place - 1)
+                k = torch.where(torch.arange(keys) % (keys // 2) >= keys // 4, before.to("cpu"), k.to("cpu")).to(k)
+            v = row(t, 4 * keys + 8 * h, 8) + gates[t, h] * value[t, 8 * h:8 * h + 8]
+            for out, want in zip(outs, (q, k, v)):
+                torch.testing.assert_close(out[t, h], want)
 
 
 def test_tables():
@@ -119,7 +129,7 @@ def test_tables():
     for preset in tg.PRESETS.values():
         for stage in range(len(preset.stages)):
             turn = tg.rotary_geometry(preset, stage, 64, torch.device("cpu"))
-            still = slice(preset.model.head_width // 4, None)
+            still = slice(preset.model.key_width // 4, None)
             assert (turn.cos[:, still] == 1).all() and (turn.sin[:, still] == 0).all() and turn.cos.is_contiguous() and turn.sin.is_contiguous()
 
 
@@ -160,9 +170,9 @@ def test_half_precision(gate_dtype, dtype, flags):
 
 
 @each_flag
-@pytest.mark.parametrize("heads, width", [(2, 128), (6, 64), (8, 8)])
-def test_shapes(heads, width, flags):
-    inputs = make_inputs([33, 1, 12], heads, width)
+@pytest.mark.parametrize("heads, keys, width", [(2, 128, 128), (4, 64, 128), (6, 64, 64), (2, 32, 16), (8, 8, 8)])
+def test_shapes(heads, keys, width, flags):
+    inputs = make_inputs([33, 1, 12], heads, width, keys=keys)
     compare(run(split_heads, *inputs, **flags), exactly(*inputs, **flags))
 
 
@@ -172,7 +182,7 @@ def test_zero_rows():
     qkv.detach()[2:4] = 0
     got = run(split_heads, (qkv, *rest), turn, grads)
     compare(got, exactly((qkv, *rest), turn, grads))
-    assert got[3][2:4].isfinite().all() and got[3][2, 0].any()
+    assert got[3][2:4].isfinite().all() and got[3][2, :16].any()
 
 
 @each_flag
@@ -197,9 +207,9 @@ def test_documents_do_not_leak(value, flags):
 @pytest.mark.parametrize("size, step", [(3, 1), (2, 2)])
 def test_key_offset_moves_the_still_channels_by_one_token(size, step):
     """A token's still channels reach the next key and its own query, never another document or the one after."""
-    (qkv, *rest), turn, grads = make_inputs([size, size], heads=1, value=False)
+    (qkv, *rest), turn, grads = make_inputs([size, size], heads=1, value=False, keys=16)
     changed = qkv.detach().clone()
-    changed[1, 1, 0, 4:8] += 1
+    changed[1, 16 + 4:16 + 8] += 1
     keys = [split_heads(x, *rest, *turn, True)[1] for x in (qkv.detach(), changed)]
     differs = (keys[0] != keys[1])[:, 0]
     assert not differs[0].any() and not differs[3:].any()
@@ -237,7 +247,7 @@ def test_expanded_and_missing_gradients(value, flags):
     for pick in (slice(None), slice(0, 1), slice(2, 3)):
         found = []
         for function, wide in ((split_heads, leaves), (tg.split_heads_reference, [x if x is None else x.detach().double().requires_grad_() for x in leaves])):
-            tables = turn if wide is leaves else [turn[0], turn[1].double(), turn[2].double()]
+            tables = turn if wide is leaves else [turn[0], turn[1].double(), turn[2].double(), turn[3]]
             sum(out.sum() for out in function(*wide, *tables, *flags.values())[pick]).backward()
             found.append([None if x is None or x.grad is None else x.grad for x in wide])
         for x in leaves:
@@ -250,18 +260,19 @@ def test_expanded_and_missing_gradients(value, flags):
 
 # ---- FP8 -------------------------------------------------------------------------------------------------------------
 SCALES = tg.MlpScales()
-WIDTHS = [(2, 16), (2, 128)]  # heads, width of one
+WIDTHS = [(2, 16, 16), (2, 128, 128), (4, 64, 128)]  # heads, width of one's keys, of its values
 
 
 def gradients_of_qkv(leaves, turn, grads, scale=None, rows=64, key_offset=False):
-    """What the kernel writes: (dqkv [T, 3 H D], None) in float32, or (dqkv / scale, transposed copy) in e5m2."""
+    """What the kernel writes: (dqkv, None) in float32, or (dqkv / scale, transposed copy) in e5m2."""
     qkv, value, gates = (None if x is None else x.detach() for x in leaves)
-    T, size = qkv.flatten(1).shape
+    T, size = qkv.shape
     out, out_t = qkv.new_empty(T, size, dtype=E5M2 if scale else torch.float32), qkv.new_empty(size, T, dtype=E5M2) if scale else None
-    bits = (out.view(torch.int8), tg.TensorDescriptor.from_tensor(out_t.view(torch.int8), [qkv.size(3) // 2, rows])) if scale else (out, None)
+    describe = lambda grad: tg.TensorDescriptor.from_tensor(out_t.view(torch.int8), [grad.size(2) // 2, rows])  # noqa: E731
+    bits = (out.view(torch.int8), *map(describe, grads[1:])) if scale else (out, None, None)
     others = [None if x is None else torch.empty_like(x) for x in (value, gates)]
-    tg.ProjectHeads.launch(tg._split_heads_grad_kernel, qkv, value, gates, *turn, *grads, *bits, *others, 1.0 / (scale or 1.0),
-                           qkv.is_cuda, rows=rows, key_offset=key_offset)
+    tg.ProjectHeads.launch(tg._split_heads_grad_kernel, qkv, value, gates, *turn[:3], *grads, *bits, *others, 1.0 / (scale or 1.0),
+                           qkv.is_cuda, heads=turn[3], rows=rows, key_offset=key_offset)
     return out, out_t
 
 
@@ -269,9 +280,9 @@ def compare_fp8(inputs, scale=SCALES.grad, **flags):
     """Both layouts equal to the bit, and each value the rounding of the float32 one; on a GPU of one as near to it as its own sums may lie."""
     (got, got_t), (want, _) = gradients_of_qkv(*inputs, scale, **flags), gradients_of_qkv(*inputs, **flags)
     assert torch.equal(got.view(torch.int8).T, got_t.view(torch.int8))
-    rows = want.unflatten(1, inputs[0][0].shape[1:])
-    slack = (0 if INTERPRETED else 16 * 2.0 ** -23) * rows.abs().amax(3, keepdim=True)
-    low, high = (rounded(rows + sign * slack, scale, E5M2).flatten(1) for sign in (-1, 1))
+    heads = parts_of(want, inputs[1][3], inputs[2][0].size(2))
+    slack = torch.cat([(part.abs().amax(2, keepdim=True) * (0 if INTERPRETED else 16 * 2.0 ** -23)).expand_as(part).flatten(1) for part in heads], 1)
+    low, high = (rounded(want + sign * slack, scale, E5M2) for sign in (-1, 1))
     got = got.double() * scale
     assert ((low <= got) & (got <= high)).all()
     return got
@@ -279,10 +290,10 @@ def compare_fp8(inputs, scale=SCALES.grad, **flags):
 
 @each_flag
 @with_value
-@pytest.mark.parametrize("heads, width", WIDTHS)
-def test_gradient_in_fp8(heads, width, value, flags):
+@pytest.mark.parametrize("heads, keys, width", WIDTHS)
+def test_gradient_in_fp8(heads, keys, width, value, flags):
     """Documents cut by tiles of 64 tokens anywhere; gradients from 1e-12 to 1e6, beyond both ends of e5m2's range."""
-    leaves, turn, grads = make_inputs([1, 40, 61, 2, 1, 38, 1], heads, width, torch.bfloat16, value)
+    leaves, turn, grads = make_inputs([1, 40, 61, 2, 1, 38, 1], heads, width, torch.bfloat16, value, keys=keys)
     size = 10 ** torch.linspace(-12, 6, 144, device=DEVICE)[:, None, None]
     got = compare_fp8((leaves, turn, [guarded((g * size).bfloat16()) for g in grads]), **flags).abs()
     assert (got == 57344 * SCALES.grad).any() and (got == 2.0 ** -16 * SCALES.grad).any() and not got[0].any()
@@ -292,19 +303,20 @@ def test_gradient_in_fp8(heads, width, value, flags):
 @full_size
 @each_flag
 @with_value
+@pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("rows", [32, 64, 128])
-def test_gradient_in_fp8_full_size(rows, value, flags):
+def test_gradient_in_fp8_full_size(rows, keys, value, flags):
     lengths = [1, 2048, 391, 1, 1, 17] * 6
-    compare_fp8(make_inputs([*lengths, 16_384 - sum(lengths)], 6, 128, torch.bfloat16, value), rows=rows, **flags)
+    compare_fp8(make_inputs([*lengths, 16_384 - sum(lengths)], 6, 128, torch.bfloat16, value, keys=keys), rows=rows, **flags)
 
 
-def make_projection(T, width, heads, head_width, value, seed=0):
-    """([h, weight, value, value_gates], [positions, cos, sin], gradients of q, k, v), each of the size it has in training; bf16."""
+def make_projection(T, width, heads, head_width, value, seed=0, keys=None):
+    """([h, weight, value, value_gates], [positions, cos, sin, heads], gradients of q, k, v), each of the size it has in training; bf16."""
     lengths = [1, T // 3, 7]
-    (_, *others), turn, grads = make_inputs([*lengths, T - sum(lengths)], heads, head_width, torch.bfloat16, value, seed=seed)
+    (qkv, *others), turn, grads = make_inputs([*lengths, T - sum(lengths)], heads, head_width, torch.bfloat16, value, seed=seed, keys=keys)
     generator = torch.Generator().manual_seed(seed)
     h = F.rms_norm(torch.randn(T, width, generator=generator), (width,))
-    weight = torch.randn(3 * heads * head_width, width, generator=generator) * 0.5 * width ** -0.5
+    weight = torch.randn(qkv.size(1), width, generator=generator) * 0.5 * width ** -0.5
     return [*(guarded(x.bfloat16()).requires_grad_() for x in (h, weight)), *others], turn, [(g * 1e-3).detach() for g in grads]
 
 
@@ -329,11 +341,11 @@ def run_projection(leaves, turn, grads, scales=SCALES, **flags):
 
 @each_flag
 @with_value
-@pytest.mark.parametrize("T, width, heads, head_width", [(32, 48, 2, 16), (144, 64, 2, 32), *(
-    pytest.param(T, 768, 6, 128, marks=[pytest.mark.gpu, full_size]) for T in (16_384, 49_152))])
-def test_fp8_projection(T, width, heads, head_width, value, flags):
+@pytest.mark.parametrize("T, width, heads, keys, head_width", [(32, 48, 2, 16, 16), (144, 64, 2, 16, 32), *(
+    pytest.param(T, 768, *shape, marks=[pytest.mark.gpu, full_size]) for T in (16_384, 49_152) for shape in ((6, 128, 128), (4, 64, 128)))])
+def test_fp8_projection(T, width, heads, keys, head_width, value, flags):
     """As near to float64 as FP8 rounding allows: the error of an exact emulation is the yardstick, not a constant."""
-    inputs = make_projection(T, width, heads, head_width, value)
+    inputs = make_projection(T, width, heads, head_width, value, keys=keys)
     results = run_projection(*inputs, **flags), exact_projection(*inputs, SCALES, **flags), exact_projection(*inputs, **flags)
     for name, a, b, want in zip(("q", "k", "v", "dh", "dweight", "dvalue", "dgates"), *results, strict=True):
         assert (a is None) == (want is None)

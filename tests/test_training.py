@@ -165,7 +165,7 @@ def plain_features(model, documents, geometry):
             read = h[:, :2 * half] if value is None else torch.cat([h[:, :half], value[:, :half].detach()], dim=1)
             gates = (read @ block.gate.to(x.dtype).T).sigmoid()
             q, k, v = tg.split_heads_reference(h @ block.qkv.T, value, 4 * gates[:, heads:], documents.positions, geometry.cos, geometry.sin,
-                                               layer.key_offset)
+                                               heads, layer.key_offset)
             y = tg.attention_reference(q, k, v, documents.positions, geometry.windows[layer.window], geometry.scale)
             x = x + ((block.weights[3].abs() * gates[:, :heads])[:, :, None] * y).flatten(1) @ block.out
         if layer.mlp:
@@ -188,9 +188,14 @@ def test_initial_weights(tiny):
             assert values.equal(torch.tensor({"weights": (1.1, 0.0, 0.1, 0.5), "skip_weight": -1.5}.get(name, 0.0)).expand_as(values)), path
 
 
-def test_features_and_gradients_by_their_formulas(tiny):
-    documents, geometry = packed(pieces_of([20, 12], np.random.default_rng(4))), geometry_of(DOUBLE, 20, (3, 9))
-    found, want = random_model(DOUBLE), random_model(DOUBLE)
+@pytest.mark.parametrize("key_width", [16, 8])
+def test_features_and_gradients_by_their_formulas(tiny, key_width):
+    """Queries and keys as wide as values, and half as wide: then v and out are two matrices each of the shape that q and k have."""
+    config = replace(DOUBLE, key_width=key_width)
+    documents, geometry = packed(pieces_of([20, 12], np.random.default_rng(4))), geometry_of(config, 20, (3, 9))
+    found, want = random_model(config), random_model(config)
+    block = found.blocks["1"]
+    assert block.qkv.shape == (2 * 2 * key_width + 32, 32) and block.qkv.matrix == block.out.matrix == (2 * key_width, 32)
     features = found.features(documents, geometry), plain_features(want, documents, geometry)
     assert relative(*features) < 1e-12
     weights = torch.randn(features[0].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -14,7 +14,7 @@ import helpers
 from helpers import MODEL, PRESET, tg
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-SMALL = replace(PRESET, model=replace(MODEL, width=256, heads=2, head_width=128, mlp_width=512, pointer_width=128, dtype="bfloat16"))
+SMALL = replace(PRESET, model=replace(MODEL, width=256, heads=2, key_width=64, head_width=128, mlp_width=512, pointer_width=128, dtype="bfloat16"))
 
 
 def trained(corpus, **options):
