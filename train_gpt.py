@@ -156,7 +156,7 @@ class OptimizerConfig:
         ("value_embedding", AdamRule(75.0, (0.75, 0.98), decay=0.025, sharded=True)),
         ("ngram", AdamRule(20.0, (0.0, 0.95), sparse=True)),
         ("head", AdamRule(1.0, (0.5, 0.98), decay=0.75, sharded=True)),
-        ("scalar", AdamRule(5.0, (0.9, 0.99))), ("gate", AdamRule(1.0, (0.9, 0.99))),
+        ("scalar", AdamRule(10.0, (0.9, 0.99))), ("gate", AdamRule(1.0, (0.9, 0.99))),
     )
 
 @dataclasses.dataclass(frozen=True)
@@ -656,8 +656,7 @@ def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softca
 def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
     """Dense gradient [vocab_rows, D] of `table[tokens]` from grad [T, D]: float32 (or wider) sums, rounded once."""
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    dense = wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide)
-    return dense.to(dtype or grad.dtype)
+    return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(dtype or grad.dtype)
 
 def sparse_adam_reference(grad, lookup, weights, square, last, step, rate, shrink, beta2, epsilon, scale):
     """One Adam step, in place, of the rows of weights [rows, D] that occur in ids [T, K] of `lookup` (group_ids). g = scale · Σ grad [T, D] of those
@@ -1936,10 +1935,6 @@ def updated(x: Tensor, update: Tensor | None) -> Tensor:
     """The residual stream after a layer. Who reads it next adds the MLP's update: no kernel of its own."""
     return x if update is None else x + update
 
-def normalize(x: Tensor, update: Tensor | None = None) -> Tensor:
-    """RMSNorm of the embedding, or of the stream after the last layer: [T, width]."""
-    return norm(updated(x, update))
-
 def scaled(weight: Tensor, x: Tensor) -> Tensor:
     """x [T, width] times a weight given by rows [T], float32: its gradient is then summed by rows, in the kernel of x's, which reads both anyway."""
     return weight[:, None] * x
@@ -1974,6 +1969,12 @@ def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: 
     """A layer without attention up to its MLP: the stream, and normalised, both [T, width]."""
     x = enter_layer(x, update, mix, weight, skip, skip_weight)
     return x, norm(x)
+
+def final_states(x: Tensor, update: Tensor | None, x0: Tensor, ngram: Tensor, gate: Tensor) -> Tensor:
+    """RMSNorm [T, width] of the stream, with embedding and n-grams once more, by weights that its first channels, normalised, give each token."""
+    x = updated(x, update)
+    weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
+    return norm(x + weights[:, :1] * x0 + weights[:, 1:] * ngram)
 
 def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
     """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W, width]."""
@@ -2050,7 +2051,8 @@ class GPT(nn.Module):
         self.value_embeddings = nn.ParameterList(declared("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.head = declared("head", table(config.width))
         self.pointer = declared("pointer", weight(2 * config.pointer_width, config.width), (config.pointer_width, config.width))
-        self.normalize, self.layer_inputs, self.pointer_in = map(ops.compile, (normalize, layer_inputs, pointer_in))
+        self.final_gate = declared("gate", empty(2, config.gate_inputs, dtype=torch.float32))
+        self.norm, self.layer_inputs, self.final_states, self.pointer_in = map(ops.compile, (norm, layer_inputs, final_states, pointer_in))
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))  # 2^31 elements and more
 
     @torch.no_grad()
@@ -2063,6 +2065,7 @@ class GPT(nn.Module):
         for block in self.blocks.values():
             block.reset(generator)
         self.ngram.zero_()
+        self.final_gate.zero_()
         self.head.normal_(std=0.005, generator=generator)
         # Keys as queries: from the first step on the pointer points at states like its own.
         self.pointer.copy_(self.pointer.chunk(2)[0].normal_(std=0.5 * self.config.width ** -0.5, generator=generator).repeat(2, 1))
@@ -2075,7 +2078,7 @@ class GPT(nn.Module):
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Final hidden states [T, width], normalised, ready for the head."""
-        x = x0 = self.normalize(self.ops.embed(arrived(self.embedding), documents))
+        x = x0 = self.norm(self.ops.embed(arrived(self.embedding), documents))
         ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)  # second: its gradient is first, and has the longest way
         skips: dict[int | None, Tensor | None] = {None: None}
         # Weights by rows: of all the gradients over the tokens one kernel makes the sums.
@@ -2090,7 +2093,7 @@ class GPT(nn.Module):
             x, update = block(x, update, mix, weight, scale, skips[block.layer.skip_from], value, documents, geometry)
             if int(slot) in self.skip_sources:
                 skips[int(slot)], update = (x := updated(x, update)), None  # one sum, and one gradient, for both that read it
-        return self.normalize(x, update)
+        return self.final_states(x, update, x0, ngram, self.final_gate)
 
     def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
         """What the loss takes. What the softmax gives to the first id past the vocabulary, the pointer may give to other tokens."""
@@ -2263,8 +2266,7 @@ def pack(slots: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, cand
 
 def slot_digest(number: int, tokens: np.ndarray) -> int:
     """64 bits that name the tokens of one slot; a run's token hash is their sum, whatever rank held which slot."""
-    digest = hashlib.blake2b(f"{number}:".encode() + tokens.astype("<u2").tobytes(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")
+    return int.from_bytes(hashlib.blake2b(f"{number}:".encode() + tokens.astype("<u2").tobytes(), digest_size=8).digest(), "little")
 
 def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_slots: dict[Stage, int], model: ModelConfig,
                      ranks: Ranks) -> Iterator[HostBatch]:

@@ -171,7 +171,8 @@ def plain_features(model, documents, geometry):
         if layer.mlp:
             x = x + (norm(x) @ block.up.T).relu().square() @ block.down
         after[slot] = x
-    return norm(x)
+    weights = norm(x)[:, :config.gate_inputs] @ model.final_gate.to(x.dtype).T
+    return norm(x + weights[:, :1] * x0 + weights[:, 1:] * ngram)
 
 
 def test_initial_weights(tiny):
