@@ -101,6 +101,7 @@ class ModelConfig:
     ngram_rows: int  # of the hashed table of the last two and three tokens, added in every layer (records 62, 92)
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
+    attention_scale: float = 0.1  # what multiplies normalised queries with keys, before YaRN; shorter ones want more
     pointer_width: int = 128  # of the head that copies an earlier token of the document, see pointer_reference
     gate_inputs: int = 16  # channels that the gates of a layer read: of its input, or half of them of the value embedding
     vocabulary: int = 50257
@@ -213,8 +214,8 @@ LAYERS = (
     Layer(value_embedding=4, window="long", key_offset=True),
 )
 GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**23)
-# One pass over 94 M tokens wants less (records/LOG.md): two heads, three slots and one layer's attention fewer, narrower MLPs.
-GPT_SPRINT = ModelConfig(width=768, heads=4, mlp_width=2560, value_embeddings=3, ngram_rows=2**23, layers=(
+# One pass over 94 M tokens wants less (records/LOG.md): half the heads, narrower queries, keys and MLPs, three slots and one layer's attention fewer.
+GPT_SPRINT = ModelConfig(width=768, heads=3, key_width=64, attention_scale=0.16, mlp_width=2560, value_embeddings=3, ngram_rows=2**23, layers=(
     LAYERS[0], LAYERS[1], LAYERS[2], LAYERS[0], LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7], LAYERS[0],
     Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
 GPT_TINY = ModelConfig(width=128, mlp_width=512, value_embeddings=3, ngram_rows=2**14, key_width=64, head_width=64, pointer_width=64, layers=(
@@ -2352,7 +2353,7 @@ def target_weights(preset: Preset, step: int) -> list[float]:
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage. Half of the channels turn, in pairs. At each
     change of the long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens the softmax (arXiv 2309.00071)."""
-    frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.key_width // 4), 0.1
+    frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.key_width // 4), preset.model.attention_scale
     windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
     for old, new in zip(windows, windows[1:]):
         turns = old * frequency / (2 * math.pi)
