@@ -2,10 +2,11 @@
 
     python tests/bench_attention.py                 times and errors of the fixed tiles, beside torch's varlen_attn and FlashAttention-3
     python tests/bench_attention.py --sweep         also times every tile of TILES on every cell and ranks them
+    python tests/bench_attention.py --sprint        with the heads of the preset sprint, narrower in q and k than in v
     python tests/bench_attention.py --cpu-dry-run   both, at toy sizes in Triton's interpreter: proves that the script runs
 
 Times are microseconds, medians over replays of a CUDA graph of several calls (operands of a big cell exceed the L2, so calls do not warm it
-for each other); backward is delta plus all three gradients. Width 128, 6 heads, normalised q and k, scale 0.12. Ours includes the gates of the
+for each other); backward is delta plus all three gradients. Width 128, 6 heads (but for --sprint), normalised q and k, scale 0.12. Ours includes the gates of the
 heads' outputs and their gradient, as in training; the others know none, and their errors are beside outputs without.
 """
 
@@ -31,7 +32,8 @@ import torch.nn.functional as F
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import train_gpt as tg
 
-SCALE = 0.12
+SCALE, SPRINT = 0.12, "--sprint" in sys.argv  # also in the processes that compile
+SHAPE = (tg.GPT_SPRINT.heads, tg.GPT_SPRINT.key_width, tg.GPT_SPRINT.head_width) if SPRINT else (6, 128, 128)  # heads, width of q and k, of v
 # tokens, documents (all of one length, or "<" their cap), window, FlashAttention-3 forward / backward as measured on an H200
 CELLS = [
     (16384, "896", 128, 68, 147), (16384, "896", 384, 68, 173), (16384, "896", 768, 68, 196),
@@ -86,12 +88,13 @@ def distances(tokens, documents, device):
 class Cell:
     """Operands of one cell, and calls that run one pass of it, with a given tile or the fixed one."""
 
-    def __init__(self, tokens, documents, window, device, heads=6, width=128):
+    def __init__(self, tokens, documents, window, device):
+        heads, keys, values = SHAPE
         generator = torch.Generator(device).manual_seed(0)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16  # the interpreter's bf16 products are wrong
-        normal = lambda: torch.randn(tokens, heads, width, generator=generator, device=device)
-        self.q, self.k = (F.rms_norm(normal(), (width,)).to(dtype) for _ in range(2))
-        self.v, self.dout = normal().to(dtype), normal().to(dtype)
+        normal = lambda width: torch.randn(tokens, heads, width, generator=generator, device=device)
+        self.q, self.k = (F.rms_norm(normal(keys), (keys,)).to(dtype) for _ in range(2))
+        self.v, self.dout = normal(values).to(dtype), normal(values).to(dtype)
         self.gates = torch.rand(tokens, heads, generator=generator, device=device).to(dtype) / 2 + 2.0**-8
         self.distances, self.documents = distances(tokens, documents, device)
         self.tokens, self.window, self.device = tokens, window, device
@@ -106,9 +109,11 @@ class Cell:
         return with_tile(tile, call) if tile else call
 
     def ceilings(self):
-        """Least microseconds of (forward, backward): 2 and 5 products of the visible scores at 790 TFLOP/s, or 4 and 7 operands at 4.27 TB/s."""
+        """Least microseconds of (forward, backward): the products of visible scores at 790 TFLOP/s, or the operands at 4.27 TB/s."""
         visible = int((self.distances[0].clamp(max=self.window) + 1).sum())
-        return [max(2 * products * visible * self.q[0].numel() / 790e6, operands * self.q.nbytes / 4.27e6) for products, operands in ((2, 4), (5, 7))]
+        k, v = self.k[0].numel(), self.v[0].numel()
+        return [max(2 * visible * products / 790e6, self.tokens * operands * self.v.itemsize / 4.27e6)
+                for products, operands in ((k + v, 2 * k + 2 * v), (3 * k + 2 * v, 4 * k + 3 * v))]
 
     def leaves(self, dtype=None):
         return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.q, self.k, self.v)]
@@ -213,10 +218,11 @@ def report_fixed(cells, device):
     print("tokens docs window | forward: ours  ceiling  varlen  FA3  ours/FA3 | backward: ours  ceiling  varlen  FA3  ours/FA3")
     for tokens, documents, window, *flash in cells:
         cell = Cell(tokens, documents, window, device)
+        flash = [float("nan")] * 2 if SPRINT else flash
         rival = varlen(cell)
         rivals = [eager_microseconds(call, device) for call in rival] if rival else [float("nan")] * 2
         ours = [microseconds(cell.call(name), device) for name in TILES]
-        columns = [f"{own:7.1f} {floor:7.1f} {other:7.1f} {fa3:4d} {own / fa3:6.2f}"
+        columns = [f"{own:7.1f} {floor:7.1f} {other:7.1f} {fa3:4.0f} {own / fa3:6.2f}"
                    for own, floor, other, fa3 in zip(ours, cell.ceilings(), rivals, flash, strict=True)]
         print(f"{tokens:6d} {cell.documents:3d} {window:5d} | {' | '.join(columns)}", flush=True)
     print("fixed tiles:", *tg.attention_tiles(torch.device(device)))
@@ -252,6 +258,7 @@ def sweep(cells, table, device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every tile of TILES")
+    parser.add_argument("--sprint", action="store_true", help="heads as the preset sprint has them (no figures of FlashAttention-3)")
     parser.add_argument("--cpu-dry-run", action="store_true", help="toy sizes in Triton's interpreter")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
     arguments = parser.parse_args()
