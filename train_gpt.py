@@ -923,10 +923,10 @@ def attention_backward_kernel(
         attention_gradients(q, dout, k_steps, v_steps, q_stride, dout_stride, k_stride, v_stride, dq, None, lse, delta, positions, window,
                             tokens, scale, scale_log2, False, DK, DV, BLOCK_M, BLOCK_N)
 
-def attention_tiles(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
-    """Fixed launch configurations of forward and backward: tokens a program owns, tokens a step; warps, stages. tests/bench_attention.py --sweep
-    ranks others. Where shared memory is small, or steps go through pointers, they are half as long, or the backward would spill."""
-    steps_and_stages = ((64, 3), (64, 2)) if (9, 0) <= capability(device) < (12, 0) else ((32, 2), (32, 2))
+def attention_tiles(device: torch.device, keys: int = 128) -> tuple[dict[str, int], dict[str, int]]:
+    """Fixed launch configurations of forward and backward: tokens a program owns, tokens a step; warps, stages. By tests/bench_attention.py --sweep,
+    with keys of 128 and of 64. Where shared memory is small, or steps go through pointers, they are half as long, or the backward would spill."""
+    steps_and_stages = ((64 if keys > 64 else 32, 3), (64, 2)) if (9, 0) <= capability(device) < (12, 0) else ((32, 2), (32, 2))
     return tuple(dict(BLOCK_M=64, BLOCK_N=step, num_warps=4, num_stages=stages) for step, stages in steps_and_stages)
 
 def with_aligned_rows(x: Tensor) -> Tensor:
@@ -947,7 +947,7 @@ class PackedAttention(torch.autograd.Function):
     60: 2^87, or 2^107 over a gate of 2^-20, which both types hold. RMS-normed q, k have |q.k| <= Dk; ValueError unless that is enough."""
     @staticmethod
     def forward(ctx, q, k, v, positions, remaining, window, scale, gates=None):
-        (tokens, heads, width), tile, ctx.window, ctx.scale = q.shape, attention_tiles(q.device)[0], window, scale
+        (tokens, heads, width), tile, ctx.window, ctx.scale = q.shape, attention_tiles(q.device, q.size(2))[0], window, scale
         if scale * width >= 60:
             raise ValueError(f"attention without running maximum: expected scale * head width < 60, found {scale:g} * {width}")
         q, k, v, gates = *map(with_aligned_rows, (q, k, v)), gates if gates is None else gates.contiguous()

@@ -106,7 +106,7 @@ def tiles(monkeypatch, request):
     own, step = TILES[name]
     if name == "pointers":  # as on GPUs without TMA
         monkeypatch.setattr(tg, "steps_of", lambda x, tile: x)
-    monkeypatch.setattr(tg, "attention_tiles", lambda device: (dict(BLOCK_M=own, BLOCK_N=step, num_warps=4, num_stages=2),) * 2)
+    monkeypatch.setattr(tg, "attention_tiles", lambda *_: (dict(BLOCK_M=own, BLOCK_N=step, num_warps=4, num_stages=2),) * 2)
 
 
 each_tile = pytest.mark.parametrize("tiles", TILES, indirect=True)
@@ -281,6 +281,7 @@ def test_tiles_follow_the_capability(monkeypatch):
     for major, steps in ((8, 32), (9, 64), (10, 64), (12, 32)):
         monkeypatch.setattr(tg, "capability", lambda device: (major, 0))
         assert [tile["BLOCK_N"] for tile in tg.attention_tiles(torch.device("cuda"))] == [steps] * 2
+        assert tg.attention_tiles(torch.device("cuda"), keys=64)[0]["BLOCK_N"] == 32
 
 
 @interpreted
