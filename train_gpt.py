@@ -218,9 +218,9 @@ GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value
 GPT_SPRINT = ModelConfig(width=768, heads=3, key_width=64, attention_scale=0.16, mlp_width=2560, value_embeddings=3, ngram_rows=2**23, layers=(
     LAYERS[0], LAYERS[1], LAYERS[2], LAYERS[0], LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7], LAYERS[0],
     Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
-GPT_TINY = ModelConfig(width=128, mlp_width=512, value_embeddings=3, ngram_rows=2**14, key_width=64, head_width=64, pointer_width=64, layers=(
+GPT_TINY = ModelConfig(width=128, heads=2, key_width=64, head_width=64, mlp_width=512, pointer_width=64, value_embeddings=3, layers=(
     Layer(value_embedding=0), Layer(value_embedding=1, window="long", key_offset=True), Layer(attention=False, skip_from=1),
-    Layer(value_embedding=NGRAMS), Layer(value_embedding=NGRAMS), Layer(value_embedding=2, window="long", key_offset=True)), heads=2, dtype="float32")
+    *2 * [Layer(value_embedding=NGRAMS)], Layer(value_embedding=2, window="long", key_offset=True)), ngram_rows=2**14, dtype="float32")
 
 def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens: tuple[int, int, int], rates: tuple[float, float, float],
                  cap_tokens: int, candidates: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
