@@ -103,7 +103,7 @@ class ModelConfig:
     head_width: int = 128  # of its values
     attention_scale: float = 0.1  # what multiplies normalised queries with keys, before YaRN; shorter ones want more
     pointer_width: int = 128  # of the head that copies an earlier token of the document, see pointer_reference
-    gate_inputs: int = 16  # channels that the gates of a layer read: of its input, or half of them of the value embedding
+    gate_inputs: int = 16  # channels that gates read: of a layer's input, or half of them of its value embedding; of the final state
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()

@@ -6,8 +6,8 @@
     python tests/bench_attention.py --cpu-dry-run   both, at toy sizes in Triton's interpreter: proves that the script runs
 
 Times are microseconds, medians over replays of a CUDA graph of several calls (operands of a big cell exceed the L2, so calls do not warm it
-for each other); backward is delta plus all three gradients. Width 128, 6 heads (but for --sprint), normalised q and k, scale 0.12. Ours includes the gates of the
-heads' outputs and their gradient, as in training; the others know none, and their errors are beside outputs without.
+for each other); backward is delta plus all three gradients. Width 128 and 6 heads (but for --sprint), normalised q and k, scale 0.12. Ours
+includes the gates of the heads' outputs and their gradient, as in training; the others know none, and their errors are beside outputs without.
 """
 
 from __future__ import annotations
@@ -218,12 +218,11 @@ def report_fixed(cells, device):
     print("tokens docs window | forward: ours  ceiling  varlen  FA3  ours/FA3 | backward: ours  ceiling  varlen  FA3  ours/FA3")
     for tokens, documents, window, *flash in cells:
         cell = Cell(tokens, documents, window, device)
-        flash = [float("nan")] * 2 if SPRINT else flash
         rival = varlen(cell)
         rivals = [eager_microseconds(call, device) for call in rival] if rival else [float("nan")] * 2
         ours = [microseconds(cell.call(name), device) for name in TILES]
         columns = [f"{own:7.1f} {floor:7.1f} {other:7.1f} {fa3:4.0f} {own / fa3:6.2f}"
-                   for own, floor, other, fa3 in zip(ours, cell.ceilings(), rivals, flash, strict=True)]
+                   for own, floor, other, fa3 in zip(ours, cell.ceilings(), rivals, [float("nan")] * 2 if SPRINT else flash, strict=True)]
         print(f"{tokens:6d} {cell.documents:3d} {window:5d} | {' | '.join(columns)}", flush=True)
     print("fixed tiles:", *tg.attention_tiles(torch.device(device), SHAPE[1]))
 

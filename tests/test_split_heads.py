@@ -9,7 +9,6 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
