@@ -66,12 +66,19 @@ def full_disk(limit_bytes):
     return lambda rank: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
 
+def other_start():
+    """Initial weights of its own: GPUs of two kinds draw other numbers from one seed."""
+    reset_of = tg.GPT.reset
+    tg.GPT.reset = lambda model, seed: reset_of(model, seed + 1)
+
+
 FAULTS = {  # number of processes, further options, what happens to a rank
     "killed": (2, (), on(1, at_step, 2, send(signal.SIGKILL))),
     "main rank killed": (2, (), on(0, at_step, 2, send(signal.SIGKILL))),
     "stands still": (2, ("--stall-limit", "2"), on(1, at_step, 2, send(signal.SIGSTOP))),
     "a bug": (2, (), on(1, at_step, 2, bug)),
     "nan": (2, (), on(1, at_step, 2, lambda trainer: trainer.model.embedding.data.fill_(math.nan))),
+    "other start": (2, (), on(1, other_start)),
     "interrupted": (2, (), on(1, at_step, 2, send(signal.SIGINT))),
     "interrupted alone": (1, (), on(0, at_step, 2, send(signal.SIGINT))),
     "shard cut": (2, (), on(1, at_read, 12, lambda stream: os.truncate(stream.paths[0], 1100))),
@@ -165,6 +172,14 @@ def test_all_ranks_stop_for_a_nan(broken):
     assert run.codes == [3, 3]
     assert all(re.fullmatch(r"train_gpt: rank \d: training loss: expected a finite number, found nan at step 4; fix: .*", last_line(said)) for said in run.said)
     assert "nan at step 4" in run.log[-1]["state"] and run.log[-1]["state"].startswith("failed: ") and not only(run.log, "val")
+
+
+def test_ranks_that_start_differently(broken):
+    """Before the clock starts, and on all of them."""
+    run = broken("other start")
+    assert run.codes == [4, 4]
+    assert all(re.fullmatch(r"train_gpt: rank \d: initial state: expected the same on every rank, found differences; fix: .*", last_line(said)) for said in run.said)
+    assert [event["kind"] for event in run.log] == ["head", "end"] and run.log[-1]["state"].startswith("failed: initial state")
 
 
 def test_all_ranks_stop_for_one_ctrl_c(broken):

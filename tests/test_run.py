@@ -114,6 +114,19 @@ def test_clock_intervals_sum_to_the_time(run):
     assert on_the_clock <= log[-1]["ms"] + 0.1, "the steps' times leave the pauses out"
 
 
+def test_windows_of_validations(run, monkeypatch):
+    """In between those of the moment, at the end the preset's, with the frequencies and the scale of the last stage."""
+    seen, validate = [], tg.Trainer.validate
+    monkeypatch.setattr(tg.Trainer, "validate", lambda trainer, geometry: (seen.append((trainer, geometry)), validate(trainer, geometry))[1])
+    assert run("--seed", 3, "--val-every", 2).code == 0
+    assert [geometry.windows for _, geometry in seen] == [{"short": 8, "long": 16}, {"short": 12, "long": 32}, {"short": 16, "long": 48}]
+    trainer, final = seen[-1]
+    last = trainer.geometries[-1]
+    assert last.windows == {"short": 16, "long": 40} and final.scale == last.scale and final.cos.equal(last.cos) and final.sin.equal(last.sin)
+    helpers.randomise(trainer.model)
+    assert abs(validate(trainer, final) - validate(trainer, last)) > 1e-4, "it makes a difference"
+
+
 @pytest.mark.parametrize("every", [2, 3, 4])
 def test_a_step_takes_what_it_takes_wherever_validations_fall(run, monkeypatch, every):
     """Steps of one second, validations of seven, by a hand-turned clock."""

@@ -371,7 +371,7 @@ class Recorded(tg.Ranks):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.sent, self.wanted = [], []  # each with a copy of it as it was
+        self.sent, self.wanted, self.barriers = [], [], []  # each with a copy of it as it was; before which of the wanted a barrier is
 
     def reduce_scatter(self, full, received):
         self.sent.append((full, full.clone()))
@@ -379,6 +379,7 @@ class Recorded(tg.Ranks):
 
     def all_gather(self, full, barrier=True):
         self.wanted.append(full)
+        self.barriers.append(barrier)
         return lambda: None
 
     def all_reduce_mean(self, tensor):
@@ -408,7 +409,7 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
     groups = [group for bank in optimizer.banks for group in bank.groups]
     assert len(groups) >= 7 and all(len(group.weights) % world == 0 for group in groups)
     for number, batches in enumerate(helpers.all_batches(trainer)[:2]):
-        ranks.sent.clear(), ranks.wanted.clear(), waits.clear()
+        ranks.sent.clear(), ranks.wanted.clear(), ranks.barriers.clear(), waits.clear()
         trainer.training_step(number, batches)
         assert all(p.grad is None for p in trainer.model.parameters())
         assert at_step[-1][0] == len(ranks.sent), "all before the step began"
@@ -421,6 +422,8 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
         wanted = [full.data_ptr() for full in ranks.wanted if full.is_floating_point()]
         assert [owner.weights.data_ptr() for owner in late] == wanted[:len(late)] and len(late) == len(optimizer.late)
         assert optimizer.early and all(owner.weights.data_ptr() in wanted[len(late):] for owner in optimizer.early)
+        assert ranks.barriers[0], "nothing is fetched before all ranks have updated it"
+        assert all(barrier for full, barrier in zip(ranks.wanted, ranks.barriers) if full.data_ptr() in {o.weights.data_ptr() for o in optimizer.early})
 
 
 def test_a_step_that_was_broken_off_leaves_nothing(corpus, tiny, monkeypatch):
