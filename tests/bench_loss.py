@@ -27,8 +27,8 @@ DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
 V, D = (160, 48) if DRY else (50304, 768)
 CAP, SCALES = tg.Softcap(), tg.HeadScales()
 CEILINGS = {"GB/s": 4270.0, "bf16 TFLOP/s": 790.0, "fp8 TFLOP/s": 1500.0}
-# One slot of each stage: tokens, candidates, weights of the targets.
-SLOTS = [(32, 64, (1.0, 0.5))] if DRY else [(8192, 8192, (1.0, 0.5, 0.25)), (16_384, 12_288, (1.0, 0.5)), (24_576, 24_576, (1.0,))]
+# One slot of each of the sprint's stages: tokens, candidates, weights of the targets.
+SLOTS = [(32, 64, (1.0, 0.5))] if DRY else [(stage.slot_tokens, stage.candidates, stage.targets[0]) for stage in tg.PRESETS["sprint"].stages[:3]]
 
 
 def plain_loss(x, weight, targets, scales=None):
