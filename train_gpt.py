@@ -1049,13 +1049,13 @@ def _e5m2_bits(x, PTX: tl.constexpr):
 
 @jit
 def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out [R, C] = in [R, C] * inverse_scale, saturated at +-LIMIT, and out_t [C, R], the same. 128 rows: whole lines of out_t."""
+    """out [R, C] = in [R, C] * inverse_scale, saturated at +-LIMIT (a NaN stays), and out_t [C, R], the same. 128 rows: whole lines of out_t."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
     tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
-    tile = tl.clamp(tile, -LIMIT, LIMIT).to(out_t_ptr.dtype.element_ty)
+    tile = tl.clamp(tile, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out_t_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets, tile, inside)
     tl.store(out_t_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
 
@@ -1412,7 +1412,7 @@ def _mlp_kernel(a, b, hidden, out, out_t, T, H, factor,
         for k in tl.range(0, K, DEPTH):
             x = tl.dot(a.load([row, k]), b.load([col, k]).T, x)
         x *= tl.maximum(x, 0.0) if hidden is None else tl.sqrt(hidden.load([row, col]).to(tl.float32))
-        x8 = tl.clamp(x * factor, -LIMIT, LIMIT).to(out.dtype)
+        x8 = tl.clamp(x * factor, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out.dtype)
         out.store([row, col], x8)
         out_t.store([col, row], tl.trans(x8.to(tl.int8, bitcast=True)))  # bits: of FP8 tiles ptxas loses some
 

@@ -37,21 +37,27 @@ def types_of(kernel, given):
     return {name: type_of(name) for name in kernel.arg_names}
 
 
-def misuses(kernel, capability, warps, given, constants, stages=3):
-    """Instructions of the compiled kernel that take R1 for a number."""
+def machine_code(kernel, capability, warps, given, constants, stages=3):
     types = {**types_of(kernel, given), **dict.fromkeys(constants, "constexpr")}
     places = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     aligned = {places[name]: [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*") or kind == "i32"}
     source = ASTSource(fn=kernel, signature=types, constexprs={places[name]: value for name, value in constants.items()}, attrs=aligned)
     compiled = compile_source(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps, num_stages=stages))
-    return MISUSE.findall(disassembled(compiled.asm["cubin"]))
-
-
-def disassembled(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
         return subprocess.run([DISASSEMBLER, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def misuses(*arguments, **options):
+    """Instructions of the compiled kernel that take R1 for a number."""
+    return MISUSE.findall(machine_code(*arguments, **options))
+
+
+def check_conversion(code, clamp=r"\bFMNMX\S*"):
+    """Right registers, and a NaN stays one: the instructions that clamp would by default take the limit instead."""
+    clamps = re.findall(clamp, code)
+    assert not MISUSE.findall(code) and clamps and all(".NAN" in clamp for clamp in clamps)
 
 
 def test_the_search_finds_what_it_is_for():
@@ -64,7 +70,7 @@ def test_the_search_finds_what_it_is_for():
 @pytest.mark.parametrize("kind, limit", [E4M3, E5M2])
 def test_copies_in_both_layouts(kind, limit, capability):
     given = dict(in_ptr="*bf16", out_ptr=f"*{kind}", out_t_ptr=f"*{kind}")
-    assert not misuses(tg._quantize_kernel, capability, 8, given, dict(LIMIT=limit, ROWS=128, COLS=64))
+    check_conversion(machine_code(tg._quantize_kernel, capability, 8, given, dict(LIMIT=limit, ROWS=128, COLS=64)))
 
 
 @pytest.mark.parametrize("capability", CONVERTING)
@@ -100,4 +106,4 @@ def test_products_of_the_mlp(backward, capability):
     given = dict(a=tile(kind, 128, depth), b=tile(E4M3[0], cols, depth), hidden=tile(E4M3[0], 128, cols),
                  out=tile(kind, 128, cols), out_t=tile("i8", cols, 128))
     constants = dict(K=768, LIMIT=limit, ROWS=128, COLS=cols, DEPTH=depth) | ({} if backward else {"hidden": None})
-    assert not misuses(tg._mlp_kernel, capability, warps, given, constants, stages=stages)
+    check_conversion(machine_code(tg._mlp_kernel, capability, warps, given, constants, stages=stages), clamp=r"\bFMNMX\S*XORSIGN\S*")  # others: relu

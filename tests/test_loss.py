@@ -337,6 +337,10 @@ def test_quantize_both(R, C, dtype):
     want = (values.double() / scale).clamp(-limit, limit)
     assert torch.equal(q.double(), want.float().to(dtype).double())
     assert torch.equal(tg.quantize_both(guarded(values.T.contiguous()).T, scale, dtype)[0].double(), q.double())  # any strides
+    values[-1, 0], values[0, 0] = torch.inf, torch.nan
+    q, q_t = tg.quantize_both(values, scale, dtype)
+    for copy in (q, q_t.T):  # a run that diverges must show it
+        assert copy.double().isnan().nonzero().tolist() == [[0, 0]] and (R == 1 or float(copy[-1, 0]) == limit)
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
