@@ -1,7 +1,8 @@
 """The FP8 kernels as machine code, compiled without a GPU: what ptxas makes of conversions whose results are stored in two layouts.
 
 ptxas (of Triton 3.6 and 3.7) can drop the low half of a pair of FP8 numbers that is stored by single bytes while it packs the pair into a wider
-store, and then reads the stack pointer, R1, in its place. PTX and interpreter are right then; only the machine code and a GPU show it."""
+store, and then reads the stack pointer, R1, in its place. PTX and interpreter are right then; only the machine code and a GPU show it. As with
+clamps, which on a GPU lose a NaN unless told otherwise, and in the interpreter keep it."""
 
 from __future__ import annotations
 
@@ -38,6 +39,7 @@ def types_of(kernel, given):
 
 
 def machine_code(kernel, capability, warps, given, constants, stages=3):
+    """The compiled kernel, disassembled."""
     types = {**types_of(kernel, given), **dict.fromkeys(constants, "constexpr")}
     places = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     aligned = {places[name]: [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*") or kind == "i32"}
