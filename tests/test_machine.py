@@ -178,6 +178,23 @@ def test_what_does_not_fit():
     assert tg.memory_plan(tg.PRESETS["smoke-gpu"], tg.Ranks(0, 1, CPU), FAST, 0.95 * 12 * GB)[2] < 11.4 * GB
 
 
+def test_readme_states_the_memory():
+    """Of the sprint and the speedrun by GPUs and card, of smoke-gpu in a sentence: GiB, of which 95 % are free; * where layers are recomputed."""
+    def needed(preset, world, card):
+        ops = replace(FAST, names=FAST.names | {"mlp": "fp8"})
+        try:
+            recompute, _, size = tg.memory_plan(tg.PRESETS[preset], tg.Ranks(0, world, CPU), ops, 0.95 * card * 2**30)
+        except tg.Failure:
+            return "too small"
+        return f"{size / 2**30:.1f}" + "*" * recompute
+
+    text = (helpers.ROOT / "README.md").read_text()
+    for world in (1, 2, 4, 8):
+        cells = (", ".join(needed(preset, world, card) for preset in ("sprint", "speedrun")) for card in (80, 48, 24))
+        assert f"| {world} GPU{'s' * (world > 1)} | {' | '.join(cells)} |\n" in text
+    assert f"`smoke-gpu` takes {needed('smoke-gpu', 1, 80)} on one large GPU and {needed('smoke-gpu', 1, 12)} on a 12 GB one" in text
+
+
 def test_recomputing_layers_changes_no_number(corpus, tiny, tmp_path, monkeypatch):
     ends = []
     for recompute in (False, True):
