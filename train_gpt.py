@@ -103,11 +103,12 @@ class ModelConfig:
     head_width: int = 128  # of its values
     attention_scale: float = 0.1  # what multiplies normalised queries with keys, before YaRN; shorter ones want more
     pointer_width: int = 128  # of the head that copies an earlier token of the document, see pointer_reference
+    pointer_scale: float = 0.1  # what multiplies its normalised queries with keys
     gate_inputs: int = 16  # channels that gates read: of a layer's input, or half of them of its value embedding; of the final state
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()
-    pointer_window_tokens: int = 2048  # how far back it may point
+    pointer_window_tokens: int = 4096  # how far back it may point
     rotary_base: float = 1024.0
     dtype: str = "bfloat16"  # of weights and activations; scalars and gates are float32 always
 
@@ -155,7 +156,7 @@ class OptimizerConfig:
         ("attention", MuonRule(2.0)), ("pointer", MuonRule(2.0)), ("mlp_up", MuonRule(2.0)), ("mlp_down", MuonRule(4.0)),
         ("embedding", AdamRule(75.0, (0.65, 0.98), sharded=True)),
         ("value_embedding", AdamRule(75.0, (0.75, 0.98), decay=0.025, sharded=True)),
-        ("ngram", AdamRule(20.0, (0.0, 0.95), sparse=True)),
+        ("ngram", AdamRule(30.0, (0.0, 0.95), sparse=True)),
         ("head", AdamRule(1.0, (0.5, 0.98), decay=0.75, sharded=True)),
         ("scalar", AdamRule(10.0, (0.9, 0.99))), ("gate", AdamRule(1.0, (0.9, 0.99))),
     )
@@ -1059,14 +1060,12 @@ def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.
     tl.store(out_ptr + offsets, tile, inside)
     tl.store(out_t_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
 
-def _tiles(rows, cols, shape):
-    return triton.cdiv(cols, shape["COLS"]), triton.cdiv(rows, shape["ROWS"])
-
 def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
     """FP8 copies of tensor / scale in both layouts, contiguous: [R, C] and [C, R]."""
     R, C = tensor.shape
-    out, out_t, shape = tensor.new_empty(R, C, dtype=dtype), tensor.new_empty(C, R, dtype=dtype), dict(ROWS=128, COLS=64)
-    _quantize_kernel[_tiles(R, C, shape)](tensor.contiguous(), out, out_t, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max, **shape, num_warps=8)
+    out, out_t = tensor.new_empty(R, C, dtype=dtype), tensor.new_empty(C, R, dtype=dtype)
+    _quantize_kernel[triton.cdiv(C, 64), triton.cdiv(R, 128)](tensor.contiguous(), out, out_t, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max,
+                                                              ROWS=128, COLS=64, num_warps=8)
     return out, out_t
 
 @functools.cache
@@ -1335,13 +1334,14 @@ def head_grad(logits, targets, vocabulary, lse, copied, factor, cap, dtype, fast
     """Gradient [T, V], of `dtype`, of the summed loss with respect to the logits, times factor (0-d float32 tensor), and its transposed copy: of
     e5m2, which saturates and for which T is a multiple of 16; else None."""
     T, V = logits.shape
-    out, shape = logits.new_empty(T, V, dtype=dtype), dict(ROWS=8, COLS=512)
+    out, (rows, cols) = logits.new_empty(T, V, dtype=dtype), (8, 512)
     bits, out_t, bits_t = out, None, None
     if dtype == torch.float8_e5m2:
-        out_t, shape = out.new_empty(V, T), dict(ROWS=32, COLS=64)  # of seven shapes the fastest
-        bits, bits_t = out.view(torch.int8), TensorDescriptor.from_tensor(out_t.view(torch.int8), [64, 32])
-    _head_grad_kernel[_tiles(T, V, shape)](logits, *targets[:3], targets.certain, lse, copied, factor, bits, bits_t, T, V, vocabulary, targets.spare,
-                                           *cap, K=len(targets.weights), FAST=fast, PTX=logits.is_cuda, **shape, num_warps=4)
+        out_t, rows, cols = out.new_empty(V, T), 32, 64  # of seven shapes the fastest
+        bits, bits_t = out.view(torch.int8), TensorDescriptor.from_tensor(out_t.view(torch.int8), [cols, rows])
+    _head_grad_kernel[triton.cdiv(V, cols), triton.cdiv(T, rows)](
+        logits, *targets[:3], targets.certain, lse, copied, factor, bits, bits_t, T, V, vocabulary, targets.spare, *cap,
+        K=len(targets.weights), FAST=fast, PTX=logits.is_cuda, ROWS=rows, COLS=cols, num_warps=4)
     return out, out_t
 
 class HeadLoss(torch.autograd.Function):
@@ -2100,7 +2100,7 @@ class GPT(nn.Module):
         """What the loss takes. What the softmax gives to the first id past the vocabulary, the pointer may give to other tokens."""
         h, config = self.features(documents, geometry), self.config
         qk = self.pointer_in(h, arrived(self.pointer))
-        log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_width ** -0.5)
+        log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
         spare = config.vocabulary if documents.candidates is None else 0
         targets = Targets(documents.columns, documents.positions, weights, documents.candidates, documents.certain, log_copy, spare)
         return h, arrived(self.head), targets, config.softcap
@@ -2119,7 +2119,7 @@ class GPT(nn.Module):
         h, spare = self.features(documents, geometry), self.config.vocabulary
         p = softcapped(F.linear(h[-1], self.head).float(), self.config.softcap).softmax(-1)
         q, k = pointer_in(h[-1 - self.config.pointer_window_tokens:], self.pointer).float().unbind(1)
-        shares = F.pad(self.config.pointer_width ** -0.5 * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
+        shares = F.pad(self.config.pointer_scale * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
         ids = F.pad(documents.columns[-len(k):-1], (0, 1), value=spare)
         return p.index_fill(0, ids[-1:].long(), 0).index_add(0, ids, p[spare] * shares)
 
@@ -2780,10 +2780,10 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
 def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dict[str, Any]) -> bool:
     """Whether a model file's settings can be used, as far as the shapes of its weights do not prove it."""
     counts = *attention["windows"], validation["tokens"], validation["window"], config.pointer_window_tokens, config.vocabulary
-    numbers = attention["scale"], *attention["frequency"], *config.softcap
+    numbers = attention["scale"], *attention["frequency"], *config.softcap, config.pointer_scale
     used, values = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp], (None, NGRAMS, *range(config.value_embeddings))
     return (len(counts) == 6 and all(type(n) is int and n > 0 for n in counts) and config.vocabulary < config.padded_vocabulary
-            and len(numbers) == 4 + config.key_width // 4 and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+            and len(numbers) == 5 + config.key_width // 4 and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
             and all(layer.skip_from in (None, *(s for s in used if s < slot)) and layer.value_embedding in values
                     for slot, layer in enumerate(config.layers)) and isinstance(validation["data"], str))
 

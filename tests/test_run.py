@@ -524,7 +524,7 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     **{f"of {text}": (edit(lambda content, old=old, text=text: content.update(model=content["model"].replace(old, text))), "out of range")
        for old, text in (('"skip_from": 2', '"skip_from": 50'), (f'"vocabulary": {helpers.VOCABULARY}', '"vocabulary": 1000000000'), ('"value_embedding": 1', '"value_embedding": 2'),
                          ('"value_embedding": 0', '"value_embedding": -2'),
-                         ('"pointer_window_tokens": 2048', '"pointer_window_tokens": "x"'))},
+                         ('"pointer_window_tokens": 4096', '"pointer_window_tokens": "x"'))},
 }
 
 
