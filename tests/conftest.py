@@ -55,13 +55,13 @@ def tiny(monkeypatch):
 
 @pytest.fixture(scope="session")
 def ranked(corpus, tmp_path_factory):
-    """helpers.PRESET trained through main() by 1, 2 and 4 processes: the folder that helpers.launch filled."""
+    """helpers.PRESET trained through main() by 1, 2, 4 and 8 processes: the folder that helpers.launch filled."""
     import helpers
-    return helpers.launch(corpus, tmp_path_factory.mktemp("ranked"), worlds=(1, 2, 4))
+    return helpers.launch(corpus, tmp_path_factory.mktemp("ranked"), worlds=(1, 2, 4, 8))
 
 
 @pytest.fixture(scope="session")
 def sharing(corpus, tmp_path_factory):
     """The same with ranks that read each other's memory."""
     import helpers
-    return helpers.launch(corpus, tmp_path_factory.mktemp("sharing"), worlds=(2, 4), share=True)
+    return helpers.launch(corpus, tmp_path_factory.mktemp("sharing"), worlds=(2, 4, 8), share=True)

@@ -214,7 +214,7 @@ def launch(corpus, folder, worlds, share=False):
     """Train PRESET once with each number of processes. They fork from one fresh process, which imports torch once. `share`: see FileMemory."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(corpus), str(folder), "share" if share else "", *map(str, worlds)]
-    result = subprocess.run(command, env=environment, timeout=200, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr + "".join(path.read_text() for path in sorted(folder.glob("*.out")))
     return folder
 

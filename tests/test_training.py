@@ -1,4 +1,4 @@
-"""Training steps: eager = compiled, 1 = 2 = 4 processes, accumulation, who sees whom, gradients, and when they leave."""
+"""Training steps: eager = compiled, 1 = 2 = 4 = 8 processes, accumulation, who sees whom, gradients, and when they leave."""
 
 from __future__ import annotations
 
@@ -531,13 +531,12 @@ def test_eager_is_compiled_by_inductor(corpus, tiny, monkeypatch):
     assert counts == [9 + 4, 0, 0]  # Adam for tables and for the scalars, which are flat
 
 
-# ---- 1 = 2 = 4 processes ---------------------------------------------------------------------------------------------
+# ---- 1 = 2 = 4 = 8 processes -----------------------------------------------------------------------------------------
 def outcome(folder, world):
     return [torch.load(folder / f"{world}-{rank}.pt") for rank in range(world)]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("how", ["ranked", "sharing"])
+@pytest.mark.parametrize("how, world", [(how, world) for how in ("ranked", "sharing") for world in (2, 4, 8)])
 def test_processes_agree_with_one(ranked, request, how, world):
     """Five steps: weights alike everywhere, shards of the optimizer's state side by side equal to the state of one process."""
     folder = request.getfixturevalue(how)
@@ -565,7 +564,7 @@ def test_processes_agree_with_one(ranked, request, how, world):
     assert all(tensor.any() for name, tensor in alone["state"].items() if name.endswith("average")), "averages have begun"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_processes_log_the_same_training(ranked, world):
     alone, together = (read_log(next((ranked / f"logs-{w}").glob("*.jsonl"))) for w in (1, world))
     assert [e["kind"] for e in alone] == [e["kind"] for e in together]
@@ -582,7 +581,7 @@ def test_processes_log_the_same_training(ranked, world):
 
 
 def test_one_rank_speaks(ranked):
-    for world in (2, 4):
+    for world in (2, 4, 8):
         said = [(ranked / f"{world}-{rank}.out").read_text() for rank in range(world)]
         assert "val loss" in said[0] and not any("loss" in text for text in said[1:])
 
