@@ -2794,13 +2794,13 @@ def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
         if not isinstance(content, dict):
             raise TypeError(f"a {type(content).__name__}")
         weights, config, *settings = (content[key] for key in ("weights", "model", "attention", "validation"))
-        config = json.loads(config)
+        stated = json.loads(config)
         # Before anything is allocated: a view of one element can claim any size.
-        if sum(weight.nbytes for weight in weights.values()) > path.stat().st_size or config["value_embeddings"] > len(weights):
+        if sum(weight.nbytes for weight in weights.values()) > path.stat().st_size or stated["value_embeddings"] > len(weights):
             raise ValueError("weights larger than the file")
-        config = ModelConfig(**{**config, "layers": tuple(Layer(**layer) for layer in config["layers"]), "softcap": Softcap(*config["softcap"])})
-        if not settings_fit(config, *settings):
-            raise ValueError("settings out of range")
+        config = ModelConfig(**{**stated, "layers": tuple(Layer(**layer) for layer in stated["layers"]), "softcap": Softcap(*stated["softcap"])})
+        if json.loads(json.dumps(dataclasses.asdict(config))) != stated or not settings_fit(config, *settings):
+            raise ValueError("settings missing or out of range")
         if device.type == "cpu":  # bfloat16 matrix products are slow there
             config = dataclasses.replace(config, dtype="float32")
         for place in (torch.device("meta"), device):  # first the shapes alone

@@ -517,14 +517,16 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "without its validation": (edit(lambda content: content.pop("validation")), "KeyError: 'validation'"),
     "without its attention": (edit(lambda content: content.pop("attention")), "KeyError: 'attention'"),
     "with an empty validation": (edit(lambda content: content["validation"].clear()), "KeyError"),
-    **{f"with attention's {name}": (edit(lambda content, name=name, value=value: content["attention"].update({name: value})), "settings out of range")
+    **{f"with attention's {name}": (edit(lambda content, name=name, value=value: content["attention"].update({name: value})), "settings missing or out of range")
        for name, value in (("frequency", [1.0]), ("windows", (1,)), ("windows", (0, 8)), ("scale", math.nan), ("scale", "1"))},
     **{f"with validation's {name} {value}": (edit(lambda content, name=name, value=value: content["validation"].update({name: value})), "out of range")
        for name, value in (("tokens", "x"), ("tokens", 0), ("tokens", -1), ("window", 0), ("window", -4), ("data", None))},
     **{f"of {text}": (edit(lambda content, old=old, text=text: content.update(model=content["model"].replace(old, text))), "out of range")
        for old, text in (('"skip_from": 2', '"skip_from": 50'), (f'"vocabulary": {helpers.VOCABULARY}', '"vocabulary": 1000000000'), ('"value_embedding": 1', '"value_embedding": 2'),
                          ('"value_embedding": 0', '"value_embedding": -2'),
-                         ('"pointer_window_tokens": 4096', '"pointer_window_tokens": "x"'))},
+                         ('"pointer_window_tokens": 4096', '"pointer_window_tokens": "x"'), ('"pointer_scale": 0.1', '"pointer_scale": NaN'))},
+    **{f"of a version without {text}": (edit(lambda content, text=text: content.update(model=content["model"].replace(text, ""))), "settings missing")
+       for text in ('"pointer_scale": 0.1, ', ', "skip_from": 2')},
 }
 
 
