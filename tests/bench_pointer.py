@@ -4,7 +4,8 @@
     python tests/bench_pointer.py --sweep         other tiles too
     python tests/bench_pointer.py --cpu-dry-run   toy sizes in Triton's interpreter: proves that the script runs
 
-Medians over replays of a CUDA graph, ms. Documents as in bench_attention.py (mean 570 tokens, cap 3072), Zipf-like ids, width 128, window 2048.
+Medians over replays of a CUDA graph, ms. Documents as in bench_attention.py (mean 570 tokens, cap 3072), Zipf-like ids; width, window and scale of the
+sprint (in LOG.md the figures to 2026-11-23 are of window 2048 and scale 128^-.5).
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import numpy as np
 import torch
 
 tg, DRY = attention.tg, "--cpu-dry-run" in sys.argv
-DEVICE, WIDTH, WINDOW, MODEL_WIDTH = ("cpu", 16, 24, 32) if DRY else ("cuda", 128, 2048, 768)
+SPRINT = tg.GPT_SPRINT
+DEVICE, WIDTH, WINDOW, MODEL_WIDTH = ("cpu", 16, 24, 32) if DRY else ("cuda", SPRINT.pointer_width, SPRINT.pointer_window_tokens, SPRINT.width)
 SIZES, CAP = ((48, 100), "<40") if DRY else ((16_384, 65_536, 196_608), "<3072")
-SCALE, DTYPE = 128 ** -0.5, torch.float32 if DRY else torch.bfloat16
+SCALE, DTYPE = SPRINT.pointer_scale, torch.float32 if DRY else torch.bfloat16
 
 
 class Cell:

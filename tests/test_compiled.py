@@ -1,7 +1,7 @@
 """The FP8 kernels as machine code, compiled without a GPU: what ptxas makes of conversions whose results are stored in two layouts.
 
 ptxas (of Triton 3.6 and 3.7) can drop the low half of a pair of FP8 numbers that is stored by single bytes while it packs the pair into a wider
-store, and then reads the stack pointer, R1, in its place. PTX and interpreter are right then; only the machine code and a GPU show it. As with
+store, and then reads the stack pointer, R1, in its place. PTX and interpreter are right then; only the machine code and a GPU show it. So it is with
 clamps, which on a GPU lose a NaN unless told otherwise, and in the interpreter keep it."""
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def misuses(*arguments, **options):
 
 def check_conversion(code, clamp=r"\bFMNMX\S*"):
     """Right registers, and a NaN stays one: the instructions that clamp would by default take the limit instead."""
-    clamps = re.findall(clamp, code)
-    assert not MISUSE.findall(code) and clamps and all(".NAN" in clamp for clamp in clamps)
+    found = re.findall(clamp, code)
+    assert not MISUSE.findall(code) and found and all(".NAN" in instruction for instruction in found)
 
 
 def test_the_search_finds_what_it_is_for():
