@@ -4,8 +4,8 @@
     python tests/bench_pointer.py --sweep         other tiles too
     python tests/bench_pointer.py --cpu-dry-run   toy sizes in Triton's interpreter: proves that the script runs
 
-Medians over replays of a CUDA graph, ms. Documents as in bench_attention.py (mean 570 tokens, cap 3072), Zipf-like ids; width, window and scale of the
-sprint (in LOG.md the figures to 2026-11-23 are of window 2048 and scale 128^-.5).
+Medians over replays of a CUDA graph, ms. Documents as in bench_attention.py (mean 570 tokens, cap 3072), Zipf-like ids; width,
+window and scale of the sprint (in LOG.md the figures to 2026-11-23 are of window 2048 and scale 128^-.5).
 """
 
 from __future__ import annotations
