@@ -10,6 +10,8 @@ count what the algorithm needs: 3 n^2 m + n^3 flops a step and matrix (n <= m), 
 their time at 790 TFLOP/s.
 """
 import argparse
+import collections
+import math
 import os
 import statistics
 import sys
@@ -31,8 +33,19 @@ import train_gpt as tg
 DRY = args.cpu_dry_run
 DEVICE = "cpu" if DRY else "cuda"
 DTYPE = torch.float32 if DRY else torch.bfloat16  # the interpreter's tl.dot is wrong in bf16
-# The matrices of the sprint by shape, all QKV and output projections and all of the MLPs; then those of the speedrun.
-BATCHES = [(2, 24, 24), (1, 40, 24), (2, 8, 24)] if DRY else [(36, 192, 768), (16, 2560, 768), (40, 768, 768), (22, 3072, 768)]
+
+
+def matrices_by_shape(config):
+    """(how many, rows, columns) of what Muon orthogonalises in a model."""
+    counts = collections.Counter()
+    for parameter in tg.GPT(config, tg.select_ops(torch.device("cpu"), fast=False), torch.device("meta")).parameters():
+        if shape := parameter.matrix:
+            counts[shape] += parameter.numel() // math.prod(shape)
+    return [(count, *shape) for shape, count in counts.items()]
+
+
+BATCHES = [(2, 24, 24), (1, 40, 24), (2, 8, 24)] if DRY else list(
+    dict.fromkeys([*matrices_by_shape(tg.GPT_SPRINT), *matrices_by_shape(tg.GPT_SMALL)]))
 RANKS = (1, 8) if DRY else (1, 4, 8)
 SYMMETRIC_TILES = [(128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 128, 8, 3), (64, 64, 64, 4, 4),
                    (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (64, 64, 128, 4, 4)]  # fmt: skip
