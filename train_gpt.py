@@ -2184,7 +2184,7 @@ class TokenStream:
         """For each stage, the first token [steps, SLOTS] of each slot: they follow each other without a gap. Fails if tokens run out."""
         if (needed := self.consumed(stages) + 1) > self.length:  # the last target is one further
             fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
-                 "python data/fineweb.py fetch --shards N with a larger N")
+                 "python data/fineweb.py fetch --shards N with a larger N; for a longer schedule, also a larger train_tokens")
         return [self.consumed(stages[:index]) + stage.slot_tokens * np.arange(stage.steps * SLOTS).reshape(-1, SLOTS)
                 for index, stage in enumerate(stages)]
 
