@@ -12,9 +12,9 @@ Launch
 Options (--help): --seed N, --runs N, --profile A:B, --val-every N, --stop-after N, --check, --save FILE, --eval FILE, --sample FILE "text".
 
 Map
-    1 imports, constants      2 configuration          3 runtime             4 reference operators    5 Triton kernels
-    6 operator selection      7 optimizer              8 model               9 data                  10 schedule
-    11 run log               12 training              13 afterwards         14 main
+    1 imports, constants      2 configuration          3 schedule            4 model                  5 optimizer
+    6 training                7 data                   8 reference operators 9 Triton kernels        10 operator selection
+   11 runtime                12 run log               13 afterwards         14 main
 """
 
 # ==== 1. Imports, constants ===========================================================================================
@@ -66,10 +66,10 @@ except ImportError:  # the reference operators need no Triton
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024  # llm.c's token files, see data/README.md
 BOS = 50256  # <|endoftext|>: opens every document
-SLOTS = 8  # a step's batch is packed into 8 slots whatever the number of ranks, so every world size sees the same tokens
+CHUNKS = 8  # a step's batch is packed into 8 slots whatever the number of ranks, so every world size sees the same tokens
 FP8_PARTS = "attention", "head", "mlp"  # whose matrix products can be FP8
 NGRAMS = -1  # as a layer's value embedding: none of its own, but what embeds the last few tokens
-NO_COPY = -1e4  # as a logarithm: exp gives 0, and differences stay finite
+NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 # Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
 PEAK_TFLOPS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
@@ -118,7 +118,7 @@ class ModelConfig:
 
     @property
     def table_rows(self) -> int:
-        """Of the n-gram table: the hashed ones, then those of `recall`."""
+        """Of the n-gram table: the hashed ones, then those of `longest_suffix_match`."""
         return self.ngram_rows + 3 * self.padded_vocabulary + 32
 
 # Roles connect parameters to their optimizer: each parameter declares one, and each role has exactly one rule.
@@ -172,12 +172,12 @@ class Stage:
     learning_rate_multiplier: float = 1.0
     # Weights of the next, second next, ... token as targets, at the first and after the last step of the stage (record 53).
     targets: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
-    candidates: int | None = None  # sampled softmax: columns of the head a slot uses, its targets among them; None: all
+    sampled_classes: int | None = None  # sampled softmax: columns of the head a slot uses, its targets among them; None: all
     extension: bool = False  # after the scheduled steps, at the final learning rate
 
     @property
-    def slot_tokens(self) -> int:
-        return self.batch_tokens // SLOTS
+    def chunk_tokens(self) -> int:
+        return self.batch_tokens // CHUNKS
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
@@ -224,13 +224,13 @@ GPT_TINY = ModelConfig(width=128, heads=2, key_width=64, head_width=64, mlp_widt
     *2 * [Layer(value_embedding=NGRAMS)], Layer(value_embedding=2, window="long", key_offset=True)), ngram_rows=2**14, dtype="float32")
 
 def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens: tuple[int, int, int], rates: tuple[float, float, float],
-                 cap_tokens: int, candidates: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
+                 cap_tokens: int, sampled_classes: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
     """Batches, windows and rates grow by stage (record 46) while the second and third next token fade as targets (53); then the extension (35)."""
     windows = (128, 384), (384, 896), (640, 1408)
     targets = ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)), ((1.0, 0.3), (1.0, 0.0)), ((1.0,), (1.0,))
     return (*(Stage(n, batch, cap_tokens, *window, rate, target, drawn)
-              for n, batch, window, rate, target, drawn in zip(steps, batch_tokens, windows, rates, targets, candidates)),
-            Stage(extension_steps, batch_tokens[-1], cap_tokens, 768, 1664, rates[-1], candidates=candidates[-1], extension=True))
+              for n, batch, window, rate, target, drawn in zip(steps, batch_tokens, windows, rates, targets, sampled_classes)),
+            Stage(extension_steps, batch_tokens[-1], cap_tokens, 768, 1664, rates[-1], sampled_classes=sampled_classes[-1], extension=True))
 
 PRESETS = {preset.name: preset for preset in (
     Preset("speedrun", GPT_SMALL, three_stages((400, 400, 400), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072, (10_240, 14_336, 28_672)),
@@ -238,8 +238,8 @@ PRESETS = {preset.name: preset for preset in (
     # One pass over 94 M tokens. Half the batch of the speedrun: twice the steps lower the loss by 0.04 at the same time on one GPU (records/LOG.md).
     Preset("sprint", GPT_SPRINT, three_stages((239, 239, 229), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (6144, 10_240, 14_336)),
            train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
-    Preset("smoke", GPT_TINY, (Stage(30, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=4096),
-                               Stage(27, 1024, 256, 128, 256, candidates=8192), Stage(3, 1024, 256, 128, 256, extension=True)),
+    Preset("smoke", GPT_TINY, (Stage(30, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), sampled_classes=4096),
+                               Stage(27, 1024, 256, 128, 256, sampled_classes=8192), Stage(3, 1024, 256, 128, 256, extension=True)),
            OptimizerConfig(momentum_warmup_steps=30, momentum_cooldown_steps=8, cooldown_fraction=0.55, averaging_interval_steps=1), "data/sample",
            train_tokens=10_000_000, val_tokens=8192, val_window_tokens=2048, val_windows_tokens=(128, 512), log_every_steps=10,
            status="smoke: practice on a small public-domain sample, never on a leaderboard"),
@@ -249,287 +249,99 @@ PRESETS = {preset.name: preset for preset in (
            status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
 )}
 
-# ==== 3. Runtime ======================================================================================================
-class Failure(Exception):
-    """An error the user can act on: one line that says what, expected, found and the fix; `code` is the exit status."""
-    def __init__(self, message: str, code: int):
-        super().__init__(message)
-        self.code = code
+# ==== 3. Schedule: pure functions of the step =========================================================================
+def stage_index(preset: Preset, step: int) -> int:
+    return [index for index, stage in enumerate(preset.stages) for _ in range(stage.steps)][step]
 
-def fail(what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE) -> NoReturn:
-    raise Failure(f"{what}: expected {expected}, found {found}; fix: {fix}", code)
+def learning_rate(preset: Preset, step: int) -> float:
+    """Relative rate: the stage's multiplier, then a linear cool-down to the final rate, which the extension keeps."""
+    config, stage = preset.optimizer, preset.stages[stage_index(preset, step)]
+    left = 0.0 if stage.extension else min((1 - step / sum(s.steps for s in preset.stages if not s.extension)) / config.cooldown_fraction, 1.0)
+    return stage.learning_rate_multiplier * left + config.final_learning_rate * (1 - left)
 
-class Ranks:
-    """The processes of one run, one device each. With one rank every collective is a no-op. Tensors that are `shared` are fetched by copy engines,
-    where GPUs reach each other's memory: NCCL's kernels would take multiprocessors from what runs beside them."""
-    def __init__(self, rank: int, world: int, device: torch.device):
-        self.rank, self.world, self.device = rank, world, device
-        self.copy_stream, self.peers = None, {}  # where memory can be shared: stream of `fetch`; of each shared tensor, by address, all ranks' parts
-        self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if device.type == "cuda" else []
-        self.processes, self.stop_asked = [os.getpid()], False
-        self.beat: Callable[..., None] = lambda *_: None  # the watchdog's while one watches
+def muon_momentum(preset: Preset, step: int) -> float:
+    """Low while gradients still turn quickly (start) and while they are averaged anyway (end)."""
+    config, (low, high) = preset.optimizer, preset.optimizer.muon_momentum
+    warm, cool = step / config.momentum_warmup_steps, (preset.steps - step) / config.momentum_cooldown_steps
+    return low + (high - low) * min(warm, cool, 1.0)
 
-    @staticmethod
-    def start() -> Ranks:
-        """Read torchrun's variables, pick the device and join the process group."""
-        given = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))]
-        if not all(text.isdecimal() for text in given):
-            fail("RANK, WORLD_SIZE, LOCAL_RANK", "numbers, as torchrun sets them", given, "unset them, or start with torchrun")
-        rank, world, local = map(int, given)
-        if world not in (1, 2, 4, 8):
-            fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
-        if world > 1 and "MASTER_ADDR" not in os.environ:
-            fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none", "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
-        device = torch.device("cpu")
-        if torch.cuda.is_available():
-            if local >= torch.cuda.device_count():
-                fail("GPUs on this machine", f"at least {local + 1}", torch.cuda.device_count(), "start fewer processes", EXIT_HARDWARE)
-            device = torch.device("cuda", local)
-            torch.cuda.set_device(device)
-            if torch.cuda.get_device_capability(device)[0] == 9:  # measured there: with a workspace cuBLASLt clears some bytes before each product
-                os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
-            torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured in a graph
-        if world > 1:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
-        ranks = Ranks(rank, world, device)
-        ranks.processes = ranks.gather_objects(os.getpid())
-        if world > 1:
-            signal.signal(signal.SIGINT, ranks.ask_to_stop)
-        if world > 1 and device.type == "cuda" and os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-            ranks.copy_stream = torch.cuda.Stream()
-            with contextlib.suppress(RuntimeError):  # the GPUs, the driver or the container may not let them
-                ranks.shared(torch.zeros(world, device=device))
-            ranks.copy_stream = ranks.copy_stream if all(ranks.gather_objects(bool(ranks.peers))) else None
-        return ranks
+def step_rates(preset: Preset, step: int) -> dict[str, float]:
+    """Everything an optimizer step reads: its number, Muon's rate and momentum, and Adam's step size by role, bias corrections included."""
+    config, scale = preset.optimizer, learning_rate(preset, step)
+    rates = {"step": step + 1.0, "muon": config.muon_learning_rate * scale, "momentum": muon_momentum(preset, step)}
+    for role, rule in config.rules:
+        if isinstance(rule, AdamRule):
+            beta1, beta2 = rule.betas
+            correction = math.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
+            rate = config.adam_learning_rate * rule.learning_rate_multiplier * scale
+            rates |= {role: rate * correction, f"{role} decay": rate**2 * rule.decay}
+    return rates
 
-    def shared(self, tensor: Tensor, parts: int = 1) -> Tensor:
-        """`tensor`, moved to memory that other ranks can read, if there is some. A collective; never freed; `fetch` takes each of its `parts`."""
-        if self.copy_stream:
-            # torch (to 2.13; its issue 181086) clears this memory, and writes the addresses that barriers read, on a stream that no other waits for:
-            # first everything queued must end, as it may still write to where the addresses come; then that, before any rank uses either.
-            given, tensor = tensor, symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            torch.cuda.synchronize(self.device)
-            handle = symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
-            torch.cuda.synchronize(self.device)
-            tensor.copy_(given)
-            for part in tensor.chunk(parts):
-                where = part.shape, part.dtype, part.storage_offset()
-                self.peers[part.data_ptr()] = handle, [handle.get_buffer(r, *where).view(self.world, -1) for r in range(self.world)]
-        return tensor
+def averaging(preset: Preset, step: int) -> tuple[float, float]:
+    """What Optimizer.average takes after a step: a rate, 1 for the first weights that enter and 0 between two; a share, 0 until the last step."""
+    config = preset.optimizer
+    since = step - math.ceil((1 - config.averaging_fraction) * preset.steps)
+    enters = since >= 0 and since % config.averaging_interval_steps == 0
+    return (config.averaging_rate if since else 1.0) * enters, config.averaged_share * (since >= 0 and step + 1 == preset.steps)
 
-    def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable[[], None]:
-        """Copy from other ranks' parts of a shared tensor: their own shards, in place (all-gather), or each one's version of this rank's shard, to
-        `received`. All on one stream, in one order on every rank: past a barrier, all have read what was given before."""
-        handle, peers = self.peers[full.data_ptr()]
-        self.copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copy_stream):
-            if barrier:
-                handle.barrier()
-            for other in ((self.rank + i) % self.world for i in range(received is None, self.world)):  # at no time do two read from the same rank
-                target, part = (peers[self.rank], other) if received is None else (received, self.rank)
-                target[other].view(-1).copy_(peers[other][part], non_blocking=True)
-        return self.copy_stream.record_event().wait
+def target_weights(preset: Preset, step: int) -> list[float]:
+    """Weights of the coming tokens as targets: linear between the two ends of the stage."""
+    stage = preset.stages[index := stage_index(preset, step)]
+    passed = (step - sum(s.steps for s in preset.stages[:index])) / stage.steps
+    return [start + passed * (end - start) for start, end in zip(*stage.targets)]
 
-    def beside(self, work: Callable[[], Any], side: int = 0) -> Callable[[], None]:
-        """Queue `work` on one of two streams of their own, whose kernels go first where there is room for one only. Returns the wait for it."""
-        if not self.side_streams:
-            work()
-            return lambda: None
-        self.side_streams[side].wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side_streams[side]):
-            work()
-            return torch.cuda.current_stream().record_event().wait
+def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
+    """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage. Half of the channels turn, in pairs. At each
+    change of the long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens the softmax (arXiv 2309.00071)."""
+    frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.key_width // 4), preset.model.attention_scale
+    windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
+    for old, new in zip(windows, windows[1:]):
+        turns = old * frequency / (2 * math.pi)
+        keep = np.clip((turns - 1) / (32 - 1), 0, 1)
+        frequency = frequency * (old / new + keep * (1 - old / new))
+        scale *= 0.2 * math.log(new / old) + 1
+    return frequency, scale
 
-    def shard(self, full: Tensor) -> Tensor:
-        """This rank's equal part of `full` along its first dimension, a view."""
-        return full.view(self.world, -1, *full.shape[1:])[self.rank]
+def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int], positions: int, dtype: torch.dtype,
+                    device: torch.device) -> Geometry:
+    """Geometry with cosines and sines for `positions` positions; the channels that do not turn get angle 0."""
+    angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
+    cos, sin = (torch.from_numpy(table).to(device, dtype) for table in (np.cos(angle), np.sin(angle)))
+    return Geometry(dict(zip(("short", "long"), windows)), scale, cos, sin)
 
-    def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable[[], None]:
-        """Every rank's version of this rank's shard of `full`, for the caller to average: `received` is [world, ...] if `full` is shared, else
-        [1, ...], a view of the shard, averaged already. Returns the wait (it blocks the stream, not the host)."""
-        if full.data_ptr() in self.peers:
-            return self.fetch(full, received)
-        if self.world > 1 and self.device.type == "cuda":
-            return dist.reduce_scatter_tensor(received[0], full, op=dist.ReduceOp.AVG, async_op=True).wait
-        return self.all_reduce_mean(full)
+def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device, windows: tuple[int, int] | None = None) -> Geometry:
+    """Attention's geometry in a stage, or with other `windows`: the final validation looks further back (record 33)."""
+    stage = preset.stages[index]
+    windows = windows or (stage.short_window_tokens, stage.long_window_tokens)
+    return geometry_tables(*rotary_frequencies(preset, index), windows, positions, getattr(torch, preset.model.dtype), device)
 
-    def all_reduce_mean(self, tensor: Tensor) -> Callable[[], None]:
-        if self.world > 1 and self.device.type == "cuda":
-            return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True).wait
-        if self.world > 1:  # gloo has no mean
-            self.sum(tensor).div_(self.world)
-        return lambda: None
-
-    def all_gather(self, full: Tensor, barrier: bool = True) -> Callable[[], None]:
-        """Fill `full` from every rank's shard of it, in place. No barrier is needed if there was one since the ranks wrote their shards."""
-        if self.world == 1:
-            return lambda: None
-        if full.data_ptr() in self.peers:
-            return self.fetch(full, None, barrier)
-        # gloo reads its input while it writes the output, NCCL knows the in-place form
-        shard = self.shard(full) if self.device.type == "cuda" else self.shard(full).clone()
-        return dist.all_gather_into_tensor(full, shard, async_op=True).wait
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed over the ranks, in place."""
-        if self.world > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        values = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-    def ask_to_stop(self, *_: Any) -> None:
-        """Ctrl-C finds ranks between different collectives: the first one only asks, and they agree at a flush; the second acts at once."""
-        self.stop_asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def lost(self) -> str:
-        """Which ranks' processes have ended or stand still, in words for a message; only Linux tells."""
-        for _ in range(10):  # a dying process closes its connections before it counts as ended
-            states = {}
-            for rank, process in enumerate(self.processes):
-                with contextlib.suppress(OSError):
-                    states[rank] = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-            if lost := [str(rank) for rank in range(self.world) if states.get(rank, "X") in "XZTt"]:
-                break
-            threading.Event().wait(0.1)
-        return f" (rank {', '.join(lost)} has ended or stands still)" if states and lost else ""
-
-    def finish(self, code: int) -> None:
-        if self.world > 1 and dist.is_initialized():
-            if code:  # neither NCCL nor the end of the interpreter may wait for a rank that has failed
-                if code == EXIT_BUG:
-                    traceback.print_exc()
-                os._exit(code)
-            dist.destroy_process_group()
-
-class Watchdog:
-    """Ends this process with exit code 4 when nothing progresses for `limit_s`: a collective waits for a dead rank for ever.
-    Progress is a beat, or the device reaching the point that was queued at one: the host may be far ahead and then wait."""
-    def __init__(self, ranks: Ranks, limit_s: float, last_words: Callable[[str], None]):
-        self.ranks, self.limit_s, self.last_words, self.events = ranks, limit_s, last_words, collections.deque()
-        self.done, ranks.beat = threading.Event(), self.beat
-        self.beat("the start")
-        threading.Thread(target=self._work, name="watchdog", daemon=True).start()
-
-    def beat(self, doing: str, patience: float = 1.0) -> None:
-        """This rank goes on, with something that may take `patience` times the limit."""
-        self.doing, self.patience, self.idle_s = doing, patience, 0.0
-        if self.ranks.device.type == "cuda" and patience == 1:  # not in the warm-up: a query while a graph is captured breaks it
-            self.events.append(torch.cuda.current_stream().record_event())
-
-    def _work(self) -> None:
-        wait_s = min(1.0, self.limit_s / 8)  # counted, so the time in which the process is suspended is none
-        while not self.done.wait(wait_s):
-            self.idle_s += wait_s
-            with contextlib.suppress(RuntimeError):  # a broken device: the main thread meets the same error and says so
-                while self.events and self.events[0].query():
-                    self.events.popleft()
-                    self.idle_s = 0.0
-            if self.idle_s > (limit_s := self.limit_s * self.patience):
-                message = (f"rank {self.ranks.rank}: expected progress within {limit_s:g} s, found none since {self.doing}{self.ranks.lost()}; "
-                           "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
-                print(f"train_gpt: {message}", file=sys.stderr, flush=True)
-                self.last_words(message)
-                os._exit(EXIT_HARDWARE)
-
-class Clock:
-    """The only reader of time. Runs from the synchronise before the first step to the one after the last, minus named pauses."""
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.origin = time.perf_counter() - process_age_seconds()
-        self.intervals: list[dict[str, Any]] = []  # {"on": bool, "reason": str, "start_ms": float, "end_ms": float}
-
-    def since_start(self) -> float:
-        """Seconds since the process started; for messages, never for results."""
-        return time.perf_counter() - self.origin
-
-    def date(self) -> str:
-        """Now, in UTC, to the millisecond: tells in which order runs were made."""
-        now = time.time()
-        return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
-
-    def switch(self, reason: str | None) -> None:
-        """From now on the time is for `reason`, and counts if that is "training"; None stops the clock. Waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = 1e3 * self.since_start()
-        if self.intervals and "end_ms" not in self.intervals[-1]:
-            self.intervals[-1]["end_ms"] = now
-        if reason is not None:
-            self.intervals.append({"on": reason == "training", "reason": reason, "start_ms": now})
-
-    def milliseconds(self) -> float:
-        """Time on the clock, up to now if it still runs (then without a synchronise)."""
-        now = 1e3 * self.since_start()
-        return sum(i.get("end_ms", now) - i["start_ms"] for i in self.intervals if i["on"])
-
-def aligned(size: int) -> int:
-    """A multiple of 4 numbers of 4 bytes: compiled code may load 16 bytes at a time."""
-    return -(-size // 4) * 4
-
-def process_age_seconds() -> float:
-    """Age of this process, interpreter start and imports included; 0 where /proc does not tell."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
-    """The Failure that an error of a file, the device or another rank amounts to; None for a bug or an interruption."""
-    code, found = EXIT_HARDWARE, str(error).partition("\n")[0]
-    if isinstance(error, Failure):
-        return error
-    if isinstance(error, OSError):
-        what, fix, code = "file: expected to be there and to work", "check the path, its permissions and the disk", EXIT_USAGE
-    elif isinstance(error, torch.OutOfMemoryError):
-        what, fix = "GPU memory: expected enough", "end other programs on this GPU (nvidia-smi)"
-    elif isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
-        what, fix = "GPU: expected to run this", "start again; if it stays, --reference, and test the GPU"
-    elif ranks is not None and ranks.world > 1 and (isinstance(error, dist.DistError) or "gloo" in found):
-        what, fix = f"other ranks: expected an answer{ranks.lost()}", "see what they said first"
-    else:
-        return None
-    return Failure(f"{what}, found '{found}'; fix: {fix}", code)
-
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-# ==== 4. Reference operators: what the fast ones must compute, on any device and in any dtype =========================
+# ==== 4. Model ========================================================================================================
 class Targets(NamedTuple):
     """What the head has to predict, on the device; all int32 but weights and log_copy. columns [T]: where in the head the next token is
     (-1: nowhere). positions [T], to find the tokens after the next in the same document. weights [K] float32: of the next token, the one after it,
     ... candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch use (the columns above index these); None: all.
     certain [S]: so many, the first, are targets; each other one, met on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns.
     log_copy [T] float32, of pointer_reference, or None: the next token's share of column `spare`; p[next] gains p[spare] exp(log_copy)."""
-    columns: Tensor
+    class_index: Tensor
     positions: Tensor
     weights: Tensor
-    candidates: Tensor | None = None
-    certain: Tensor | None = None
+    classes: Tensor | None = None
+    num_always: Tensor | None = None
     log_copy: Tensor | None = None
     spare: int = 0
 
     def ahead(self, k: int) -> Tensor:
         """Columns [T] of the token k further than the next, -1 where the document ends before."""
-        columns, later = (F.pad(x[k:], (0, min(k, len(x))), value=-1) for x in (self.columns, self.positions))
+        columns, later = (F.pad(x[k:], (0, min(k, len(x))), value=-1) for x in (self.class_index, self.positions))
         return torch.where(later == self.positions + k, columns, -1)
 
     def parts(self, size: int | None = None) -> list[tuple[slice, Targets]]:
         """Rows of each part of the batch, and its targets, with candidates [P] and certain [1]; without them parts of `size` rows, None: one part."""
-        size = (size or len(self.columns)) if self.candidates is None else len(self.columns) // len(self.candidates)
-        rows = [slice(start, start + size) for start in range(0, len(self.columns), size)]
-        sampled = [(None, None)] * len(rows) if self.candidates is None else zip(self.candidates, self.certain[:, None])
+        size = (size or len(self.class_index)) if self.classes is None else len(self.class_index) // len(self.classes)
+        rows = [slice(start, start + size) for start in range(0, len(self.class_index), size)]
+        sampled = [(None, None)] * len(rows) if self.classes is None else zip(self.classes, self.num_always[:, None])
         copies = [None if self.log_copy is None else self.log_copy[r] for r in rows]
-        return [(r, Targets(self.columns[r], self.positions[r], self.weights, *s, c, self.spare)) for r, s, c in zip(rows, sampled, copies)]
+        return [(r, Targets(self.class_index[r], self.positions[r], self.weights, *s, c, self.spare)) for r, s, c in zip(rows, sampled, copies)]
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
@@ -540,11 +352,11 @@ class Documents:
     order: Tensor
     starts: Tensor
     ngrams: Tensor
-    columns: Tensor
+    class_index: Tensor
     positions: Tensor
     remaining: Tensor
-    candidates: Tensor | None
-    certain: Tensor | None
+    classes: Tensor | None
+    num_always: Tensor | None
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
@@ -554,6 +366,1024 @@ class Geometry:
     cos: Tensor
     sin: Tensor
 
+# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
+# regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
+def updated(x: Tensor, update: Tensor | None) -> Tensor:
+    """The residual stream after a layer. Who reads it next adds the MLP's update: no kernel of its own."""
+    return x if update is None else x + update
+
+def scaled(weight: Tensor, x: Tensor) -> Tensor:
+    """x [T, width] times a weight given by rows [T], float32: its gradient is then summed by rows, in the kernel of x's, which reads both anyway."""
+    return weight[:, None] * x
+
+def layer_inputs(x0: Tensor, ngram: Tensor, *weights: Tensor) -> list[Tensor]:
+    """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
+    return [(scaled(w, x0) + scaled(v, ngram)).to(x0.dtype) for w, v in zip(weights[::2], weights[1::2])]
+
+def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
+    """Residual stream at the start of a layer: the U-Net skip, then layer_inputs' mix."""
+    x = updated(x, update)
+    if skip is not None:
+        x = x + scaled(torch.sigmoid(skip_weight).expand(len(x)), skip)
+    return (scaled(weight, x) + mix).to(mix.dtype)
+
+def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None, value: Tensor | None,
+                 scale: Tensor, gate: Tensor):
+    """Up to the projection: residual stream and normalised [T, width], gates [T, H] of heads' outputs and value embedding. The layer's scale
+    [T], by rows as `weight` is, is on the outputs' gates, which must be > 0: on the weights (record 47) it would take passes over them."""
+    x = enter_layer(x, update, mix, weight, skip, skip_weight)
+    h, inputs = norm(x), gate.size(1)  # value is read without a gradient, which would be a pass over all of it
+    read = h[:, :inputs] if value is None else torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)
+    gates, *value_gates = torch.sigmoid(F.linear(read, gate.to(h.dtype))).chunk(1 if value is None else 2, dim=1)
+    return x, h, (scale.abs()[:, None] * gates).clamp(min=2.0 ** -20), 4 * value_gates[0] if value_gates else None  # attention divides by the former
+
+def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Output projection, out [H D, width], of the gated heads' outputs y [T, H, D], residual: the stream, and normalised for the MLP."""
+    x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
+    return x, norm(x)
+
+def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None):
+    """A layer without attention up to its MLP: the stream, and normalised, both [T, width]."""
+    x = enter_layer(x, update, mix, weight, skip, skip_weight)
+    return x, norm(x)
+
+def final_states(x: Tensor, update: Tensor | None, x0: Tensor, ngram: Tensor, gate: Tensor) -> Tensor:
+    """RMSNorm [T, width] of the stream, with embedding and n-grams once more, by weights that its first channels, normalised, give each token."""
+    x = updated(x, update)
+    weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
+    return norm(x + weights[:, :1] * x0 + weights[:, 1:] * ngram)
+
+def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
+    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W, width]."""
+    return norm(F.linear(h, weight).view(len(h), 2, -1))
+
+class EmbeddingLookup(torch.autograd.Function):
+    """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to table.receive;
+    autograd, with five passes over a mostly empty table, is told of none, yet calls the table's hooks after the last lookup of a backward pass."""
+    @staticmethod
+    def forward(ctx, gather, table, *lookup):
+        ctx.table, ctx.lookup = table, lookup
+        return gather(lookup[0], table)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.table.receive(grad, *ctx.lookup)
+        return (None,) * (2 + len(ctx.lookup))
+
+def gathered(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter, once the other ranks' parts of its last update are here."""
+    if owner := getattr(parameter, "owner", None):
+        owner.wait_gather()
+    return parameter
+
+def make_param(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -> nn.Parameter:
+    """A parameter with its role (a key of OptimizerConfig.rules) and, for Muon, the shape of the matrices it stacks."""
+    parameter = nn.Parameter(tensor)
+    parameter.role, parameter.matrix = role, matrix
+    return parameter
+
+class Block(nn.Module):
+    """The parameters of one layer and the order of its regions. Gives the stream and, apart, the MLP's update, see `updated`."""
+    def __init__(self, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
+        super().__init__()
+        self.layer, self.ops, self.heads = layer, ops, config.heads
+        width, matrix = config.width, (config.heads * math.gcd(config.key_width, config.head_width), config.width)
+        self.weights = make_param("scalar", empty(4, dtype=torch.float32))  # of the stream, x0, the n-grams, attention
+        self.skip_weight = make_param("scalar", empty((), dtype=torch.float32)) if layer.skip_from is not None else None
+        if layer.attention:
+            self.qkv = make_param("attention", empty(2 * config.heads * config.key_width + config.attention_width, width), matrix)
+            self.out = make_param("attention", empty(config.attention_width, width), matrix)  # as q, k, v lie: one bank for all
+            gates = config.heads * (1 if layer.value_embedding is None else 2)  # of the heads' outputs, then of the value embedding
+            self.gate = make_param("gate", empty(gates, config.gate_inputs, dtype=torch.float32))
+        if layer.mlp:
+            self.up = make_param("mlp_up", empty(config.mlp_width, width), (config.mlp_width, width))
+            self.down = make_param("mlp_down", empty(config.mlp_width, width), (config.mlp_width, width))
+        self.attention_in, self.attention_out, self.mlp_in = map(ops.compile, (attention_in, attention_out, mlp_in))
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        initial = {"weights": (1.1, 0.0, 0.1, 0.5), "skip_weight": -1.5}  # the others 0
+        for name, parameter in self.named_parameters():
+            if name in ("qkv", "up"):
+                bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
+                parameter.uniform_(-bound, bound, generator=generator)
+            else:
+                parameter.copy_(torch.tensor(initial.get(name, 0.0)))
+
+    def forward(self, x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, scale: Tensor, skip: Tensor | None,
+                value: Tensor | None, documents: Documents, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+        layer = self.layer
+        if layer.attention:
+            x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, scale, self.gate)
+            turn = documents.positions, geometry.cos, geometry.sin
+            q, k, v = self.ops.project_heads(h, gathered(self.qkv), value, value_gates, *turn, self.heads, layer.key_offset)
+            y = self.ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
+            x, h = self.attention_out(x, y, gathered(self.out))
+        else:
+            x, h = self.mlp_in(x, update, mix, weight, skip, self.skip_weight)
+        return x, self.ops.mlp(h, gathered(self.up), gathered(self.down)) if layer.mlp else None
+
+class GPT(nn.Module):
+    """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch."""
+    def __init__(self, config: ModelConfig, ops: Ops, device: torch.device):
+        super().__init__()
+        self.config, self.ops = config, ops
+        if config.attention_width > config.width:  # values of n-grams are channels of the stream
+            fail("heads * head_width", f"at most the model's width, {config.width}", config.attention_width, "fewer heads, or narrower ones")
+        empty = functools.partial(torch.empty, device=device)
+        weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
+        table = functools.partial(weight, config.padded_vocabulary)
+        self.embedding = make_param("embedding", table(config.width))
+        self.ngram = make_param("ngram", weight(config.table_rows, config.width))
+        self.skip_sources = {layer.skip_from for layer in config.layers}
+        self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
+                                     for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
+        self.value_embeddings = nn.ParameterList(make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
+        self.head = make_param("head", table(config.width))
+        self.pointer = make_param("pointer", weight(2 * config.pointer_width, config.width), (config.pointer_width, config.width))
+        self.final_gate = make_param("gate", empty(2, config.gate_inputs, dtype=torch.float32))
+        self.norm, self.layer_inputs, self.final_states, self.pointer_in = map(ops.compile, (norm, layer_inputs, final_states, pointer_in))
+        self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))  # 2^31 elements and more
+
+    @torch.no_grad()
+    def reset(self, seed: int) -> None:
+        """Draw the initial weights: the same on every rank."""
+        generator = torch.Generator(self.head.device).manual_seed(seed)
+        self.embedding.normal_(generator=generator)
+        for parameter in self.value_embeddings:
+            parameter.normal_(std=0.01, generator=generator)
+        for block in self.blocks.values():
+            block.reset(generator)
+        self.ngram.zero_()
+        self.final_gate.zero_()
+        self.head.normal_(std=0.005, generator=generator)
+        # Keys as queries: from the first step on the pointer points at states like its own.
+        self.pointer.copy_(self.pointer.chunk(2)[0].normal_(std=0.5 * self.config.width ** -0.5, generator=generator).repeat(2, 1))
+
+    def in_order(self) -> list[nn.Parameter]:
+        """The parameters that ranks gather, as the forward pass comes to them."""
+        tables = dict(enumerate(self.value_embeddings))
+        layers = (p for block in self.blocks.values() for p in (tables.get(block.layer.value_embedding), *block.parameters()) if p is not None)
+        return [*dict.fromkeys([self.embedding, *layers, *tables.values(), self.pointer, self.head])]
+
+    def features(self, documents: Documents, geometry: Geometry) -> Tensor:
+        """Final hidden states [T, width], normalised, ready for the head."""
+        x = x0 = self.norm(self.ops.embed(gathered(self.embedding), documents))
+        ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)  # second: its gradient is first, and has the longest way
+        skips: dict[int | None, Tensor | None] = {None: None}
+        # Weights by rows: of all the gradients over the tokens one kernel makes the sums.
+        rows = torch.cat([block.weights for block in self.blocks.values()])[:, None].expand(-1, len(x)).unbind()
+        update, streams, inputs, scales = None, rows[::4], list(zip(rows[1::4], rows[2::4])), rows[3::4]
+        # Without gradients a mix at a time: windows are long.
+        mixes = self.layer_inputs(x0, ngram, *sum(inputs, ())) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, *i)[0] for i in inputs)
+        for (slot, block), mix, weight, scale in zip(self.blocks.items(), mixes, streams, scales):
+            # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
+            of = block.layer.value_embedding
+            value = ngram if of == NGRAMS else None if of is None else self.ops.embed(gathered(self.value_embeddings[of]), documents)
+            x, update = block(x, update, mix, weight, scale, skips[block.layer.skip_from], value, documents, geometry)
+            if int(slot) in self.skip_sources:
+                skips[int(slot)], update = (x := updated(x, update)), None  # one sum, and one gradient, for both that read it
+        return self.final_states(x, update, x0, ngram, self.final_gate)
+
+    def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
+        """What the loss takes. What the softmax gives to the first id past the vocabulary, the pointer may give to other tokens."""
+        h, config = self.features(documents, geometry), self.config
+        qk = self.pointer_in(h, gathered(self.pointer))
+        log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
+        spare = config.vocabulary if documents.classes is None else 0
+        targets = Targets(documents.class_index, documents.positions, weights, documents.classes, documents.num_always, log_copy, spare)
+        return h, gathered(self.head), targets, config.softcap
+
+    def forward(self, documents: Documents, geometry: Geometry, target_weights: Tensor) -> Tensor:
+        return self.ops.head_loss(*self.predictions(documents, geometry, target_weights))
+
+    @torch.no_grad()
+    def evaluate(self, documents: Documents, geometry: Geometry) -> Tensor:
+        """Summed cross-entropy without gradients, full vocabulary, float32 log-probabilities."""
+        return self.ops.head_loss_eval(*self.predictions(documents, geometry, torch.ones(1, device=self.head.device)))
+
+    @torch.no_grad()
+    def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
+        """Probabilities [padded vocabulary], float32, of what follows a single document."""
+        h, spare = self.features(documents, geometry), self.config.vocabulary
+        p = softcapped(F.linear(h[-1], self.head).float(), self.config.softcap).softmax(-1)
+        q, k = pointer_in(h[-1 - self.config.pointer_window_tokens:], self.pointer).float().unbind(1)
+        shares = F.pad(self.config.pointer_scale * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
+        ids = F.pad(documents.class_index[-len(k):-1], (0, 1), value=spare)
+        return p.index_fill(0, ids[-1:].long(), 0).index_add(0, ids, p[spare] * shares)
+
+# ==== 5. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
+# Phases: begin (of sparse tables: exchange the rows to be read), gather_ (of the others: collect what ranks updated; `wait_gather` waits), reduce_
+# (gradients to who needs them; nothing blocks), compute_ (update). Gradients of matrices and scalars meet in fixed buffers, of tables if GPUs share.
+def flatten_into(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> None:
+    """Move the parameters into the flat order of `weights`, each at a multiple of `align`; its `grad_view` is the same part of `grads`."""
+    weights, grads, start = weights.view(-1), grads.view(-1), 0
+    for parameter in parameters:
+        part = slice(start, start + parameter.numel())
+        weights[part].copy_(parameter.detach().view(-1))
+        parameter.data, parameter.grad_view = weights[part].view_as(parameter), grads[part].view_as(parameter)
+        start += -(-parameter.numel() // align) * align
+
+def join_float32(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 whose rounding to bfloat16 is `high` and whose remaining bits, a signed difference, are `low` (int16)."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of join_float32. Rounds half up in magnitude, so the bfloat16 weights are not biased towards zero."""
+    bits = value.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+def mean_gradient(received: Tensor) -> Tensor:
+    """Mean over the ranks of what reduce_scatter brings, [n, ...], in float32: n is static, so the sum is fused into the kernel that reads it."""
+    return sum(part.float() for part in received.unbind()) / len(received)
+
+def nesterov_momentum(buffer: Tensor, received: Tensor, momentum: Tensor) -> Tensor:
+    """Update `buffer` (float32) in place and return the look-ahead gradient in the gradients' dtype."""
+    g = mean_gradient(received)
+    average = buffer + (1 - momentum) * (g - buffer)
+    buffer.copy_(average)
+    return (g + momentum * (average - g)).to(received.dtype)
+
+def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_moment: Tensor | None, multiplier: Tensor,
+                   rate: Tensor, decay: float, beta2: float | None) -> None:
+    """Apply orthogonalised updates [N, rows, columns] to the weights in place. NorMuon divides by a running root mean square per output (rows, or
+    columns where a matrix is wide) and restores each matrix's norm; without `second_moment` this is Muon. The cautious decay shrinks weights only
+    where the update does too. Sources: NorMuon arXiv 2510.05491; public records 41-43 and 48."""
+    update = update.float()
+    if second_moment is not None:
+        axis = -1 if update.size(-2) >= update.size(-1) else -2
+        square = update.square().mean(axis, keepdim=True)
+        average = second_moment + (1 - beta2) * (square - second_moment)
+        second_moment.copy_(average)
+        scale = average.clamp_min(1e-10).rsqrt()
+        other = -3 - axis  # the axis that is left sums to the matrix
+        norm_ratio = (square.sum(other, keepdim=True) / (square * scale.square()).sum(other, keepdim=True).clamp_min(1e-30)).sqrt()
+        update = update * (scale * norm_ratio)
+    value = weight if low is None else join_float32(weight, low)
+    step = rate * multiplier
+    shrink = (update * value >= 0) * (decay * rate * step)
+    value = value - value * shrink - update * step
+    for target, part in zip((weight, low), [value] if low is None else split_float32(value)):
+        target.copy_(part)
+
+def adam_update(weight: Tensor, received: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
+                beta1: float, beta2: float, epsilon: float) -> None:
+    """One Adam step in place, in float32. step_size: rate and bias corrections. A share `shrink` decays where the update shrinks too (record 50)."""
+    g = mean_gradient(received)
+    m, v = torch.lerp(mean.float(), g, 1 - beta1), torch.lerp(square.float(), g * g, 1 - beta2)
+    mean.copy_(m)
+    square.copy_(v)
+    update, value = step_size * m / (v.sqrt() + epsilon), weight.float()
+    weight.copy_(value - update - shrink * value * (update * value > 0))
+
+class Stateful:
+    """Optimizer state by name; `kept` says which attributes belong to it. `low`: see join_float32; `average`: see average_."""
+    kept: tuple[str, ...] = ("weights", "mean", "square", "average")
+    low: Tensor | None = None
+    average: Tensor | None = None
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor for name in self.kept if (tensor := getattr(self, name)) is not None}
+
+    def reset(self) -> None:
+        for tensor in (tensor for name, tensor in self.state().items() if name != "weights"):
+            tensor.zero_()
+
+    def average_(self, rate: float, share: float = 0.0) -> None:
+        """Move the average of the weights a share `rate` of the way to them; at the end also them a `share` to it, rows as long as before."""
+        exact = self.shard.float() if self.low is None else join_float32(self.shard, self.low)
+        self.average.lerp_(exact, rate)
+        if share:
+            mixed = exact.lerp(self.average, share)
+            lengths = [torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (exact, mixed)]
+            self.shard.copy_(mixed * (lengths[0] / lengths[1]))
+
+class Gathered:
+    """Weights of which each rank updates a part; a parameter's `owner`, who asks for the other parts and waits for them."""
+    def gather_(self, barrier: bool = True) -> None:
+        self.gathered = self.ranks.all_gather(self.weights, barrier)
+
+    def wait_gather(self) -> None:
+        vars(self).pop("gathered", lambda: None)()
+
+class MatrixGroup(Gathered):
+    """Matrices of one shape in neighbouring layers, which travel together: [N, rows, columns], N a multiple of the ranks."""
+    def __init__(self, parameters: list[nn.Parameter], ranks: Ranks, weights: Tensor, grads: Tensor, received: Tensor):
+        self.ranks, self.weights, self.grads, self.received, self.parameters = ranks, weights, grads, received, parameters
+        flatten_into(parameters, weights, grads)
+        for parameter in parameters:
+            parameter.owner = self
+
+    def reduce_(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad_view.zero_() if parameter.grad is None else parameter.grad_view.copy_(parameter.grad)  # nothing to copy if it came there
+            parameter.grad = None
+        self.reduced = self.ranks.reduce_scatter(self.grads, self.received)
+
+class MatrixBank(Stateful):
+    """All hidden matrices of one shape, in the order of the layers, filled up with zero matrices to a multiple of the ranks. Up to five groups, if
+    ranks and layers divide them, travel on their own: gradients while earlier layers still work, weights shortly before use. One update for all."""
+    kept = ("weights", "low", "momentum", "second_moment", "average")
+
+    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.ops, self.config, (rows, columns) = ops, config, parameters[0].matrix
+        starts = [0, *itertools.accumulate(p.numel() // (rows * columns) for p in parameters)]
+        each = -(-starts[-1] // ranks.world)  # matrices of a rank
+        sizes = [ranks.world * each // n for n in range(1, 6 if ranks.world - 1 else 2) if not each % n]
+        size = min(size for size in sizes if {*starts}.issuperset(range(size, starts[-1], size)))  # of a group: none cuts a parameter
+        shape = each * ranks.world // size, ranks.world, size // ranks.world, rows, columns
+        empty = torch.zeros(each * ranks.world, rows, columns, dtype=parameters[0].dtype, device=ranks.device)
+        self.weights, self.grads = ranks.shared(empty, shape[0]), ranks.shared(empty.clone(), shape[0])
+        self.shard, grad_shard = (tensor.view(shape)[:, ranks.rank] for tensor in (self.weights, self.grads))
+        self.received = grad_shard.new_empty(ranks.world, *grad_shard.shape) if ranks.copy_stream else grad_shard[None]
+        self.groups = [MatrixGroup([p for p, start in zip(parameters, starts) if start // size == index], ranks, *parts)
+                       for index, parts in enumerate(zip(self.weights.split(size), self.grads.split(size), self.received.unbind(1)))]
+        self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
+        self.momentum, self.average = (torch.zeros_like(self.shard, dtype=torch.float32) for _ in range(2))
+        reduced = (rows, 1) if rows >= columns else (1, columns)
+        self.second_moment = None if config.second_moment_decay is None else torch.zeros(*self.shard.shape[:2], *reduced, device=ranks.device)
+        multipliers = [rules[p.role].learning_rate_multiplier for p in parameters for _ in range(p.numel() // (rows * columns))]
+        multipliers = F.pad(torch.tensor(multipliers, device=ranks.device), (0, len(empty) - starts[-1]))
+        self.multiplier = multipliers.view(*shape[:3], 1, 1)[:, ranks.rank].clone()
+        self.nesterov, self.update = ops.compile(nesterov_momentum), ops.compile(normuon_update)
+
+    def compute_(self, rates: dict[str, Tensor]) -> None:
+        for group in self.groups:
+            group.reduced()
+        update = self.nesterov(self.momentum, self.received, rates["momentum"])
+        update = self.ops.orthogonalize(update.flatten(0, 1), RECIPES[self.config.orthogonalization]).view(self.shard.shape)
+        self.update(update, self.shard, self.low, self.second_moment, self.multiplier, rates["muon"],
+                    self.config.muon_weight_decay, self.config.second_moment_decay)
+
+class AdamTable(Stateful, Gathered):
+    """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
+    weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
+    def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.role, parameter
+        self.weights = parameter.data = ranks.shared(parameter.data)
+        parameter.owner, parameter.receive = self, self.receive
+        self.shard = ranks.shard(self.weights)
+        parameter.grad_view = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copy_stream else None
+        self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copy_stream else None
+        self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
+        self.average = torch.zeros_like(self.shard, dtype=torch.float32)
+        self.update = ops.compile(adam_update)
+
+    def receive(self, grad: Tensor, *lookup: Tensor) -> None:
+        """Add the gradient of a lookup [T, width] to the table's; the first of a step writes all of it, so nothing is cleared before."""
+        table, begun = self.parameter, self.parameter.grad is not None
+        table.grad = table.grad if begun else torch.empty_like(table) if (view := unused_grad_view(table)) is None else view
+        launch_groups(_embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=begun)
+
+    def reduce_(self) -> None:
+        with torch.profiler.record_function(f"reduce {self.role}"):
+            grad = self.parameter.grad if self.grads is None else self.grads.copy_(self.parameter.grad)  # nothing to copy if it came there
+            received = self.ranks.shard(grad)[None] if self.received is None else self.received
+            self.reduced = self.ranks.reduce_scatter(grad, received), received
+
+    def compute_(self, rates: dict[str, Tensor]) -> None:
+        wait, received = vars(self).pop("reduced")  # not kept: NCCL's handle keeps the gradient alive
+        wait()
+        self.update(self.shard, received, self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
+                    *self.rule.betas, self.config.adam_epsilon)
+        self.parameter.grad = None
+
+class SparseTable(Stateful):
+    """A table [rows, width] of which a step reads few rows. The ranks gather the gradients of all lookups and make the same update of those rows,
+    each in its copy of the table: Adam without a first moment, the second one number a row (record 92)."""
+    kept = ("weights", "square", "last")
+
+    def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.ranks, self.ops, self.config, self.rule, self.role = ranks, ops, config, rule, parameter.role
+        self.weights, self.received = parameter.data, []  # of each micro-batch the gradient [T, width]
+        self.square, self.last = (torch.zeros(len(parameter), device=ranks.device) for _ in range(2))
+        room = lambda *shape, dtype: ranks.shared(torch.empty(shape, dtype=dtype, device=ranks.device))
+        self.room = functools.cache(room) if ranks.copy_stream else room  # what is shared is kept, for each size of a batch
+        parameter.owner, parameter.receive = self, lambda grad, *_: self.received.append(grad)
+
+    def gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """What all ranks have for the micro-batches of a step, [their tokens, ...], with the wait for it."""
+        full, rows = parts[0], self.ranks.world * sum(map(len, parts))
+        if rows > len(full):
+            full = self.room(rows, full.size(1), dtype=full.dtype)
+            torch.cat(parts, out=self.ranks.shard(full))
+        return full, self.ranks.all_gather(full)
+
+    def begin(self, ids: list[Tensor]) -> None:
+        """Given the rows [T, K] that each micro-batch will read, of this table as of every sparse one. They are sorted while the model works."""
+        full, wait = self.gather(ids)
+        self.lookup = []
+        self.grouped = self.ranks.on_side_stream(lambda: (wait(), self.lookup.extend(group_ids(full))))
+
+    def reduce_(self) -> None:
+        self.reduced, self.received = self.gather(self.received), []
+
+    def compute_(self, rates: dict[str, Tensor]) -> None:
+        grads, wait = vars(self).pop("reduced")  # not kept: memory for others
+        wait()
+        self.grouped()
+        self.ops.sparse_adam(grads, self.lookup, self.weights, self.square, self.last, rates["step"], rates[self.role], rates[f"{self.role} decay"],
+                             self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world)  # the mean over ranks
+
+class AdamScalars(Stateful):
+    """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
+    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.ranks, self.config, self.rules = ranks, config, rules
+        self.parameters = parameters = sorted(parameters, key=lambda p: p.role)  # each role becomes one contiguous part; the sort is stable
+        # Compiled code, perhaps another process's, takes it for granted that parameters are aligned as when it was compiled: so all are.
+        size = {p: aligned(p.numel()) for p in parameters}
+        self.weights = torch.zeros(sum(size.values()), device=ranks.device)
+        self.grads, self.mean, self.square = (torch.zeros_like(self.weights) for _ in range(3))
+        flatten_into(parameters, self.weights, self.grads, align=aligned(1))
+        stops = {p.role: stop for p, stop in zip(parameters, itertools.accumulate(size.values()))}  # that of a role's last parameter stays
+        self.parts = {role: slice(start, stop) for (role, stop), start in zip(stops.items(), [0, *stops.values()])}
+        self.update = ops.compile(adam_update)
+
+    def reduce_(self) -> None:
+        torch._foreach_copy_([p.grad_view for p in self.parameters], [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.reduced = self.ranks.all_reduce_mean(self.grads)
+
+    def compute_(self, rates: dict[str, Tensor]) -> None:
+        self.reduced()
+        for role, part in self.parts.items():
+            self.update(self.weights[part], self.grads[None, part], self.mean[part], self.square[part], rates[role], rates[f"{role} decay"],
+                        *self.rules[role].betas, self.config.adam_epsilon)
+
+class Optimizer:
+    """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, in the
+    order in which the model reads it, which waits only where it does; tables and groups of matrices reduce from hooks while the backward pass (of the
+    last micro-batch) still runs, the rest after it. Three updates run beside each other: of matrices, whose products leave most of the GPU to what
+    moves memory, since one rank of several has few; of the tables that the next step reads before any matrix, whose gradients are complete last and
+    whose weights are gathered at once; of all else. Averages: see Stateful.average_."""
+    def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.ranks, rules, kinds = ranks, dict(config.rules), collections.defaultdict(list)  # tables, scalars, matrices by shape
+        for p in model.parameters():
+            kinds[p.matrix if isinstance(rule := rules[p.role], MuonRule) else "table" if rule.sharded or rule.sparse else "scalar"].append(p)
+        tables, scalars = kinds.pop("table", []), kinds.pop("scalar", [])
+        self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in kinds.values()]
+        self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
+        self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
+        self.sparse, self.dense = ([table for table in self.tables if table.rule.sparse == sparse] for sparse in (True, False))
+        self.averaged = [*self.banks, *self.dense]
+        self.owners = [p.owner for p in model.in_order() if hasattr(p, "owner")]  # a group, once for each of its parameters
+        first = next((at for at, owner in enumerate(self.owners) if owner not in self.dense), 0)
+        self.early, self.late = self.owners[:first], [*dict.fromkeys(self.owners[first:])]
+        for parameter in (p for p in model.parameters() if hasattr(p, "owner")):
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def begin(self, ids: list[Tensor]) -> None:
+        """Before the first micro-batch of a step, given the rows [T, K] of sparse tables that each will read."""
+        # Whether this backward pass is the step's last; how many gradients it still owes, by owner; the owners whose gradients have been sent.
+        self.complete, self.missing, self.sent = False, collections.Counter([*self.owners, *self.sparse]), []
+        for number, item in enumerate(self.late):
+            item.gather_(barrier=not number)
+        for table in self.sparse:
+            table.begin(ids)
+
+    def average(self, rate: float, share: float = 0.0) -> None:
+        for item in self.averaged:
+            item.average_(rate, share)
+
+    def gather(self) -> None:
+        """Every rank has all weights: before anything but a training step reads them."""
+        for item in (*self.early, *self.late):
+            item.gather_()
+            item.wait_gather()
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        self.missing[parameter.owner] -= self.complete
+        if self.complete and not self.missing[parameter.owner]:
+            parameter.owner.reduce_()
+            self.sent.append(parameter.owner)
+
+    @torch.no_grad()
+    def step(self, rates: dict[str, Tensor]) -> None:
+        """Update everything; `rates` holds 0-dimensional tensors, see step_rates."""
+        for item in self.late:
+            item.wait_gather()  # a table that no layer reads: nothing may stay under way
+        groups = [group for bank in self.banks for group in bank.groups if group not in self.sent]  # of layers that had no gradient
+        for item in (self.scalars, *groups):
+            item.reduce_()
+        in_use = [item.parameter.grad for item in self.early]  # not freed before another stream is done with it
+        waits = [self.ranks.on_side_stream(lambda: [bank.compute_(rates) for bank in reversed(self.banks)]),  # as the reductions left
+                 self.ranks.on_side_stream(lambda: [(item.compute_(rates), item.gather_()) for item in self.sent if item in self.early], side=1)]
+        for item in (*(item for item in self.sent if item in self.dense and item not in self.early), self.scalars, *self.sparse):
+            item.compute_(rates)
+        for wait in (*waits, *(item.wait_gather for item in self.early)):
+            wait()
+
+    def reset(self) -> None:
+        for item in (*self.banks, self.scalars, *self.tables):
+            item.reset()
+        for table in self.sparse:
+            table.received.clear()  # in a step that was broken off
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that training changes, the model's parameters included."""
+        items = {"scalars": self.scalars, **{f"bank{i}": b for i, b in enumerate(self.banks)}, **{f"table{i}": t for i, t in enumerate(self.tables)}}
+        return {f"{name}.{key}": tensor for name, item in items.items() for key, tensor in item.state().items()}
+
+# ==== 6. Training =====================================================================================================
+def state_hash(state: dict[str, Tensor]) -> str:
+    """A checksum of tensors that sees values and places, computed where they live; for equality only."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        words = tensor.detach().reshape(-1).view(torch.uint8)
+        words = words.view(torch.int64) if len(words) % 8 == 0 else words  # a conversion would need four times the memory of the tensor
+        table = words.view(-1, math.gcd(len(words), 4096))
+        sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64))]
+        digest.update(f"{name}:{[int(x) for x in sums]};".encode())
+    return digest.hexdigest()[:16]
+
+def micro_batch_chunks(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
+    """How many of a rank's slots form one micro-batch: as many as have at most so many tokens, in equal parts."""
+    slots = CHUNKS // ranks.world
+    while slots > 1 and slots * stage.chunk_tokens > most_tokens:
+        slots //= 2
+    return slots
+
+def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None = None) -> tuple[bool, int, int]:
+    """Whether layers are computed again in the backward pass, the most tokens of a micro-batch, and the bytes that a rank then needs
+    at most: its very state, and peaks a token that were measured for GPT_SMALL on one H200. Fails if a single slot does not fit."""
+    if room_bytes is None:
+        if ranks.device.type != "cuda":
+            return False, sys.maxsize, 0
+        room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
+    meta, several = Ranks(ranks.rank, ranks.world, torch.device("meta")), ranks.world > 1
+    optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
+    state = sum(tensor.nbytes for tensor in optimizer.state().values())
+    # Gradients, at most: where autograd leaves them, where they meet, what others sent; what SparseTable gathers. Then what average_ holds.
+    state += sum(item.weights.nbytes for item in (2 + several) * [optimizer.scalars, *optimizer.banks] + (1 + 2 * several) * optimizer.dense)
+    gathered = 2 * preset.model.width * (sum if several else max)({stage.batch_tokens for stage in preset.stages})
+    state += gathered + 4 * max(item.average.nbytes for item in optimizer.averaged)
+    slot = max(stage.chunk_tokens for stage in preset.stages)
+    head = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)  # logits and their gradient
+    for recompute, per_token in ((False, head + {"fp8": 303_000, "bf16": 359_000}.get(ops.names["mlp"], 849_000)), (True, head + 61_000)):
+        most = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time
+        tokens = max(micro_batch_chunks(stage, ranks, most) * stage.chunk_tokens for stage in preset.stages)
+        needed = state + max(tokens * per_token, 31_000 * preset.val_window_tokens)
+        if needed <= room_bytes:
+            return recompute, tokens, needed
+    fail("GPU memory", f"{needed / 2**30:.1f} GiB for one slot of {slot:,} tokens at a time", f"{room_bytes / 2**30:.1f} GiB",
+         "more GPUs, end other programs on this one (nvidia-smi), or --preset smoke", EXIT_HARDWARE)
+
+def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, Path, list[list[np.ndarray]], str]:
+    """What a run reads, checked: training stream, validation shard and windows, hash of the shards."""
+    stream, shard = TokenStream(folder, preset.train_tokens, preset.model.vocabulary), find_shards(folder, "val")[0]
+    stream.chunk_starts(preset.stages)  # fails if there are not enough tokens
+    windows = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, preset.model.vocabulary)
+    return stream, shard, windows, files_hash([*stream.paths, shard])
+
+class Trainer:
+    """One compiled model, its optimizer and its data: what several runs of a process share."""
+    def __init__(self, preset: Preset, ranks: Ranks, ops: Ops, clock: Clock, data: Path):
+        self.preset, self.ranks, self.ops, self.clock = preset, ranks, ops, clock
+        stages, pin = preset.stages, ranks.device.type == "cuda"
+        self.stream, validation_shard, windows, self.data_hash = open_corpus(preset, data)
+        recompute, micro_batch_tokens, _ = memory_plan(preset, ranks, ops)
+        self.warm, self.longest = False, max(len(piece) for pieces in windows for piece in pieces)
+        self.validation = [pack({0: pieces}, preset.model, pin) for pieces in windows[ranks.rank::ranks.world]]
+        validated = np.asarray(open_shard(validation_shard, preset.model.vocabulary)[:preset.val_tokens + 1])
+        self.validation_hash = hashlib.sha256(validated.tobytes()).hexdigest()[:16]
+        self.micro_chunks = {stage: micro_batch_chunks(stage, ranks, micro_batch_tokens) for stage in stages}
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}  # of a step of each stage, with its inputs and its loss
+        self.graph_pool = torch.cuda.MemPool() if ops.graphs else None  # after the graphs: it must outlive them
+        self.model = GPT(preset.model, ops, ranks.device)
+        if recompute:
+            for block in self.model.blocks.values():
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        self.model.reset(seed=0)
+        self.optimizer = Optimizer(self.model, preset.optimizer, ranks, ops)
+        positions = max(self.longest, *(stage.document_cap_tokens for stage in stages))
+        self.geometries = [rotary_geometry(preset, index, positions, ranks.device) for index in range(len(stages))]
+        self.final_geometry = rotary_geometry(preset, len(stages) - 1, positions, ranks.device, preset.val_windows_tokens)
+        rates = [step_rates(preset, step) for step in range(preset.steps)]
+        self.rate_names = list(rates[0])
+        # On the device beforehand: a step reads its rates without a copy or a synchronise, and changing values never recompile.
+        self.rates = torch.tensor([list(row.values()) for row in rates], dtype=torch.float32, device=ranks.device)
+        self.target_weights = [torch.tensor(target_weights(preset, step), device=ranks.device) for step in range(preset.steps)]
+
+    def training_step(self, step: int, batches: list[HostBatch]) -> Tensor:
+        """Forward, backward and update over this rank's micro-batches; returns their summed loss, on the device until the next step."""
+        sources = [*(batch.data for batch in batches), self.rates[step], self.target_weights[step]]
+        if (index := stage_index(self.preset, step)) not in self.graphs:
+            return self._step(step, batches, [source.to(self.ranks.device, copy=True, non_blocking=True) for source in sources])
+        graph, inputs, loss = self.graphs[index]
+        for target, source in zip(inputs, sources):
+            target.copy_(source, non_blocking=True)
+        graph.replay()
+        return loss
+
+    def _step(self, step: int, batches: list[HostBatch], inputs: list[Tensor]) -> Tensor:
+        """What a step does once its inputs are on the device: the data of each micro-batch, the rates, the weights of the targets."""
+        *data, rates, weights = inputs
+        total, geometry = torch.zeros((), device=self.ranks.device), self.geometries[stage_index(self.preset, step)]
+        micro_batches = [batch.views(buffer) for batch, buffer in zip(batches, data)]
+        self.optimizer.begin([documents.ngrams for documents in micro_batches])
+        for number, documents in enumerate(micro_batches, 1):
+            self.optimizer.complete = number == len(micro_batches)
+            loss = self.model(documents, geometry, weights)
+            (loss * (self.ranks.world / CHUNKS)).backward()  # ranks are averaged afterwards: the mean over slots for any world size
+            total += loss.detach()
+        self.optimizer.step(dict(zip(self.rate_names, rates.unbind())))
+        return total
+
+    def capture(self, step: int, batches: list[HostBatch]) -> None:
+        """Record the step of a stage, which has run before, as a CUDA graph: replaying it costs the host next to nothing."""
+        inputs = [source.to(self.ranks.device, copy=True) for source in (*(b.data for b in batches), self.rates[step], self.target_weights[step])]
+        graph = torch.cuda.CUDAGraph()
+        # Thread-local: other threads (NCCL's, the allocator of pinned memory) may go on talking to the device.
+        with torch.cuda.graph(graph, pool=self.graph_pool.id, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            loss = self._step(step, batches, inputs)
+        self.graphs[stage_index(self.preset, step)] = graph, inputs, loss
+
+    def evaluate(self, batch: HostBatch, geometry: Geometry) -> Tensor:
+        """Summed cross-entropy of a window, in the memory that captured steps need only while they run."""
+        with torch.cuda.use_mem_pool(self.graph_pool) if self.graph_pool else contextlib.nullcontext():
+            return self.model.evaluate(batch.to(self.ranks.device), geometry)
+
+    @torch.no_grad()
+    def validate(self, geometry: Geometry) -> float:
+        """Mean cross-entropy in nats a token over the validation windows, every token counted."""
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for batch in self.validation:
+            self.ranks.heartbeat("the validation began")
+            total += self.evaluate(batch, geometry).double()
+        return float(self.ranks.sum(total)) / self.preset.val_tokens
+
+    def initialise(self, seed: int) -> str:
+        self.model.reset(seed)
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer.reset()
+        return state_hash(self.optimizer.state())
+
+    def warm_up(self) -> int:
+        """Run a step of every stage, and the validation, on generated documents. Returns the number of variants."""
+        pin, first, variants = self.ranks.device.type == "cuda", 0, {}
+        for stage in self.preset.stages:
+            slots = {slot: generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, 7 + slot) for slot in range(self.micro_chunks[stage])}
+            batch = pack(slots, self.preset.model, pin, stage.sampled_classes)
+            self.ranks.heartbeat("warm-up", 10)  # it compiles
+            variants[first] = [batch] * (CHUNKS // self.ranks.world // self.micro_chunks[stage])
+            self.training_step(first, variants[first])
+            first += stage.steps
+        for step, batches in reversed(variants.items()) if self.ops.graphs else ():  # the largest first: the others fit into its memory
+            self.ranks.heartbeat("warm-up", 10)
+            self.capture(step, batches)
+        self.optimizer.average(1.0, 0.5)
+        self.evaluate(pack({0: generated_pieces(self.preset.val_window_tokens, self.longest, 7)}, self.preset.model, pin), self.final_geometry)
+        return len(variants)
+
+class RunOptions(NamedTuple):
+    steps: int
+    complete: bool  # neither shortened nor profiled: else it is no record
+    val_every: int | None
+    profile: tuple[int, int] | None  # first and last step of a trace
+    profile_path: Path
+
+class Meter:
+    """Losses and times of the logged steps, read back one log interval later, when the device has surely finished them."""
+    def __init__(self, log: RunLog, trainer: Trainer, total_steps: int):
+        self.log, self.trainer, self.cuda, self.total_steps = log, trainer, trainer.ranks.device.type == "cuda", total_steps
+        self.total_tokens = sum([stage.batch_tokens for stage in trainer.preset.stages for _ in range(stage.steps)][:total_steps])
+        self.pending: tuple | None = None
+        self.tokens, self.last_step, self.last = 0, 0, self.now()  # `last`: the start of the interval, which a pause of the clock moves
+
+    def now(self) -> Any:
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if self.cuda else self.trainer.clock.milliseconds()
+
+    def record(self, step: int, loss: Tensor, stage: Stage) -> None:
+        """Note the loss of `step` (0-based), on every rank: it holds an all-reduce. Each stage's last step is among them: no interval spans two."""
+        self.flush()
+        ranks, steps = self.trainer.ranks, step + 1 - self.last_step
+        host = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked)))).to("cpu", non_blocking=True)
+        self.tokens += steps * stage.batch_tokens
+        self.pending = (step + 1, host, self.last, self.now(), steps, stage, self.tokens)
+        self.last, self.last_step = self.pending[3], step + 1
+
+    def flush(self) -> None:
+        """Log what was recorded last. On every rank at the same step: Failure if its loss is not finite, KeyboardInterrupt if one shall stop."""
+        if self.pending is None:
+            return
+        (step, host, before, after, steps, stage, tokens), self.pending = self.pending, None
+        if self.cuda:
+            after.synchronize()
+        elapsed = before.elapsed_time(after) if self.cuda else after - before
+        loss, per_step, share = float(host[0]) / stage.batch_tokens, elapsed / steps, tokens / self.total_tokens
+        left_s = elapsed / 1e3 * (self.total_tokens - tokens) / (steps * stage.batch_tokens)
+        bar = f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left"
+        self.log.line("step", step=step, train_loss=round(loss, 6), tokens=tokens, ms_per_step=round(per_step, 3))
+        self.log.say(f"step {step:5d}/{self.total_steps}   train loss {loss:7.4f}   {per_step:8.2f} ms/step   "
+                     f"{stage.batch_tokens / per_step:6.1f} tokens/ms   {left_s:6.1f} s left", bar)
+        if not math.isfinite(loss):
+            fail("training loss", "a finite number", f"{loss} at step {step}", "lower the learning rate or report this seed", EXIT_NUMERICS)
+        if host[1]:
+            raise KeyboardInterrupt
+
+def compiled_graphs() -> int:
+    """How many graphs and kernels have been compiled so far; a timed run must not move it. The one place that knows these internals."""
+    from torch._dynamo.utils import counters
+    kernels = [value for value in globals().values() if hasattr(value, "device_caches")]
+    return counters["stats"]["unique_graphs"] + sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+def peak_memory_mib(ranks: Ranks) -> int | None:
+    shared = sum(parts[ranks.rank].nbytes for _, parts in ranks.peers.values())  # not the allocator's
+    return (torch.cuda.max_memory_allocated(ranks.device) + shared) >> 20 if ranks.device.type == "cuda" else None
+
+def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> None:
+    """Write the Chrome trace; say how busy the device was and the ten largest kernels."""
+    profiler.stop()  # waits for the device
+    profiler.export_chrome_trace(str(path))
+    if not path.exists():  # torch says nothing
+        with contextlib.suppress(OSError):
+            path.with_name(f"{path.name}.tmp").unlink()
+        log.say(f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events()
+                   if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation)
+    log.say(profiler.key_averages().table(sort_by="self_device_time_total" if spans else "self_cpu_time_total", row_limit=10))
+    busy, end = 0.0, 0.0
+    for start, stop in spans:
+        busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
+    use = f": {(length := end - spans[0][0]) / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %" if spans else ""
+    log.say(f"trace{f' in {path}' * path.exists()}{use}")
+
+def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
+    """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""
+    preset, ranks, clock, digest = trainer.preset, trainer.ranks, trainer.clock, 0
+    items = training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks)
+    clock.intervals.clear()
+    clock.switch("training")
+    meter = Meter(log, trainer, options.steps)
+    with contextlib.closing(prefetched(items)) as batches:
+        for step in range(options.steps):
+            if options.profile and step == options.profile[0]:
+                ranks.sum(torch.zeros((), device=ranks.device))  # start together, or the first collective of the trace shows who was late
+                profiler = torch.profiler.profile()
+                profiler.start()
+            stage = preset.stages[index := stage_index(preset, step)]
+            if step == 0 or stage_index(preset, step - 1) != index:
+                log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_chunks=trainer.micro_chunks[stage])
+            micro = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
+            digest += sum(batch.digest for batch in micro)
+            loss = trainer.training_step(step, micro)
+            if any(shares := averaging(preset, step)):
+                trainer.optimizer.average(*shares)
+            ranks.heartbeat(f"step {step + 1}")
+            validates = options.val_every and (step + 1) % options.val_every == 0 and step + 1 < options.steps
+            if validates or step in (0, options.steps - 1) or (step + 1) % preset.log_every_steps == 0 or stage_index(preset, step + 1) != index:
+                meter.record(step, loss, stage)
+            if options.profile and step == options.profile[1]:
+                ranks.heartbeat("the trace", 10)
+                stop_profiler(profiler, options.profile_path, log)
+            if validates:
+                trainer.optimizer.gather()
+                clock.switch("validation")
+                value = trainer.validate(trainer.geometries[index])
+                log.line("val", step=step + 1, loss=round(value, 6), final=False)
+                log.say(f"step {step + 1:5d}/{options.steps}   val loss {value:.4f} (windows of the moment)")
+                clock.switch("training")
+                meter.last = meter.now()
+        trainer.optimizer.gather()
+        clock.switch(None)
+        meter.flush()
+    return digest, meter.tokens
+
+def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
+    """Tokens a second and, where the peak is known, MFU: 6 operations a matrix weight and token, the whole head's too, though most is not sampled."""
+    weights = sum(p.numel() for p in trainer.model.parameters() if p.matrix is not None) + trainer.model.head.numel()
+    device = machine_facts(trainer.ranks.device)["device"]
+    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), math.nan)
+    mfu = 6 * weights * tokens / elapsed_ms / 1e9 / peak / trainer.ranks.world
+    return f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s" + (f", MFU {mfu:.1%} of {peak:.0f} TFLOP/s a GPU" if math.isfinite(mfu) else "")
+
+def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict[str, Any]) -> float:
+    """One run from a seed: warm-up (once a process), the timed loop, the final validation. Logs everything; returns the loss."""
+    preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
+    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world, shared_memory=bool(ranks.copy_stream),
+             ops=trainer.ops.names, script=files_hash([Path(__file__)]), data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths],
+             consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
+    before = trainer.initialise(seed)
+    if len(set(ranks.gather_objects(before))) > 1:
+        fail("initial state", "the same on every rank", "differences", "use GPUs of one kind", EXIT_HARDWARE)
+    if not trainer.warm:
+        started = clock.since_start()
+        variants, trainer.warm = trainer.warm_up(), True
+        if trainer.initialise(seed) != before:
+            raise AssertionError("warm-up changed the training state")
+        log.line("warm", seconds=round(clock.since_start() - started, 3), variants=variants, graphs=compiled_graphs(), state=before,
+                 peak_memory_mib=peak_memory_mib(ranks))
+    graphs = compiled_graphs()
+    gc.collect()
+    gc.freeze()
+    ranks.gather_objects(None)  # nobody's clock starts before the last rank has compiled
+    log.say(f"first timed step {clock.since_start():.1f} s after the process started")
+    digest, tokens = timed_loop(trainer, log, options)
+    elapsed, recompiled = clock.milliseconds(), compiled_graphs() - graphs
+    value = trainer.validate(trainer.final_geometry)
+    if not math.isfinite(value):
+        fail("validation loss", "a finite number", value, "lower the learning rate or report this seed", EXIT_NUMERICS)
+    log.line("val", step=options.steps, loss=round(value, 6), final=True)
+    for interval in clock.intervals:
+        log.line("clock", **interval)
+    train_hash, memory = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", peak_memory_mib(ranks)
+    state = "ok" if options.complete and not recompiled else "no record: " + ("compiled in the timed run" if recompiled else "shortened or profiled")
+    log.line("end", state=state, loss=round(value, 6), ms=round(elapsed, 1), peak_memory_mib=memory,
+             train_hash=train_hash, val_hash=trainer.validation_hash, recompiled=recompiled)
+    log.say(f"val loss {value:.4f} after {elapsed / 1e3:.2f} s of training, {preset.name}, seed {seed}, {ranks.world} rank(s)"
+            + (f", peak memory {memory} MiB" if memory else "") + (f"; {state}" if state != "ok" else ""))
+    log.say(f"{speed(trainer, elapsed, tokens)}; log: {log.path if log.file else 'none, UNLOGGED'}")
+    return value
+
+# ==== 7. Data =========================================================================================================
+def open_shard(path: Path, vocabulary: int) -> np.ndarray:
+    """Memory-map the tokens (uint16) of one shard after checking header, size and content against data/README.md."""
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=256)
+    if len(header) < 256:
+        fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
+    if header[0] != SHARD_MAGIC:
+        fail(f"{path}: magic number", SHARD_MAGIC, header[0], "fetch this file again")
+    if header[1] != SHARD_VERSION:
+        fail(f"{path}: version", SHARD_VERSION, header[1], "fetch the llm.c version 1 shards")
+    count = int(header[2])
+    if count < 1 or size != SHARD_HEADER_BYTES + 2 * count:
+        fail(f"{path}: size of {count} tokens", f"{SHARD_HEADER_BYTES + 2 * max(count, 0)} bytes", f"{size} bytes", "fetch this file again")
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+    if (largest := int(tokens.max())) >= vocabulary:
+        fail(f"{path}: largest token", f"below {vocabulary}", largest, "tokenise with the GPT-2 vocabulary")
+    if not (tokens == BOS).any():
+        fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
+    return tokens
+
+def find_shards(folder: Path, kind: str) -> list[Path]:
+    paths = sorted(folder.glob(f"*_{kind}_*.bin"))
+    if not paths:
+        fail(f"{kind} shards", f"{folder}/*_{kind}_*.bin", "none", "python data/fineweb.py fetch (or --data FOLDER, or --preset smoke)")
+    return paths
+
+class TokenStream:
+    """The training shards as one stream of tokens, from its first BOS on."""
+    def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
+        self.paths, self.offsets, self.first = [], [0], 0  # offsets: of the shards, and the end; first: of the BOS
+        for path in find_shards(folder, "train"):
+            tokens = np.asarray(open_shard(path, vocabulary))
+            self.first = self.first if self.paths else int((tokens == BOS).argmax())
+            self.paths.append(path)
+            self.offsets.append(self.offsets[-1] + len(tokens))
+            if self.offsets[-1] >= tokens_wanted:
+                break
+        self.length, self.files = self.offsets[-1], [path.open("rb", buffering=0) for path in self.paths]
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens start ... start + count - 1, across shards."""
+        parts = []
+        for path, file, first, stop in zip(self.paths, self.files, self.offsets, self.offsets[1:]):
+            begin, wanted = max(start, first) - first, min(start + count, stop) - max(start, first)
+            if wanted <= 0:
+                continue
+            # Not through the memory map: a file that was cut since it was checked would kill the process by a signal.
+            raw = os.pread(file.fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * begin)
+            if len(raw) != 2 * wanted:
+                fail(f"{path}: reading at token {begin:,}", f"{wanted:,} tokens as when it was checked", "its end", "fetch this file again")
+            parts.append(np.frombuffer(raw, dtype="<u2"))
+        return np.concatenate(parts)
+
+    def consumed(self, stages: tuple[Stage, ...]) -> int:
+        return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
+
+    def chunk_starts(self, stages: tuple[Stage, ...]) -> list[np.ndarray]:
+        """For each stage, the first token [steps, CHUNKS] of each slot: they follow each other without a gap. Fails if tokens run out."""
+        if (needed := self.consumed(stages) + 1) > self.length:  # the last target is one further
+            fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
+                 "python data/fineweb.py fetch --shards N with a larger N; for a longer schedule, also a larger train_tokens")
+        return [self.consumed(stages[:index]) + stage.chunk_tokens * np.arange(stage.steps * CHUNKS).reshape(-1, CHUNKS)
+                for index, stage in enumerate(stages)]
+
+def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
+    """Pieces of a stretch of tokens, cut before each BOS and after `cap` tokens; each carries its one following token."""
+    bounds = [0, *(np.flatnonzero(tokens[1:-1] == BOS) + 1).tolist(), len(tokens) - 1]
+    return [tokens[start:min(start + cap, stop) + 1] for first, stop in zip(bounds, bounds[1:]) for start in range(first, stop, cap)]
+
+def sample_classes(targets: np.ndarray, count: int, vocabulary: int, sweep: int, spare: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
+    """A sampled softmax: (ids [count], how many are certain, column of each target or -1: no room), see Targets. After the spare ids, no targets, and
+    those of targets, ascending, comes the sweep-th stretch of a walk over the vocabulary in steps of 20011, which meets every id."""
+    present = np.zeros(vocabulary, bool)
+    present[targets] = True
+    walk = (np.arange(vocabulary) + sweep * count) * 20011 % vocabulary
+    certain = np.concatenate([np.array(spare, int), np.flatnonzero(present)])[:count]
+    present[certain] = True
+    ids = np.concatenate([certain, walk[~present[walk]][:count - len(certain)]])
+    column = np.full(vocabulary, -1)
+    column[certain] = np.arange(len(certain))
+    return ids, len(certain), column[targets]
+
+def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int) -> np.ndarray:
+    """Two rows of each token, [T, 2], hashed: its pair with the token before, in the first half of the table, and its triple with the two before; the
+    last row of a half where the document has no such token. Products of two 16-bit numbers fit into uint32."""
+    half, x = rows // 2, np.pad(tokens.astype(np.uint32), (2, 0))
+    keys = 36313 * x[2:] ^ 27191 * x[1:-1], 17351 * x[2:] ^ 60961 * x[1:-1] ^ 45259 * x[:-2]
+    return np.stack([np.where(positions > n, key % (half - 1), half - 1) + n * half for n, key in enumerate(keys)], axis=1).astype(np.int32)
+
+def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
+    """What followed when the document last held the present three tokens, or else two, or one: [T], that token plus vocabulary times how many more
+    than one they are. If the present token is new, one of the last 32 rows in turn: no program need sum half of all gradients."""
+    found, keys = 3 * vocabulary + np.arange(len(tokens)) % 32, tokens.astype(np.uint16)  # 16 bits: a radix sort
+    at, group = np.arange(len(tokens)), np.zeros(len(tokens), int)
+    for more in range(3):  # from the ends of what is one token shorter, sorted, by one more token: those of more + 1 tokens, sorted
+        at = at[np.argsort(keys[at], kind="stable")]
+        last, now = at[:-1], at[1:]
+        same = (keys[last] == keys[now]) & (group[last] == group[now])
+        inside = same & (now - last <= positions[now] - more)
+        found[now[inside]] = tokens[last[inside] + 1].astype(int) + more * vocabulary
+        ids = np.empty(len(tokens), int)
+        ids[at] = np.cumsum(np.append(False, ~same))
+        group, at = np.append(-1, ids[:-1]), np.append(0, at[at < len(tokens) - 1] + 1)
+    return found
+
+@dataclasses.dataclass(frozen=True)
+class HostBatch:
+    """A micro-batch on the host: one int32 array, pinned for the GPU, and where its parts lie."""
+    data: Tensor
+    sizes: tuple[int, ...]
+    digest: int  # of the tokens, keyed by step and slot
+
+    def to(self, device: torch.device) -> Documents:
+        return self.views(self.data.to(device, non_blocking=True))
+
+    def views(self, data: Tensor) -> Documents:
+        """The parts of `data`, a copy on some device."""
+        parts = [room[:size] for room, size in zip(data.split([*map(aligned, self.sizes)]), self.sizes)]
+        sampled = (parts[7].view(len(parts[8]), -1), parts[8]) if self.sizes[8] else (None, None)
+        return Documents(*parts[:3], parts[3].view(-1, 3), *parts[4:7], *sampled)
+
+def pack(slots: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None, digest: int = 0) -> HostBatch:
+    """Pack the pieces of numbered slots, one slot after the other, into the layout of HostBatch."""
+    pieces = [piece for slot in slots.values() for piece in slot]
+    tokens, lengths = np.concatenate([piece[:-1] for piece in pieces]), np.array([len(piece) - 1 for piece in pieces])
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    positions = np.arange(len(tokens)) - ends + np.repeat(lengths, lengths)
+    columns, ids, certain = [np.concatenate([piece[1:] for piece in slot]) for slot in slots.values()], (), ()
+    if sampled_classes:
+        drawn = (sample_classes(c, sampled_classes, model.padded_vocabulary, number, [model.vocabulary]) for number, c in zip(slots, columns))
+        ids, certain, columns = zip(*drawn)
+    recalled = model.ngram_rows + longest_suffix_match(tokens, positions, model.padded_vocabulary)
+    ngrams = np.column_stack([hash_ngrams(tokens, positions, model.ngram_rows), recalled])
+    parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), ngrams.ravel(),
+             np.concatenate(columns), positions, ends - 1 - np.arange(len(tokens)), np.concatenate([*ids, ()]), certain)
+    sizes = tuple(map(len, parts))
+    data = torch.zeros(sum(map(aligned, sizes)), dtype=torch.int32, pin_memory=pin)
+    for room, part in zip(data.split([*map(aligned, sizes)]), parts):
+        room.numpy()[:len(part)] = part
+    return HostBatch(data, sizes, digest)
+
+def chunk_digest(number: int, tokens: np.ndarray) -> int:
+    """64 bits that name the tokens of one slot; a run's token hash is their sum, whatever rank held which slot."""
+    return int.from_bytes(hashlib.blake2b(f"{number}:".encode() + tokens.astype("<u2").tobytes(), digest_size=8).digest(), "little")
+
+def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunks: dict[Stage, int], model: ModelConfig,
+                     ranks: Ranks) -> Iterator[HostBatch]:
+    """This rank's micro-batches of the whole schedule: slots rank, rank + world, ... of each step, micro_chunks at a time."""
+    pin, number, mine = ranks.device.type == "cuda", 0, range(ranks.rank, CHUNKS, ranks.world)
+    for stage, steps in zip(stages, stream.chunk_starts(stages)):
+        for starts in steps:
+            for at in range(0, len(mine), micro_chunks[stage]):
+                tokens = {number + slot: stream.read(starts[slot], stage.chunk_tokens + 1) for slot in mine[at:at + micro_chunks[stage]]}
+                slots = {slot: cut_documents(part, stage.document_cap_tokens) for slot, part in tokens.items()}
+                yield pack(slots, model, pin, stage.sampled_classes, sum(chunk_digest(*item) for item in tokens.items()))
+            number += CHUNKS
+
+def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
+    """Random documents of log-normal lengths (median 400, mean 690) for warm-up: no training data before the clock."""
+    random, pieces, room = np.random.default_rng(seed), [], tokens
+    while room:
+        length = min(room, int(np.clip(random.lognormal(5.99, 1.04), 32, cap)))
+        pieces.append(random.integers(0, BOS, length + 1, dtype=np.uint16))
+        pieces[-1][0] = BOS
+        room -= length
+    return pieces
+
+def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> list[list[np.ndarray]]:
+    """The first `tokens` tokens as contiguous windows, each cut into documents at its BOS tokens. Every token is a target once."""
+    stream = open_shard(path, vocabulary)
+    if len(stream) < tokens + 1:
+        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(stream):,}", "fetch this file again")
+    return [cut_documents(np.asarray(stream[begin:min(begin + window, tokens) + 1]), window) for begin in range(0, tokens, window)]
+
+def prefetched(items: Iterator, depth: int = 8) -> Iterator:
+    """The items, made a few ahead by a thread, whose error is raised where the items are used. Closing it, or its end, ends the thread."""
+    thread = ThreadPoolExecutor(1, "prefetch")
+    try:
+        ahead = collections.deque(thread.submit(next, items, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(next, items, None))
+            yield item
+    finally:
+        thread.shutdown(cancel_futures=True)  # waits for an item in the making: if its disk stands still, the watchdog does not
+
+# ==== 8. Reference operators: what the fast ones must compute, on any device and in any dtype =========================
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without parameters."""
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
@@ -598,7 +1428,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, wind
     return out if gates is None else (out * gates[:, :, None]).to(out.dtype)
 
 def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
-    """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NO_COPY for none. qk
+    """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NEG_INF for none. qk
     [T, 2, D]: queries and keys; ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at i, t - window <= i < t in
     its document, with the weight a[t, i] = e^s[t, i] / (1 + sum_j e^s[t, j]), s[t, i] = scale q[t].k[i], and nowhere with what is left; the share is
     the sum of a[t, i] over the i with ids[i] = ids[t]. float32, or float64 for float64 operands."""
@@ -606,7 +1436,7 @@ def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, s
     for rows, keys, seen in visible_chunks(positions, window, chunk, least=1):
         scores, match = scale * (q[rows] @ k[keys].T), seen & (ids[keys] == ids[rows, None])
         everything = F.pad(scores.masked_fill(~seen, -torch.inf), (0, 1)).logsumexp(1)
-        shares.append(torch.where(match.any(1), scores.masked_fill(~match, NO_COPY).logsumexp(1) - everything, NO_COPY))
+        shares.append(torch.where(match.any(1), scores.masked_fill(~match, NEG_INF).logsumexp(1) - everything, NEG_INF))
     return torch.cat(shares)
 
 def relu_squared_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -645,10 +1475,10 @@ def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softca
     total = 0.0
     for rows, part in targets.parts():
         head, stands_for = weight, weight.new_zeros(())
-        if part.candidates is not None:
-            head = weight[part.candidates.long()]
-            drawn = torch.arange(len(head), device=x.device) >= part.certain
-            stands_for = torch.where(drawn, (len(weight) - part.certain) / (len(head) - part.certain).clamp_min(1), 1).log()
+        if part.classes is not None:
+            head = weight[part.classes.long()]
+            drawn = torch.arange(len(head), device=x.device) >= part.num_always
+            stands_for = torch.where(drawn, (len(weight) - part.num_always) / (len(head) - part.num_always).clamp_min(1), 1).log()
         columns = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)
         for chunk in zip(*(tensor.split(chunk_rows) for tensor in (x[rows], columns, part.log_copy) if tensor is not None)):
             arguments = chunk[0], head, stands_for, *chunk[1:]
@@ -721,7 +1551,7 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
         X = a * X + (b * A + c * A @ A) @ X
     return X.mT if tall else X
 
-# ==== 5. Triton kernels, each with its wrapper ========================================================================
+# ==== 9. Triton kernels, each with its wrapper ========================================================================
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
 # All three products of a step are written for wide matrices. A tall X is passed as its transposed view: strides are
 # arguments, a stride of 1 is compiled in, so loads stay contiguous along whichever axis is, and X^T X needs no copy.
@@ -819,7 +1649,7 @@ def orthogonalize(matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dt
 #     dv[j] = sum_i p[i, j] dout[i], dk[j] = scale sum_i ds[i, j] q[i],    dq[i] = scale sum_j ds[i, j] k[j]
 # Tiles lie on the flat token axis, because documents (median 391 tokens) are hardly longer than a tile: one tile may hold many. A program owns
 # BLOCK_M tokens of one head and walks over the other side in steps of BLOCK_N tokens, from the first that any of its tokens sees to the last. Mask
-# of a step: comparisons with the token itself and with its `furthest`; to skip them where all is visible made the backward 7 % slower.
+# of a step: comparisons with the token itself and with its `visible_bound`; to skip them where all is visible made the backward 7 % slower.
 # A program loads its own tiles through pointers, all at once, and the steps (`*_steps`) through tensor descriptors (TMA), which spare the
 # registers of the addresses: 138 instead of 242 for the forward; 255 without spills, two programs a multiprocessor, for the backward. That
 # recomputes p twice (7 products instead of 5) so that every output has one writer: no atomics, bitwise reproducible. One launch for all three
@@ -843,7 +1673,7 @@ def store_rows(out, values, row, head, heads, tokens):
     tl.store(out + rows * stride + tl.arange(0, values.shape[1])[None, :], values.to(out.dtype.element_ty), mask=row + rows < tokens)
 
 @jit
-def furthest(distances, at, tokens, window, KEYS: tl.constexpr):
+def visible_bound(distances, at, tokens, window, KEYS: tl.constexpr):
     """The first key that each query in `at` sees, distances being Documents.positions; or (KEYS) the last query that sees each key, of remaining.
     Neither ever decreases along the tokens: that is all the kernels know of documents and windows. Past the last token it is that token's."""
     at = tl.minimum(at, tokens - 1)
@@ -856,9 +1686,9 @@ def attention_forward_kernel(q, k_steps, v_steps, q_stride, k_stride, v_stride, 
     """out and lse of BLOCK_M queries of one head. Grid [heads, tiles]: the heads of a tile run side by side. No running maximum."""
     head, start = tl.program_id(0), tl.program_id(1) * BLOCK_M
     queries = start + tl.arange(0, BLOCK_M)
-    first_key, q_tile = furthest(positions, queries, tokens, window, False), load_rows(q, start, head, q_stride, tokens, DK, BLOCK_M)
+    first_key, q_tile = visible_bound(positions, queries, tokens, window, False), load_rows(q, start, head, q_stride, tokens, DK, BLOCK_M)
     row_sum, accumulator = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, DV], tl.float32)
-    for step in tl.range(furthest(positions, start, tokens, window, False), tl.minimum(start + BLOCK_M, tokens), BLOCK_N):
+    for step in tl.range(visible_bound(positions, start, tokens, window, False), tl.minimum(start + BLOCK_M, tokens), BLOCK_N):
         scores = tl.dot(q_tile, tl.trans(load_rows(k_steps, step, head, k_stride, tokens, DK, BLOCK_N)))
         keys = (step + tl.arange(0, BLOCK_N))[None, :]
         p = tl.exp2(tl.where((keys >= first_key[:, None]) & (keys <= queries[:, None]), scores, float("-inf")) * scale_log2)
@@ -889,10 +1719,10 @@ def attention_gradients(a, b, x_steps, y_steps, a_stride, b_stride, x_stride, y_
     [keys, queries], so that the tensor cores take p and ds, left operands, from registers."""
     head, start = tl.program_id(0), tl.program_id(2) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
-    bound = furthest(distances, own, tokens, window, KEYS)[:, None]
+    bound = visible_bound(distances, own, tokens, window, KEYS)[:, None]
     a_tile, b_tile = load_rows(a, start, head, a_stride, tokens, DK, BLOCK_M), load_rows(b, start, head, b_stride, tokens, DV, BLOCK_M)
     da_tile, db_tile = tl.zeros(a_tile.shape, tl.float32), tl.zeros(b_tile.shape, tl.float32)
-    end = furthest(distances, start + (BLOCK_M - 1 if KEYS else 0), tokens, window, KEYS)
+    end = visible_bound(distances, start + (BLOCK_M - 1 if KEYS else 0), tokens, window, KEYS)
     first, stop = (start, end + 1) if KEYS else (end, tl.minimum(start + BLOCK_M, tokens))
     for step in tl.range(first, stop, BLOCK_N):
         others = step + tl.arange(0, BLOCK_N)
@@ -979,15 +1809,15 @@ class PackedAttention(torch.autograd.Function):
 # kernel does all three passes. lse is kept as infinite where nothing matches, so that those scores get no gradient.
 
 @jit
-def pointer_kernel(qk, qk_steps, ids, log_copy, lse, distances, window, omega, dqk, tokens, scale_log2, NO_COPY: tl.constexpr,
+def pointer_kernel(qk, qk_steps, ids, log_copy, lse, distances, window, omega, dqk, tokens, scale_log2, NEG_INF: tl.constexpr,
                    KEYS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """log_copy, and lse in base 2, of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. distances: furthest."""
+    """log_copy, and lse in base 2, of BLOCK_M queries; with omega their gradient, or that of BLOCK_M keys, in dqk [T, 2, D]. distances: visible_bound."""
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
-    bound = furthest(distances, own, tokens, window, KEYS)[:, None]
+    bound = visible_bound(distances, own, tokens, window, KEYS)[:, None]
     own_tile = load_rows(qk, start, KEYS, 2 * D, tokens, D, BLOCK_M)
     grad, everything, matching = tl.zeros(own_tile.shape, tl.float32), tl.full([BLOCK_M], 1.0, tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    end = furthest(distances, start + (BLOCK_M - 1 if KEYS else 0), tokens, window, KEYS)
+    end = visible_bound(distances, start + (BLOCK_M - 1 if KEYS else 0), tokens, window, KEYS)
     first, stop = (start, end + 1) if KEYS else (end, tl.minimum(start + BLOCK_M, tokens))
     for step in tl.range(first, stop, BLOCK_N):
         others = step + tl.arange(0, BLOCK_N)
@@ -1007,7 +1837,7 @@ def pointer_kernel(qk, qk_steps, ids, log_copy, lse, distances, window, omega, d
             grad = tl.dot((p * tl.where(match, weight - weight * tl.exp2(copy), -weight)).to(tile.dtype), tile, grad)
     if omega is None:
         everything = tl.log2(everything)
-        tl.store(log_copy + own, tl.maximum((tl.log2(matching) - everything) / 1.4426950408889634, NO_COPY), mask=own < tokens)
+        tl.store(log_copy + own, tl.maximum((tl.log2(matching) - everything) / 1.4426950408889634, NEG_INF), mask=own < tokens)
         tl.store(lse + own, tl.where(matching > 0, everything, float("inf")), mask=own < tokens)
     else:
         store_rows(dqk, grad * (scale_log2 / 1.4426950408889634), start, KEYS, 2, tokens)
@@ -1017,7 +1847,7 @@ class PointerLogCopy(torch.autograd.Function):
     @staticmethod
     def launch(tile, scale, qk, *operands, omega=None, dqk=None, keys=0):
         pointer_kernel[(triton.cdiv(len(qk), tile["BLOCK_M"]),)](
-            qk, steps_of(qk, tile), *operands, omega, dqk, len(qk), scale * math.log2(math.e), NO_COPY, keys, D=qk.size(2), **tile)
+            qk, steps_of(qk, tile), *operands, omega, dqk, len(qk), scale * math.log2(math.e), NEG_INF, keys, D=qk.size(2), **tile)
 
     @staticmethod
     def forward(ctx, qk, ids, positions, remaining, window, scale):
@@ -1326,7 +2156,7 @@ def row_losses(logits, targets, vocabulary, cap, fast=False):
     T, V = logits.shape
     losses, lse, copied = (logits.new_empty(T, dtype=torch.float32) for _ in range(3))
     copied = copied if targets.log_copy is not None else None
-    _row_loss_kernel[(T,)](logits, *targets[:3], targets.certain, targets.log_copy, losses, lse, copied, T, V, vocabulary, targets.spare, *cap,
+    _row_loss_kernel[(T,)](logits, *targets[:3], targets.num_always, targets.log_copy, losses, lse, copied, T, V, vocabulary, targets.spare, *cap,
                            K=len(targets.weights), FAST=fast, BLOCK=2048, num_warps=4)
     return losses, lse, copied
 
@@ -1340,7 +2170,7 @@ def head_grad(logits, targets, vocabulary, lse, copied, factor, cap, dtype, fast
         out_t, rows, cols = out.new_empty(V, T), 32, 64  # of seven shapes the fastest
         bits, bits_t = out.view(torch.int8), TensorDescriptor.from_tensor(out_t.view(torch.int8), [cols, rows])
     _head_grad_kernel[triton.cdiv(V, cols), triton.cdiv(T, rows)](
-        logits, *targets[:3], targets.certain, lse, copied, factor, bits, bits_t, T, V, vocabulary, targets.spare, *cap,
+        logits, *targets[:3], targets.num_always, lse, copied, factor, bits, bits_t, T, V, vocabulary, targets.spare, *cap,
         K=len(targets.weights), FAST=fast, PTX=logits.is_cuda, ROWS=rows, COLS=cols, num_warps=4)
     return out, out_t
 
@@ -1354,7 +2184,7 @@ class HeadLoss(torch.autograd.Function):
         ctx.cap, ctx.scales, ctx.parameter = cap, scales, weight
         saved, total = [], 0.0
         for rows, part in ctx.targets.parts():
-            head = weight if part.candidates is None else weight[part.candidates]
+            head = weight if part.classes is None else weight[part.classes]
             if scales:
                 (x8, x8_t), (head8, head8_t) = quantize_both(x[rows], scales.x), quantize_both(head, scales.weight)
                 logits, operands = fp8_matmul_nt(x8, head8, scales.x, scales.weight, fast_accum=True), (x8_t, head8_t)
@@ -1383,12 +2213,12 @@ class HeadLoss(torch.autograd.Function):
                 dxs.append(grad @ head)
                 dw_part = grad.T @ x
             del grad, grad_t  # before the next part's, as large
-            if part.candidates is None:
+            if part.classes is None:
                 dw = dw_part
             else:
                 if dw is None:  # cleared, and one part after the other added
                     dw = dw_part.new_zeros(ctx.parameter.shape) if (view := unused_grad_view(ctx.parameter)) is None else view.zero_()
-                _add_rows_kernel[(len(dw_part),)](dw_part, part.candidates, dw, dw.size(1), COLS=triton.next_power_of_2(dw.size(1)))
+                _add_rows_kernel[(len(dw_part),)](dw_part, part.classes, dw, dw.size(1), COLS=triton.next_power_of_2(dw.size(1)))
         dlog_copy = -ctx.targets.weights[0] * grad_output * torch.cat(ctx.saved_tensors[4::5]) if ctx.needs_input_grad[7] else None
         return (dxs[0] if len(dxs) == 1 else torch.cat(dxs)), dw, *(None,) * 5, dlog_copy, *(None,) * 3
 
@@ -1548,20 +2378,7 @@ def sparse_adam(grad, lookup, *state, ROWS=1, num_warps=2):
     """sparse_adam_reference; 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens, an H200, with group_ids (under 0.1). More ROWS are slower."""
     launch_groups(_sparse_adam_kernel, grad, *lookup, *state, each=1, ROWS=ROWS, num_warps=num_warps)
 
-class EmbeddingLookup(torch.autograd.Function):
-    """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to table.receive;
-    autograd, with five passes over a mostly empty table, is told of none, yet calls the table's hooks after the last lookup of a backward pass."""
-    @staticmethod
-    def forward(ctx, gather, table, *lookup):
-        ctx.table, ctx.lookup = table, lookup
-        return gather(lookup[0], table)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.table.receive(grad, *ctx.lookup)
-        return (None,) * (2 + len(ctx.lookup))
-
-# ==== 6. Operator selection ===========================================================================================
+# ==== 10. Operator selection ==========================================================================================
 @dataclasses.dataclass(frozen=True)
 class Ops:
     """The operators of this run; the model never asks what hardware it is on."""
@@ -1598,7 +2415,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
             attention=lambda q, k, v, documents, *rest: attention_reference(q, k, v, documents.positions, *rest), sparse_adam=sparse_adam_reference,
             project_heads=lambda h, weight, *rest: split_heads_reference(F.linear(h, weight), *rest), mlp=relu_squared_mlp,
             head_loss=head_loss_reference, head_loss_eval=lambda *operands: head_loss_reference(*operands).double(),
-            pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.columns, documents.positions, window, scale), graphs=False,
+            pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.class_index, documents.positions, window, scale), graphs=False,
             embed=lambda table, documents: F.embedding(documents.tokens, table), compile=lambda region: region, orthogonalize=orthogonalize_reference,
             names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
     able, hopper = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # with TMA and 208 KB of shared memory, or more
@@ -1607,7 +2424,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
     return Ops(
         attention=lambda q, k, v, documents, *rest: PackedAttention.apply(q, k, v, documents.positions, documents.remaining, *rest),
-        pointer=lambda qk, documents, *rest: PointerLogCopy.apply(qk, documents.columns, documents.positions, documents.remaining, *rest),
+        pointer=lambda qk, documents, *rest: PointerLogCopy.apply(qk, documents.class_index, documents.positions, documents.remaining, *rest),
         project_heads=lambda *operands: ProjectHeads.apply(*operands, MlpScales() if attention == "fp8" and torch.is_grad_enabled() else None),
         mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize, sparse_adam=sparse_adam,
         head_loss=lambda x, weight, targets, cap: HeadLoss.apply(x, weight, *targets, cap, scales), head_loss_eval=head_loss_eval,
@@ -1615,767 +2432,261 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         names={"attention": f"triton ({attention} projection)", "head": head, "mlp": mlp, "embedding": "triton", "orthogonalize": "triton",
                "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"}, compile=region, graphs=graphs)
 
-# ==== 7. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
-# Phases: begin (of sparse tables: exchange the rows to be read), gather_ (of the others: collect what ranks updated; `arrive` waits), reduce_
-# (gradients to who needs them; nothing blocks), compute_ (update). Gradients of matrices and scalars meet in fixed buffers, of tables if GPUs share.
-def rehome(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> None:
-    """Move the parameters into the flat order of `weights`, each at a multiple of `align`; its `grad_view` is the same part of `grads`."""
-    weights, grads, start = weights.view(-1), grads.view(-1), 0
-    for parameter in parameters:
-        part = slice(start, start + parameter.numel())
-        weights[part].copy_(parameter.detach().view(-1))
-        parameter.data, parameter.grad_view = weights[part].view_as(parameter), grads[part].view_as(parameter)
-        start += -(-parameter.numel() // align) * align
+# ==== 11. Runtime =====================================================================================================
+class Failure(Exception):
+    """An error the user can act on: one line that says what, expected, found and the fix; `code` is the exit status."""
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
 
-def join_float32(high: Tensor, low: Tensor) -> Tensor:
-    """The float32 whose rounding to bfloat16 is `high` and whose remaining bits, a signed difference, are `low` (int16)."""
-    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+def fail(what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE) -> NoReturn:
+    raise Failure(f"{what}: expected {expected}, found {found}; fix: {fix}", code)
 
-def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse of join_float32. Rounds half up in magnitude, so the bfloat16 weights are not biased towards zero."""
-    bits = value.view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+class Ranks:
+    """The processes of one run, one device each. With one rank every collective is a no-op. Tensors that are `shared` are fetched by copy engines,
+    where GPUs reach each other's memory: NCCL's kernels would take multiprocessors from what runs beside them."""
+    def __init__(self, rank: int, world: int, device: torch.device):
+        self.rank, self.world, self.device = rank, world, device
+        self.copy_stream, self.peers = None, {}  # where memory can be shared: stream of `fetch`; of each shared tensor, by address, all ranks' parts
+        self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if device.type == "cuda" else []
+        self.processes, self.stop_asked = [os.getpid()], False
+        self.heartbeat: Callable[..., None] = lambda *_: None  # the watchdog's while one watches
 
-def mean_gradient(received: Tensor) -> Tensor:
-    """Mean over the ranks of what reduce_scatter brings, [n, ...], in float32: n is static, so the sum is fused into the kernel that reads it."""
-    return sum(part.float() for part in received.unbind()) / len(received)
+    @staticmethod
+    def start() -> Ranks:
+        """Read torchrun's variables, pick the device and join the process group."""
+        given = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))]
+        if not all(text.isdecimal() for text in given):
+            fail("RANK, WORLD_SIZE, LOCAL_RANK", "numbers, as torchrun sets them", given, "unset them, or start with torchrun")
+        rank, world, local = map(int, given)
+        if world not in (1, 2, 4, 8):
+            fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
+        if world > 1 and "MASTER_ADDR" not in os.environ:
+            fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none", "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            if local >= torch.cuda.device_count():
+                fail("GPUs on this machine", f"at least {local + 1}", torch.cuda.device_count(), "start fewer processes", EXIT_HARDWARE)
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+            if torch.cuda.get_device_capability(device)[0] == 9:  # measured there: with a workspace cuBLASLt clears some bytes before each product
+                os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
+            torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured in a graph
+        if world > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+        ranks = Ranks(rank, world, device)
+        ranks.processes = ranks.gather_objects(os.getpid())
+        if world > 1:
+            signal.signal(signal.SIGINT, ranks.ask_to_stop)
+        if world > 1 and device.type == "cuda" and os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+            ranks.copy_stream = torch.cuda.Stream()
+            with contextlib.suppress(RuntimeError):  # the GPUs, the driver or the container may not let them
+                ranks.shared(torch.zeros(world, device=device))
+            ranks.copy_stream = ranks.copy_stream if all(ranks.gather_objects(bool(ranks.peers))) else None
+        return ranks
 
-def nesterov_momentum(buffer: Tensor, received: Tensor, momentum: Tensor) -> Tensor:
-    """Update `buffer` (float32) in place and return the look-ahead gradient in the gradients' dtype."""
-    g = mean_gradient(received)
-    average = buffer + (1 - momentum) * (g - buffer)
-    buffer.copy_(average)
-    return (g + momentum * (average - g)).to(received.dtype)
+    def shared(self, tensor: Tensor, parts: int = 1) -> Tensor:
+        """`tensor`, moved to memory that other ranks can read, if there is some. A collective; never freed; `fetch` takes each of its `parts`."""
+        if self.copy_stream:
+            # torch (to 2.13; its issue 181086) clears this memory, and writes the addresses that barriers read, on a stream that no other waits for:
+            # first everything queued must end, as it may still write to where the addresses come; then that, before any rank uses either.
+            given, tensor = tensor, symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            torch.cuda.synchronize(self.device)
+            handle = symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
+            torch.cuda.synchronize(self.device)
+            tensor.copy_(given)
+            for part in tensor.chunk(parts):
+                where = part.shape, part.dtype, part.storage_offset()
+                self.peers[part.data_ptr()] = handle, [handle.get_buffer(r, *where).view(self.world, -1) for r in range(self.world)]
+        return tensor
 
-def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_moment: Tensor | None, multiplier: Tensor,
-                   rate: Tensor, decay: float, beta2: float | None) -> None:
-    """Apply orthogonalised updates [N, rows, columns] to the weights in place. NorMuon divides by a running root mean square per output (rows, or
-    columns where a matrix is wide) and restores each matrix's norm; without `second_moment` this is Muon. The cautious decay shrinks weights only
-    where the update does too. Sources: NorMuon arXiv 2510.05491; public records 41-43 and 48."""
-    update = update.float()
-    if second_moment is not None:
-        axis = -1 if update.size(-2) >= update.size(-1) else -2
-        square = update.square().mean(axis, keepdim=True)
-        average = second_moment + (1 - beta2) * (square - second_moment)
-        second_moment.copy_(average)
-        scale = average.clamp_min(1e-10).rsqrt()
-        other = -3 - axis  # the axis that is left sums to the matrix
-        norm_ratio = (square.sum(other, keepdim=True) / (square * scale.square()).sum(other, keepdim=True).clamp_min(1e-30)).sqrt()
-        update = update * (scale * norm_ratio)
-    value = weight if low is None else join_float32(weight, low)
-    step = rate * multiplier
-    shrink = (update * value >= 0) * (decay * rate * step)
-    value = value - value * shrink - update * step
-    for target, part in zip((weight, low), [value] if low is None else split_float32(value)):
-        target.copy_(part)
+    def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable[[], None]:
+        """Copy from other ranks' parts of a shared tensor: their own shards, in place (all-gather), or each one's version of this rank's shard, to
+        `received`. All on one stream, in one order on every rank: past a barrier, all have read what was given before."""
+        handle, peers = self.peers[full.data_ptr()]
+        self.copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copy_stream):
+            if barrier:
+                handle.barrier()
+            for other in ((self.rank + i) % self.world for i in range(received is None, self.world)):  # at no time do two read from the same rank
+                target, part = (peers[self.rank], other) if received is None else (received, self.rank)
+                target[other].view(-1).copy_(peers[other][part], non_blocking=True)
+        return self.copy_stream.record_event().wait
 
-def adam_update(weight: Tensor, received: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
-                beta1: float, beta2: float, epsilon: float) -> None:
-    """One Adam step in place, in float32. step_size: rate and bias corrections. A share `shrink` decays where the update shrinks too (record 50)."""
-    g = mean_gradient(received)
-    m, v = torch.lerp(mean.float(), g, 1 - beta1), torch.lerp(square.float(), g * g, 1 - beta2)
-    mean.copy_(m)
-    square.copy_(v)
-    update, value = step_size * m / (v.sqrt() + epsilon), weight.float()
-    weight.copy_(value - update - shrink * value * (update * value > 0))
+    def on_side_stream(self, work: Callable[[], Any], side: int = 0) -> Callable[[], None]:
+        """Queue `work` on one of two streams of their own, whose kernels go first where there is room for one only. Returns the wait for it."""
+        if not self.side_streams:
+            work()
+            return lambda: None
+        self.side_streams[side].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side_streams[side]):
+            work()
+            return torch.cuda.current_stream().record_event().wait
 
-class Stateful:
-    """Optimizer state by name; `kept` says which attributes belong to it. `low`: see join_float32; `average`: see average_."""
-    kept: tuple[str, ...] = ("weights", "mean", "square", "average")
-    low: Tensor | None = None
-    average: Tensor | None = None
+    def shard(self, full: Tensor) -> Tensor:
+        """This rank's equal part of `full` along its first dimension, a view."""
+        return full.view(self.world, -1, *full.shape[1:])[self.rank]
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: tensor for name in self.kept if (tensor := getattr(self, name)) is not None}
+    def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable[[], None]:
+        """Every rank's version of this rank's shard of `full`, for the caller to average: `received` is [world, ...] if `full` is shared, else
+        [1, ...], a view of the shard, averaged already. Returns the wait (it blocks the stream, not the host)."""
+        if full.data_ptr() in self.peers:
+            return self.fetch(full, received)
+        if self.world > 1 and self.device.type == "cuda":
+            return dist.reduce_scatter_tensor(received[0], full, op=dist.ReduceOp.AVG, async_op=True).wait
+        return self.all_reduce_mean(full)
 
-    def reset(self) -> None:
-        for tensor in (tensor for name, tensor in self.state().items() if name != "weights"):
-            tensor.zero_()
+    def all_reduce_mean(self, tensor: Tensor) -> Callable[[], None]:
+        if self.world > 1 and self.device.type == "cuda":
+            return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True).wait
+        if self.world > 1:  # gloo has no mean
+            self.sum(tensor).div_(self.world)
+        return lambda: None
 
-    def average_(self, rate: float, share: float = 0.0) -> None:
-        """Move the average of the weights a share `rate` of the way to them; at the end also them a `share` to it, rows as long as before."""
-        exact = self.shard.float() if self.low is None else join_float32(self.shard, self.low)
-        self.average.lerp_(exact, rate)
-        if share:
-            mixed = exact.lerp(self.average, share)
-            lengths = [torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (exact, mixed)]
-            self.shard.copy_(mixed * (lengths[0] / lengths[1]))
+    def all_gather(self, full: Tensor, barrier: bool = True) -> Callable[[], None]:
+        """Fill `full` from every rank's shard of it, in place. No barrier is needed if there was one since the ranks wrote their shards."""
+        if self.world == 1:
+            return lambda: None
+        if full.data_ptr() in self.peers:
+            return self.fetch(full, None, barrier)
+        # gloo reads its input while it writes the output, NCCL knows the in-place form
+        shard = self.shard(full) if self.device.type == "cuda" else self.shard(full).clone()
+        return dist.all_gather_into_tensor(full, shard, async_op=True).wait
 
-class Gathered:
-    """Weights of which each rank updates a part; a parameter's `owner`, who asks for the other parts and waits for them."""
-    def gather_(self, barrier: bool = True) -> None:
-        self.gathered = self.ranks.all_gather(self.weights, barrier)
+    def sum(self, tensor: Tensor) -> Tensor:
+        """`tensor` summed over the ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
 
-    def arrive(self) -> None:
-        vars(self).pop("gathered", lambda: None)()
+    def gather_objects(self, value: Any) -> list[Any]:
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
 
-class MatrixGroup(Gathered):
-    """Matrices of one shape in neighbouring layers, which travel together: [N, rows, columns], N a multiple of the ranks."""
-    def __init__(self, parameters: list[nn.Parameter], ranks: Ranks, weights: Tensor, grads: Tensor, received: Tensor):
-        self.ranks, self.weights, self.grads, self.received, self.parameters = ranks, weights, grads, received, parameters
-        rehome(parameters, weights, grads)
-        for parameter in parameters:
-            parameter.owner = self
+    def ask_to_stop(self, *_: Any) -> None:
+        """Ctrl-C finds ranks between different collectives: the first one only asks, and they agree at a flush; the second acts at once."""
+        self.stop_asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def reduce_(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad_view.zero_() if parameter.grad is None else parameter.grad_view.copy_(parameter.grad)  # nothing to copy if it came there
-            parameter.grad = None
-        self.reduced = self.ranks.reduce_scatter(self.grads, self.received)
-
-class MatrixBank(Stateful):
-    """All hidden matrices of one shape, in the order of the layers, filled up with zero matrices to a multiple of the ranks. Up to five groups, if
-    ranks and layers divide them, travel on their own: gradients while earlier layers still work, weights shortly before use. One update for all."""
-    kept = ("weights", "low", "momentum", "second_moment", "average")
-
-    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ops, self.config, (rows, columns) = ops, config, parameters[0].matrix
-        starts = [0, *itertools.accumulate(p.numel() // (rows * columns) for p in parameters)]
-        each = -(-starts[-1] // ranks.world)  # matrices of a rank
-        sizes = [ranks.world * each // n for n in range(1, 6 if ranks.world - 1 else 2) if not each % n]
-        size = min(size for size in sizes if {*starts}.issuperset(range(size, starts[-1], size)))  # of a group: none cuts a parameter
-        shape = each * ranks.world // size, ranks.world, size // ranks.world, rows, columns
-        empty = torch.zeros(each * ranks.world, rows, columns, dtype=parameters[0].dtype, device=ranks.device)
-        self.weights, self.grads = ranks.shared(empty, shape[0]), ranks.shared(empty.clone(), shape[0])
-        self.shard, grad_shard = (tensor.view(shape)[:, ranks.rank] for tensor in (self.weights, self.grads))
-        self.received = grad_shard.new_empty(ranks.world, *grad_shard.shape) if ranks.copy_stream else grad_shard[None]
-        self.groups = [MatrixGroup([p for p, start in zip(parameters, starts) if start // size == index], ranks, *parts)
-                       for index, parts in enumerate(zip(self.weights.split(size), self.grads.split(size), self.received.unbind(1)))]
-        self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
-        self.momentum, self.average = (torch.zeros_like(self.shard, dtype=torch.float32) for _ in range(2))
-        reduced = (rows, 1) if rows >= columns else (1, columns)
-        self.second_moment = None if config.second_moment_decay is None else torch.zeros(*self.shard.shape[:2], *reduced, device=ranks.device)
-        multipliers = [rules[p.role].learning_rate_multiplier for p in parameters for _ in range(p.numel() // (rows * columns))]
-        multipliers = F.pad(torch.tensor(multipliers, device=ranks.device), (0, len(empty) - starts[-1]))
-        self.multiplier = multipliers.view(*shape[:3], 1, 1)[:, ranks.rank].clone()
-        self.nesterov, self.update = ops.compile(nesterov_momentum), ops.compile(normuon_update)
-
-    def compute_(self, rates: dict[str, Tensor]) -> None:
-        for group in self.groups:
-            group.reduced()
-        update = self.nesterov(self.momentum, self.received, rates["momentum"])
-        update = self.ops.orthogonalize(update.flatten(0, 1), RECIPES[self.config.orthogonalization]).view(self.shard.shape)
-        self.update(update, self.shard, self.low, self.second_moment, self.multiplier, rates["muon"],
-                    self.config.muon_weight_decay, self.config.second_moment_decay)
-
-class AdamTable(Stateful, Gathered):
-    """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
-    weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
-    def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.role, parameter
-        self.weights = parameter.data = ranks.shared(parameter.data)
-        parameter.owner, parameter.receive = self, self.receive
-        self.shard = ranks.shard(self.weights)
-        parameter.grad_view = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copy_stream else None
-        self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copy_stream else None
-        self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
-        self.average = torch.zeros_like(self.shard, dtype=torch.float32)
-        self.update = ops.compile(adam_update)
-
-    def receive(self, grad: Tensor, *lookup: Tensor) -> None:
-        """Add the gradient of a lookup [T, width] to the table's; the first of a step writes all of it, so nothing is cleared before."""
-        table, begun = self.parameter, self.parameter.grad is not None
-        table.grad = table.grad if begun else torch.empty_like(table) if (view := unused_grad_view(table)) is None else view
-        launch_groups(_embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=begun)
-
-    def reduce_(self) -> None:
-        with torch.profiler.record_function(f"reduce {self.role}"):
-            grad = self.parameter.grad if self.grads is None else self.grads.copy_(self.parameter.grad)  # nothing to copy if it came there
-            received = self.ranks.shard(grad)[None] if self.received is None else self.received
-            self.reduced = self.ranks.reduce_scatter(grad, received), received
-
-    def compute_(self, rates: dict[str, Tensor]) -> None:
-        wait, received = vars(self).pop("reduced")  # not kept: NCCL's handle keeps the gradient alive
-        wait()
-        self.update(self.shard, received, self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
-                    *self.rule.betas, self.config.adam_epsilon)
-        self.parameter.grad = None
-
-class SparseTable(Stateful):
-    """A table [rows, width] of which a step reads few rows. The ranks gather the gradients of all lookups and make the same update of those rows,
-    each in its copy of the table: Adam without a first moment, the second one number a row (record 92)."""
-    kept = ("weights", "square", "last")
-
-    def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.ops, self.config, self.rule, self.role = ranks, ops, config, rule, parameter.role
-        self.weights, self.received = parameter.data, []  # of each micro-batch the gradient [T, width]
-        self.square, self.last = (torch.zeros(len(parameter), device=ranks.device) for _ in range(2))
-        room = lambda *shape, dtype: ranks.shared(torch.empty(shape, dtype=dtype, device=ranks.device))
-        self.room = functools.cache(room) if ranks.copy_stream else room  # what is shared is kept, for each size of a batch
-        parameter.owner, parameter.receive = self, lambda grad, *_: self.received.append(grad)
-
-    def gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """What all ranks have for the micro-batches of a step, [their tokens, ...], with the wait for it."""
-        full, rows = parts[0], self.ranks.world * sum(map(len, parts))
-        if rows > len(full):
-            full = self.room(rows, full.size(1), dtype=full.dtype)
-            torch.cat(parts, out=self.ranks.shard(full))
-        return full, self.ranks.all_gather(full)
-
-    def begin(self, ids: list[Tensor]) -> None:
-        """Given the rows [T, K] that each micro-batch will read, of this table as of every sparse one. They are sorted while the model works."""
-        full, wait = self.gather(ids)
-        self.lookup = []
-        self.grouped = self.ranks.beside(lambda: (wait(), self.lookup.extend(group_ids(full))))
-
-    def reduce_(self) -> None:
-        self.reduced, self.received = self.gather(self.received), []
-
-    def compute_(self, rates: dict[str, Tensor]) -> None:
-        grads, wait = vars(self).pop("reduced")  # not kept: memory for others
-        wait()
-        self.grouped()
-        self.ops.sparse_adam(grads, self.lookup, self.weights, self.square, self.last, rates["step"], rates[self.role], rates[f"{self.role} decay"],
-                             self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world)  # the mean over ranks
-
-class AdamScalars(Stateful):
-    """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
-    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.config, self.rules = ranks, config, rules
-        self.parameters = parameters = sorted(parameters, key=lambda p: p.role)  # each role becomes one contiguous part; the sort is stable
-        # Compiled code, perhaps another process's, takes it for granted that parameters are aligned as when it was compiled: so all are.
-        size = {p: aligned(p.numel()) for p in parameters}
-        self.weights = torch.zeros(sum(size.values()), device=ranks.device)
-        self.grads, self.mean, self.square = (torch.zeros_like(self.weights) for _ in range(3))
-        rehome(parameters, self.weights, self.grads, align=aligned(1))
-        stops = {p.role: stop for p, stop in zip(parameters, itertools.accumulate(size.values()))}  # that of a role's last parameter stays
-        self.parts = {role: slice(start, stop) for (role, stop), start in zip(stops.items(), [0, *stops.values()])}
-        self.update = ops.compile(adam_update)
-
-    def reduce_(self) -> None:
-        torch._foreach_copy_([p.grad_view for p in self.parameters], [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.reduced = self.ranks.all_reduce_mean(self.grads)
-
-    def compute_(self, rates: dict[str, Tensor]) -> None:
-        self.reduced()
-        for role, part in self.parts.items():
-            self.update(self.weights[part], self.grads[None, part], self.mean[part], self.square[part], rates[role], rates[f"{role} decay"],
-                        *self.rules[role].betas, self.config.adam_epsilon)
-
-class Optimizer:
-    """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, in the
-    order in which the model reads it, which waits only where it does; tables and groups of matrices reduce from hooks while the backward pass (of the
-    last micro-batch) still runs, the rest after it. Three updates run beside each other: of matrices, whose products leave most of the GPU to what
-    moves memory, since one rank of several has few; of the tables that the next step reads before any matrix, whose gradients are complete last and
-    whose weights are gathered at once; of all else. Averages: see Stateful.average_."""
-    def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, rules, kinds = ranks, dict(config.rules), collections.defaultdict(list)  # tables, scalars, matrices by shape
-        for p in model.parameters():
-            kinds[p.matrix if isinstance(rule := rules[p.role], MuonRule) else "table" if rule.sharded or rule.sparse else "scalar"].append(p)
-        tables, scalars = kinds.pop("table", []), kinds.pop("scalar", [])
-        self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in kinds.values()]
-        self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
-        self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
-        self.sparse, self.dense = ([table for table in self.tables if table.rule.sparse == sparse] for sparse in (True, False))
-        self.averaged = [*self.banks, *self.dense]
-        self.owners = [p.owner for p in model.in_order() if hasattr(p, "owner")]  # a group, once for each of its parameters
-        first = next((at for at, owner in enumerate(self.owners) if owner not in self.dense), 0)
-        self.early, self.late = self.owners[:first], [*dict.fromkeys(self.owners[first:])]
-        for parameter in (p for p in model.parameters() if hasattr(p, "owner")):
-            parameter.register_post_accumulate_grad_hook(self._ready)
-
-    def begin(self, ids: list[Tensor]) -> None:
-        """Before the first micro-batch of a step, given the rows [T, K] of sparse tables that each will read."""
-        # Whether this backward pass is the step's last; how many gradients it still owes, by owner; the owners whose gradients have been sent.
-        self.complete, self.missing, self.sent = False, collections.Counter([*self.owners, *self.sparse]), []
-        for number, item in enumerate(self.late):
-            item.gather_(barrier=not number)
-        for table in self.sparse:
-            table.begin(ids)
-
-    def average(self, rate: float, share: float = 0.0) -> None:
-        for item in self.averaged:
-            item.average_(rate, share)
-
-    def gather(self) -> None:
-        """Every rank has all weights: before anything but a training step reads them."""
-        for item in (*self.early, *self.late):
-            item.gather_()
-            item.arrive()
-
-    def _ready(self, parameter: nn.Parameter) -> None:
-        self.missing[parameter.owner] -= self.complete
-        if self.complete and not self.missing[parameter.owner]:
-            parameter.owner.reduce_()
-            self.sent.append(parameter.owner)
-
-    @torch.no_grad()
-    def step(self, rates: dict[str, Tensor]) -> None:
-        """Update everything; `rates` holds 0-dimensional tensors, see step_rates."""
-        for item in self.late:
-            item.arrive()  # a table that no layer reads: nothing may stay under way
-        groups = [group for bank in self.banks for group in bank.groups if group not in self.sent]  # of layers that had no gradient
-        for item in (self.scalars, *groups):
-            item.reduce_()
-        in_use = [item.parameter.grad for item in self.early]  # not freed before another stream is done with it
-        waits = [self.ranks.beside(lambda: [bank.compute_(rates) for bank in reversed(self.banks)]),  # as the reductions left
-                 self.ranks.beside(lambda: [(item.compute_(rates), item.gather_()) for item in self.sent if item in self.early], side=1)]
-        for item in (*(item for item in self.sent if item in self.dense and item not in self.early), self.scalars, *self.sparse):
-            item.compute_(rates)
-        for wait in (*waits, *(item.arrive for item in self.early)):
-            wait()
-
-    def reset(self) -> None:
-        for item in (*self.banks, self.scalars, *self.tables):
-            item.reset()
-        for table in self.sparse:
-            table.received.clear()  # in a step that was broken off
-
-    def state(self) -> dict[str, Tensor]:
-        """Every tensor that training changes, the model's parameters included."""
-        items = {"scalars": self.scalars, **{f"bank{i}": b for i, b in enumerate(self.banks)}, **{f"table{i}": t for i, t in enumerate(self.tables)}}
-        return {f"{name}.{key}": tensor for name, item in items.items() for key, tensor in item.state().items()}
-
-# ==== 8. Model ========================================================================================================
-# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
-# regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
-def updated(x: Tensor, update: Tensor | None) -> Tensor:
-    """The residual stream after a layer. Who reads it next adds the MLP's update: no kernel of its own."""
-    return x if update is None else x + update
-
-def scaled(weight: Tensor, x: Tensor) -> Tensor:
-    """x [T, width] times a weight given by rows [T], float32: its gradient is then summed by rows, in the kernel of x's, which reads both anyway."""
-    return weight[:, None] * x
-
-def layer_inputs(x0: Tensor, ngram: Tensor, *weights: Tensor) -> list[Tensor]:
-    """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
-    return [(scaled(w, x0) + scaled(v, ngram)).to(x0.dtype) for w, v in zip(weights[::2], weights[1::2])]
-
-def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
-    """Residual stream at the start of a layer: the U-Net skip, then layer_inputs' mix."""
-    x = updated(x, update)
-    if skip is not None:
-        x = x + scaled(torch.sigmoid(skip_weight).expand(len(x)), skip)
-    return (scaled(weight, x) + mix).to(mix.dtype)
-
-def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None, value: Tensor | None,
-                 scale: Tensor, gate: Tensor):
-    """Up to the projection: residual stream and normalised [T, width], gates [T, H] of heads' outputs and value embedding. The layer's scale
-    [T], by rows as `weight` is, is on the outputs' gates, which must be > 0: on the weights (record 47) it would take passes over them."""
-    x = enter_layer(x, update, mix, weight, skip, skip_weight)
-    h, inputs = norm(x), gate.size(1)  # value is read without a gradient, which would be a pass over all of it
-    read = h[:, :inputs] if value is None else torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)
-    gates, *value_gates = torch.sigmoid(F.linear(read, gate.to(h.dtype))).chunk(1 if value is None else 2, dim=1)
-    return x, h, (scale.abs()[:, None] * gates).clamp(min=2.0 ** -20), 4 * value_gates[0] if value_gates else None  # attention divides by the former
-
-def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Output projection, out [H D, width], of the gated heads' outputs y [T, H, D], residual: the stream, and normalised for the MLP."""
-    x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
-    return x, norm(x)
-
-def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None):
-    """A layer without attention up to its MLP: the stream, and normalised, both [T, width]."""
-    x = enter_layer(x, update, mix, weight, skip, skip_weight)
-    return x, norm(x)
-
-def final_states(x: Tensor, update: Tensor | None, x0: Tensor, ngram: Tensor, gate: Tensor) -> Tensor:
-    """RMSNorm [T, width] of the stream, with embedding and n-grams once more, by weights that its first channels, normalised, give each token."""
-    x = updated(x, update)
-    weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
-    return norm(x + weights[:, :1] * x0 + weights[:, 1:] * ngram)
-
-def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
-    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W, width]."""
-    return norm(F.linear(h, weight).view(len(h), 2, -1))
-
-def arrived(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter, once the other ranks' parts of its last update are here."""
-    if owner := getattr(parameter, "owner", None):
-        owner.arrive()
-    return parameter
-
-def declared(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -> nn.Parameter:
-    """A parameter with its role (a key of OptimizerConfig.rules) and, for Muon, the shape of the matrices it stacks."""
-    parameter = nn.Parameter(tensor)
-    parameter.role, parameter.matrix = role, matrix
-    return parameter
-
-class Block(nn.Module):
-    """The parameters of one layer and the order of its regions. Gives the stream and, apart, the MLP's update, see `updated`."""
-    def __init__(self, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
-        super().__init__()
-        self.layer, self.ops, self.heads = layer, ops, config.heads
-        width, matrix = config.width, (config.heads * math.gcd(config.key_width, config.head_width), config.width)
-        self.weights = declared("scalar", empty(4, dtype=torch.float32))  # of the stream, x0, the n-grams, attention
-        self.skip_weight = declared("scalar", empty((), dtype=torch.float32)) if layer.skip_from is not None else None
-        if layer.attention:
-            self.qkv = declared("attention", empty(2 * config.heads * config.key_width + config.attention_width, width), matrix)
-            self.out = declared("attention", empty(config.attention_width, width), matrix)  # as q, k, v lie: one bank for all
-            gates = config.heads * (1 if layer.value_embedding is None else 2)  # of the heads' outputs, then of the value embedding
-            self.gate = declared("gate", empty(gates, config.gate_inputs, dtype=torch.float32))
-        if layer.mlp:
-            self.up = declared("mlp_up", empty(config.mlp_width, width), (config.mlp_width, width))
-            self.down = declared("mlp_down", empty(config.mlp_width, width), (config.mlp_width, width))
-        self.attention_in, self.attention_out, self.mlp_in = map(ops.compile, (attention_in, attention_out, mlp_in))
-
-    @torch.no_grad()
-    def reset(self, generator: torch.Generator) -> None:
-        initial = {"weights": (1.1, 0.0, 0.1, 0.5), "skip_weight": -1.5}  # the others 0
-        for name, parameter in self.named_parameters():
-            if name in ("qkv", "up"):
-                bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
-                parameter.uniform_(-bound, bound, generator=generator)
-            else:
-                parameter.copy_(torch.tensor(initial.get(name, 0.0)))
-
-    def forward(self, x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, scale: Tensor, skip: Tensor | None,
-                value: Tensor | None, documents: Documents, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
-        layer = self.layer
-        if layer.attention:
-            x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, scale, self.gate)
-            turn = documents.positions, geometry.cos, geometry.sin
-            q, k, v = self.ops.project_heads(h, arrived(self.qkv), value, value_gates, *turn, self.heads, layer.key_offset)
-            y = self.ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
-            x, h = self.attention_out(x, y, arrived(self.out))
-        else:
-            x, h = self.mlp_in(x, update, mix, weight, skip, self.skip_weight)
-        return x, self.ops.mlp(h, arrived(self.up), arrived(self.down)) if layer.mlp else None
-
-class GPT(nn.Module):
-    """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch."""
-    def __init__(self, config: ModelConfig, ops: Ops, device: torch.device):
-        super().__init__()
-        self.config, self.ops = config, ops
-        if config.attention_width > config.width:  # values of n-grams are channels of the stream
-            fail("heads * head_width", f"at most the model's width, {config.width}", config.attention_width, "fewer heads, or narrower ones")
-        empty = functools.partial(torch.empty, device=device)
-        weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
-        table = functools.partial(weight, config.padded_vocabulary)
-        self.embedding = declared("embedding", table(config.width))
-        self.ngram = declared("ngram", weight(config.table_rows, config.width))
-        self.skip_sources = {layer.skip_from for layer in config.layers}
-        self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
-                                     for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
-        self.value_embeddings = nn.ParameterList(declared("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
-        self.head = declared("head", table(config.width))
-        self.pointer = declared("pointer", weight(2 * config.pointer_width, config.width), (config.pointer_width, config.width))
-        self.final_gate = declared("gate", empty(2, config.gate_inputs, dtype=torch.float32))
-        self.norm, self.layer_inputs, self.final_states, self.pointer_in = map(ops.compile, (norm, layer_inputs, final_states, pointer_in))
-        self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))  # 2^31 elements and more
-
-    @torch.no_grad()
-    def reset(self, seed: int) -> None:
-        """Draw the initial weights: the same on every rank."""
-        generator = torch.Generator(self.head.device).manual_seed(seed)
-        self.embedding.normal_(generator=generator)
-        for parameter in self.value_embeddings:
-            parameter.normal_(std=0.01, generator=generator)
-        for block in self.blocks.values():
-            block.reset(generator)
-        self.ngram.zero_()
-        self.final_gate.zero_()
-        self.head.normal_(std=0.005, generator=generator)
-        # Keys as queries: from the first step on the pointer points at states like its own.
-        self.pointer.copy_(self.pointer.chunk(2)[0].normal_(std=0.5 * self.config.width ** -0.5, generator=generator).repeat(2, 1))
-
-    def in_order(self) -> list[nn.Parameter]:
-        """The parameters that ranks gather, as the forward pass comes to them."""
-        tables = dict(enumerate(self.value_embeddings))
-        layers = (p for block in self.blocks.values() for p in (tables.get(block.layer.value_embedding), *block.parameters()) if p is not None)
-        return [*dict.fromkeys([self.embedding, *layers, *tables.values(), self.pointer, self.head])]
-
-    def features(self, documents: Documents, geometry: Geometry) -> Tensor:
-        """Final hidden states [T, width], normalised, ready for the head."""
-        x = x0 = self.norm(self.ops.embed(arrived(self.embedding), documents))
-        ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)  # second: its gradient is first, and has the longest way
-        skips: dict[int | None, Tensor | None] = {None: None}
-        # Weights by rows: of all the gradients over the tokens one kernel makes the sums.
-        rows = torch.cat([block.weights for block in self.blocks.values()])[:, None].expand(-1, len(x)).unbind()
-        update, streams, inputs, scales = None, rows[::4], list(zip(rows[1::4], rows[2::4])), rows[3::4]
-        # Without gradients a mix at a time: windows are long.
-        mixes = self.layer_inputs(x0, ngram, *sum(inputs, ())) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, *i)[0] for i in inputs)
-        for (slot, block), mix, weight, scale in zip(self.blocks.items(), mixes, streams, scales):
-            # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
-            of = block.layer.value_embedding
-            value = ngram if of == NGRAMS else None if of is None else self.ops.embed(arrived(self.value_embeddings[of]), documents)
-            x, update = block(x, update, mix, weight, scale, skips[block.layer.skip_from], value, documents, geometry)
-            if int(slot) in self.skip_sources:
-                skips[int(slot)], update = (x := updated(x, update)), None  # one sum, and one gradient, for both that read it
-        return self.final_states(x, update, x0, ngram, self.final_gate)
-
-    def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
-        """What the loss takes. What the softmax gives to the first id past the vocabulary, the pointer may give to other tokens."""
-        h, config = self.features(documents, geometry), self.config
-        qk = self.pointer_in(h, arrived(self.pointer))
-        log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
-        spare = config.vocabulary if documents.candidates is None else 0
-        targets = Targets(documents.columns, documents.positions, weights, documents.candidates, documents.certain, log_copy, spare)
-        return h, arrived(self.head), targets, config.softcap
-
-    def forward(self, documents: Documents, geometry: Geometry, target_weights: Tensor) -> Tensor:
-        return self.ops.head_loss(*self.predictions(documents, geometry, target_weights))
-
-    @torch.no_grad()
-    def evaluate(self, documents: Documents, geometry: Geometry) -> Tensor:
-        """Summed cross-entropy without gradients, full vocabulary, float32 log-probabilities."""
-        return self.ops.head_loss_eval(*self.predictions(documents, geometry, torch.ones(1, device=self.head.device)))
-
-    @torch.no_grad()
-    def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
-        """Probabilities [padded vocabulary], float32, of what follows a single document."""
-        h, spare = self.features(documents, geometry), self.config.vocabulary
-        p = softcapped(F.linear(h[-1], self.head).float(), self.config.softcap).softmax(-1)
-        q, k = pointer_in(h[-1 - self.config.pointer_window_tokens:], self.pointer).float().unbind(1)
-        shares = F.pad(self.config.pointer_scale * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
-        ids = F.pad(documents.columns[-len(k):-1], (0, 1), value=spare)
-        return p.index_fill(0, ids[-1:].long(), 0).index_add(0, ids, p[spare] * shares)
-
-# ==== 9. Data =========================================================================================================
-def open_shard(path: Path, vocabulary: int) -> np.ndarray:
-    """Memory-map the tokens (uint16) of one shard after checking header, size and content against data/README.md."""
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype="<i4", count=256)
-    if len(header) < 256:
-        fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
-    if header[0] != SHARD_MAGIC:
-        fail(f"{path}: magic number", SHARD_MAGIC, header[0], "fetch this file again")
-    if header[1] != SHARD_VERSION:
-        fail(f"{path}: version", SHARD_VERSION, header[1], "fetch the llm.c version 1 shards")
-    count = int(header[2])
-    if count < 1 or size != SHARD_HEADER_BYTES + 2 * count:
-        fail(f"{path}: size of {count} tokens", f"{SHARD_HEADER_BYTES + 2 * max(count, 0)} bytes", f"{size} bytes", "fetch this file again")
-    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
-    if (largest := int(tokens.max())) >= vocabulary:
-        fail(f"{path}: largest token", f"below {vocabulary}", largest, "tokenise with the GPT-2 vocabulary")
-    if not (tokens == BOS).any():
-        fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
-    return tokens
-
-def find_shards(folder: Path, kind: str) -> list[Path]:
-    paths = sorted(folder.glob(f"*_{kind}_*.bin"))
-    if not paths:
-        fail(f"{kind} shards", f"{folder}/*_{kind}_*.bin", "none", "python data/fineweb.py fetch (or --data FOLDER, or --preset smoke)")
-    return paths
-
-class TokenStream:
-    """The training shards as one stream of tokens, from its first BOS on."""
-    def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
-        self.paths, self.offsets, self.first = [], [0], 0  # offsets: of the shards, and the end; first: of the BOS
-        for path in find_shards(folder, "train"):
-            tokens = np.asarray(open_shard(path, vocabulary))
-            self.first = self.first if self.paths else int((tokens == BOS).argmax())
-            self.paths.append(path)
-            self.offsets.append(self.offsets[-1] + len(tokens))
-            if self.offsets[-1] >= tokens_wanted:
+    def lost(self) -> str:
+        """Which ranks' processes have ended or stand still, in words for a message; only Linux tells."""
+        for _ in range(10):  # a dying process closes its connections before it counts as ended
+            states = {}
+            for rank, process in enumerate(self.processes):
+                with contextlib.suppress(OSError):
+                    states[rank] = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            if lost := [str(rank) for rank in range(self.world) if states.get(rank, "X") in "XZTt"]:
                 break
-        self.length, self.files = self.offsets[-1], [path.open("rb", buffering=0) for path in self.paths]
+            threading.Event().wait(0.1)
+        return f" (rank {', '.join(lost)} has ended or stands still)" if states and lost else ""
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start ... start + count - 1, across shards."""
-        parts = []
-        for path, file, first, stop in zip(self.paths, self.files, self.offsets, self.offsets[1:]):
-            begin, wanted = max(start, first) - first, min(start + count, stop) - max(start, first)
-            if wanted <= 0:
-                continue
-            # Not through the memory map: a file that was cut since it was checked would kill the process by a signal.
-            raw = os.pread(file.fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * begin)
-            if len(raw) != 2 * wanted:
-                fail(f"{path}: reading at token {begin:,}", f"{wanted:,} tokens as when it was checked", "its end", "fetch this file again")
-            parts.append(np.frombuffer(raw, dtype="<u2"))
-        return np.concatenate(parts)
+    def finish(self, code: int) -> None:
+        if self.world > 1 and dist.is_initialized():
+            if code:  # neither NCCL nor the end of the interpreter may wait for a rank that has failed
+                if code == EXIT_BUG:
+                    traceback.print_exc()
+                os._exit(code)
+            dist.destroy_process_group()
 
-    def consumed(self, stages: tuple[Stage, ...]) -> int:
-        return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
+class Watchdog:
+    """Ends this process with exit code 4 when nothing progresses for `limit_s`: a collective waits for a dead rank for ever.
+    Progress is a beat, or the device reaching the point that was queued at one: the host may be far ahead and then wait."""
+    def __init__(self, ranks: Ranks, limit_s: float, last_words: Callable[[str], None]):
+        self.ranks, self.limit_s, self.last_words, self.events = ranks, limit_s, last_words, collections.deque()
+        self.done, ranks.heartbeat = threading.Event(), self.heartbeat
+        self.heartbeat("the start")
+        threading.Thread(target=self._work, name="watchdog", daemon=True).start()
 
-    def slot_starts(self, stages: tuple[Stage, ...]) -> list[np.ndarray]:
-        """For each stage, the first token [steps, SLOTS] of each slot: they follow each other without a gap. Fails if tokens run out."""
-        if (needed := self.consumed(stages) + 1) > self.length:  # the last target is one further
-            fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
-                 "python data/fineweb.py fetch --shards N with a larger N; for a longer schedule, also a larger train_tokens")
-        return [self.consumed(stages[:index]) + stage.slot_tokens * np.arange(stage.steps * SLOTS).reshape(-1, SLOTS)
-                for index, stage in enumerate(stages)]
+    def heartbeat(self, doing: str, patience: float = 1.0) -> None:
+        """This rank goes on, with something that may take `patience` times the limit."""
+        self.doing, self.patience, self.idle_s = doing, patience, 0.0
+        if self.ranks.device.type == "cuda" and patience == 1:  # not in the warm-up: a query while a graph is captured breaks it
+            self.events.append(torch.cuda.current_stream().record_event())
 
-def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
-    """Pieces of a stretch of tokens, cut before each BOS and after `cap` tokens; each carries its one following token."""
-    bounds = [0, *(np.flatnonzero(tokens[1:-1] == BOS) + 1).tolist(), len(tokens) - 1]
-    return [tokens[start:min(start + cap, stop) + 1] for first, stop in zip(bounds, bounds[1:]) for start in range(first, stop, cap)]
+    def _work(self) -> None:
+        wait_s = min(1.0, self.limit_s / 8)  # counted, so the time in which the process is suspended is none
+        while not self.done.wait(wait_s):
+            self.idle_s += wait_s
+            with contextlib.suppress(RuntimeError):  # a broken device: the main thread meets the same error and says so
+                while self.events and self.events[0].query():
+                    self.events.popleft()
+                    self.idle_s = 0.0
+            if self.idle_s > (limit_s := self.limit_s * self.patience):
+                message = (f"rank {self.ranks.rank}: expected progress within {limit_s:g} s, found none since {self.doing}{self.ranks.lost()}; "
+                           "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
+                print(f"train_gpt: {message}", file=sys.stderr, flush=True)
+                self.last_words(message)
+                os._exit(EXIT_HARDWARE)
 
-def sample_candidates(targets: np.ndarray, count: int, vocabulary: int, sweep: int, spare: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
-    """A sampled softmax: (ids [count], how many are certain, column of each target or -1: no room), see Targets. After the spare ids, no targets, and
-    those of targets, ascending, comes the sweep-th stretch of a walk over the vocabulary in steps of 20011, which meets every id."""
-    present = np.zeros(vocabulary, bool)
-    present[targets] = True
-    walk = (np.arange(vocabulary) + sweep * count) * 20011 % vocabulary
-    certain = np.concatenate([np.array(spare, int), np.flatnonzero(present)])[:count]
-    present[certain] = True
-    ids = np.concatenate([certain, walk[~present[walk]][:count - len(certain)]])
-    column = np.full(vocabulary, -1)
-    column[certain] = np.arange(len(certain))
-    return ids, len(certain), column[targets]
+class Clock:
+    """The only reader of time. Runs from the synchronise before the first step to the one after the last, minus named pauses."""
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.origin = time.perf_counter() - process_age_seconds()
+        self.intervals: list[dict[str, Any]] = []  # {"on": bool, "reason": str, "start_ms": float, "end_ms": float}
 
-def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int) -> np.ndarray:
-    """Two rows of each token, [T, 2], hashed: its pair with the token before, in the first half of the table, and its triple with the two before; the
-    last row of a half where the document has no such token. Products of two 16-bit numbers fit into uint32."""
-    half, x = rows // 2, np.pad(tokens.astype(np.uint32), (2, 0))
-    keys = 36313 * x[2:] ^ 27191 * x[1:-1], 17351 * x[2:] ^ 60961 * x[1:-1] ^ 45259 * x[:-2]
-    return np.stack([np.where(positions > n, key % (half - 1), half - 1) + n * half for n, key in enumerate(keys)], axis=1).astype(np.int32)
+    def since_start(self) -> float:
+        """Seconds since the process started; for messages, never for results."""
+        return time.perf_counter() - self.origin
 
-def recall(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """What followed when the document last held the present three tokens, or else two, or one: [T], that token plus vocabulary times how many more
-    than one they are. If the present token is new, one of the last 32 rows in turn: no program need sum half of all gradients."""
-    found, keys = 3 * vocabulary + np.arange(len(tokens)) % 32, tokens.astype(np.uint16)  # 16 bits: a radix sort
-    at, group = np.arange(len(tokens)), np.zeros(len(tokens), int)
-    for more in range(3):  # from the ends of what is one token shorter, sorted, by one more token: those of more + 1 tokens, sorted
-        at = at[np.argsort(keys[at], kind="stable")]
-        last, now = at[:-1], at[1:]
-        same = (keys[last] == keys[now]) & (group[last] == group[now])
-        inside = same & (now - last <= positions[now] - more)
-        found[now[inside]] = tokens[last[inside] + 1].astype(int) + more * vocabulary
-        ids = np.empty(len(tokens), int)
-        ids[at] = np.cumsum(np.append(False, ~same))
-        group, at = np.append(-1, ids[:-1]), np.append(0, at[at < len(tokens) - 1] + 1)
-    return found
+    def date(self) -> str:
+        """Now, in UTC, to the millisecond: tells in which order runs were made."""
+        now = time.time()
+        return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
 
-@dataclasses.dataclass(frozen=True)
-class HostBatch:
-    """A micro-batch on the host: one int32 array, pinned for the GPU, and where its parts lie."""
-    data: Tensor
-    sizes: tuple[int, ...]
-    digest: int  # of the tokens, keyed by step and slot
+    def switch(self, reason: str | None) -> None:
+        """From now on the time is for `reason`, and counts if that is "training"; None stops the clock. Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = 1e3 * self.since_start()
+        if self.intervals and "end_ms" not in self.intervals[-1]:
+            self.intervals[-1]["end_ms"] = now
+        if reason is not None:
+            self.intervals.append({"on": reason == "training", "reason": reason, "start_ms": now})
 
-    def to(self, device: torch.device) -> Documents:
-        return self.views(self.data.to(device, non_blocking=True))
+    def milliseconds(self) -> float:
+        """Time on the clock, up to now if it still runs (then without a synchronise)."""
+        now = 1e3 * self.since_start()
+        return sum(i.get("end_ms", now) - i["start_ms"] for i in self.intervals if i["on"])
 
-    def views(self, data: Tensor) -> Documents:
-        """The parts of `data`, a copy on some device."""
-        parts = [room[:size] for room, size in zip(data.split([*map(aligned, self.sizes)]), self.sizes)]
-        sampled = (parts[7].view(len(parts[8]), -1), parts[8]) if self.sizes[8] else (None, None)
-        return Documents(*parts[:3], parts[3].view(-1, 3), *parts[4:7], *sampled)
+def aligned(size: int) -> int:
+    """A multiple of 4 numbers of 4 bytes: compiled code may load 16 bytes at a time."""
+    return -(-size // 4) * 4
 
-def pack(slots: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, candidates: int | None = None, digest: int = 0) -> HostBatch:
-    """Pack the pieces of numbered slots, one slot after the other, into the layout of HostBatch."""
-    pieces = [piece for slot in slots.values() for piece in slot]
-    tokens, lengths = np.concatenate([piece[:-1] for piece in pieces]), np.array([len(piece) - 1 for piece in pieces])
-    ends = np.repeat(np.cumsum(lengths), lengths)
-    positions = np.arange(len(tokens)) - ends + np.repeat(lengths, lengths)
-    columns, ids, certain = [np.concatenate([piece[1:] for piece in slot]) for slot in slots.values()], (), ()
-    if candidates:
-        drawn = (sample_candidates(c, candidates, model.padded_vocabulary, number, [model.vocabulary]) for number, c in zip(slots, columns))
-        ids, certain, columns = zip(*drawn)
-    recalled = model.ngram_rows + recall(tokens, positions, model.padded_vocabulary)
-    ngrams = np.column_stack([hash_ngrams(tokens, positions, model.ngram_rows), recalled])
-    parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), ngrams.ravel(),
-             np.concatenate(columns), positions, ends - 1 - np.arange(len(tokens)), np.concatenate([*ids, ()]), certain)
-    sizes = tuple(map(len, parts))
-    data = torch.zeros(sum(map(aligned, sizes)), dtype=torch.int32, pin_memory=pin)
-    for room, part in zip(data.split([*map(aligned, sizes)]), parts):
-        room.numpy()[:len(part)] = part
-    return HostBatch(data, sizes, digest)
-
-def slot_digest(number: int, tokens: np.ndarray) -> int:
-    """64 bits that name the tokens of one slot; a run's token hash is their sum, whatever rank held which slot."""
-    return int.from_bytes(hashlib.blake2b(f"{number}:".encode() + tokens.astype("<u2").tobytes(), digest_size=8).digest(), "little")
-
-def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_slots: dict[Stage, int], model: ModelConfig,
-                     ranks: Ranks) -> Iterator[HostBatch]:
-    """This rank's micro-batches of the whole schedule: slots rank, rank + world, ... of each step, micro_slots at a time."""
-    pin, number, mine = ranks.device.type == "cuda", 0, range(ranks.rank, SLOTS, ranks.world)
-    for stage, steps in zip(stages, stream.slot_starts(stages)):
-        for starts in steps:
-            for at in range(0, len(mine), micro_slots[stage]):
-                tokens = {number + slot: stream.read(starts[slot], stage.slot_tokens + 1) for slot in mine[at:at + micro_slots[stage]]}
-                slots = {slot: cut_documents(part, stage.document_cap_tokens) for slot, part in tokens.items()}
-                yield pack(slots, model, pin, stage.candidates, sum(slot_digest(*item) for item in tokens.items()))
-            number += SLOTS
-
-def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
-    """Random documents of log-normal lengths (median 400, mean 690) for warm-up: no training data before the clock."""
-    random, pieces, room = np.random.default_rng(seed), [], tokens
-    while room:
-        length = min(room, int(np.clip(random.lognormal(5.99, 1.04), 32, cap)))
-        pieces.append(random.integers(0, BOS, length + 1, dtype=np.uint16))
-        pieces[-1][0] = BOS
-        room -= length
-    return pieces
-
-def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> list[list[np.ndarray]]:
-    """The first `tokens` tokens as contiguous windows, each cut into documents at its BOS tokens. Every token is a target once."""
-    stream = open_shard(path, vocabulary)
-    if len(stream) < tokens + 1:
-        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(stream):,}", "fetch this file again")
-    return [cut_documents(np.asarray(stream[begin:min(begin + window, tokens) + 1]), window) for begin in range(0, tokens, window)]
-
-def prefetched(items: Iterator, depth: int = 8) -> Iterator:
-    """The items, made a few ahead by a thread, whose error is raised where the items are used. Closing it, or its end, ends the thread."""
-    thread = ThreadPoolExecutor(1, "prefetch")
+def process_age_seconds() -> float:
+    """Age of this process, interpreter start and imports included; 0 where /proc does not tell."""
     try:
-        ahead = collections.deque(thread.submit(next, items, None) for _ in range(depth))
-        while (item := ahead.popleft().result()) is not None:
-            ahead.append(thread.submit(next, items, None))
-            yield item
-    finally:
-        thread.shutdown(cancel_futures=True)  # waits for an item in the making: if its disk stands still, the watchdog does not
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
-# ==== 10. Schedule: pure functions of the step ========================================================================
-def stage_index(preset: Preset, step: int) -> int:
-    return [index for index, stage in enumerate(preset.stages) for _ in range(stage.steps)][step]
+def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
+    """The Failure that an error of a file, the device or another rank amounts to; None for a bug or an interruption."""
+    code, found = EXIT_HARDWARE, str(error).partition("\n")[0]
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, OSError):
+        what, fix, code = "file: expected to be there and to work", "check the path, its permissions and the disk", EXIT_USAGE
+    elif isinstance(error, torch.OutOfMemoryError):
+        what, fix = "GPU memory: expected enough", "end other programs on this GPU (nvidia-smi)"
+    elif isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
+        what, fix = "GPU: expected to run this", "start again; if it stays, --reference, and test the GPU"
+    elif ranks is not None and ranks.world > 1 and (isinstance(error, dist.DistError) or "gloo" in found):
+        what, fix = f"other ranks: expected an answer{ranks.lost()}", "see what they said first"
+    else:
+        return None
+    return Failure(f"{what}, found '{found}'; fix: {fix}", code)
 
-def learning_rate(preset: Preset, step: int) -> float:
-    """Relative rate: the stage's multiplier, then a linear cool-down to the final rate, which the extension keeps."""
-    config, stage = preset.optimizer, preset.stages[stage_index(preset, step)]
-    left = 0.0 if stage.extension else min((1 - step / sum(s.steps for s in preset.stages if not s.extension)) / config.cooldown_fraction, 1.0)
-    return stage.learning_rate_multiplier * left + config.final_learning_rate * (1 - left)
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
-def muon_momentum(preset: Preset, step: int) -> float:
-    """Low while gradients still turn quickly (start) and while they are averaged anyway (end)."""
-    config, (low, high) = preset.optimizer, preset.optimizer.muon_momentum
-    warm, cool = step / config.momentum_warmup_steps, (preset.steps - step) / config.momentum_cooldown_steps
-    return low + (high - low) * min(warm, cool, 1.0)
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
-def step_rates(preset: Preset, step: int) -> dict[str, float]:
-    """Everything an optimizer step reads: its number, Muon's rate and momentum, and Adam's step size by role, bias corrections included."""
-    config, scale = preset.optimizer, learning_rate(preset, step)
-    rates = {"step": step + 1.0, "muon": config.muon_learning_rate * scale, "momentum": muon_momentum(preset, step)}
-    for role, rule in config.rules:
-        if isinstance(rule, AdamRule):
-            beta1, beta2 = rule.betas
-            correction = math.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
-            rate = config.adam_learning_rate * rule.learning_rate_multiplier * scale
-            rates |= {role: rate * correction, f"{role} decay": rate**2 * rule.decay}
-    return rates
-
-def averaging(preset: Preset, step: int) -> tuple[float, float]:
-    """What Optimizer.average takes after a step: a rate, 1 for the first weights that enter and 0 between two; a share, 0 until the last step."""
-    config = preset.optimizer
-    since = step - math.ceil((1 - config.averaging_fraction) * preset.steps)
-    enters = since >= 0 and since % config.averaging_interval_steps == 0
-    return (config.averaging_rate if since else 1.0) * enters, config.averaged_share * (since >= 0 and step + 1 == preset.steps)
-
-def target_weights(preset: Preset, step: int) -> list[float]:
-    """Weights of the coming tokens as targets: linear between the two ends of the stage."""
-    stage = preset.stages[index := stage_index(preset, step)]
-    passed = (step - sum(s.steps for s in preset.stages[:index])) / stage.steps
-    return [start + passed * (end - start) for start, end in zip(*stage.targets)]
-
-def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
-    """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage. Half of the channels turn, in pairs. At each
-    change of the long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens the softmax (arXiv 2309.00071)."""
-    frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.key_width // 4), preset.model.attention_scale
-    windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
-    for old, new in zip(windows, windows[1:]):
-        turns = old * frequency / (2 * math.pi)
-        keep = np.clip((turns - 1) / (32 - 1), 0, 1)
-        frequency = frequency * (old / new + keep * (1 - old / new))
-        scale *= 0.2 * math.log(new / old) + 1
-    return frequency, scale
-
-def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int], positions: int, dtype: torch.dtype,
-                    device: torch.device) -> Geometry:
-    """Geometry with cosines and sines for `positions` positions; the channels that do not turn get angle 0."""
-    angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
-    cos, sin = (torch.from_numpy(table).to(device, dtype) for table in (np.cos(angle), np.sin(angle)))
-    return Geometry(dict(zip(("short", "long"), windows)), scale, cos, sin)
-
-def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device, windows: tuple[int, int] | None = None) -> Geometry:
-    """Attention's geometry in a stage, or with other `windows`: the final validation looks further back (record 33)."""
-    stage = preset.stages[index]
-    windows = windows or (stage.short_window_tokens, stage.long_window_tokens)
-    return geometry_tables(*rotary_frequencies(preset, index), windows, positions, getattr(torch, preset.model.dtype), device)
-
-# ==== 11. Run log =====================================================================================================
+# ==== 12. Run log =====================================================================================================
 class RunLog:
     """One JSON line an event, each carrying a hash of itself and the line before. A thread writes, so the clock never waits."""
     def __init__(self, path: Path | None, quiet: bool = False):
@@ -2445,317 +2756,6 @@ def files_hash(paths: Sequence[Path]) -> str:
         if sums.exists() and f"  {path.name}\n" in (stated := sums.read_text(errors="replace")) and lines[-1] not in stated:
             fail(f"{path}: SHA-256", "what SHA256SUMS states", lines[-1][:64], "fetch this file again")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-# ==== 12. Training ====================================================================================================
-def state_hash(state: dict[str, Tensor]) -> str:
-    """A checksum of tensors that sees values and places, computed where they live; for equality only."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        words = tensor.detach().reshape(-1).view(torch.uint8)
-        words = words.view(torch.int64) if len(words) % 8 == 0 else words  # a conversion would need four times the memory of the tensor
-        table = words.view(-1, math.gcd(len(words), 4096))
-        sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64))]
-        digest.update(f"{name}:{[int(x) for x in sums]};".encode())
-    return digest.hexdigest()[:16]
-
-def micro_batch_slots(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
-    """How many of a rank's slots form one micro-batch: as many as have at most so many tokens, in equal parts."""
-    slots = SLOTS // ranks.world
-    while slots > 1 and slots * stage.slot_tokens > most_tokens:
-        slots //= 2
-    return slots
-
-def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None = None) -> tuple[bool, int, int]:
-    """Whether layers are computed again in the backward pass, the most tokens of a micro-batch, and the bytes that a rank then needs
-    at most: its very state, and peaks a token that were measured for GPT_SMALL on one H200. Fails if a single slot does not fit."""
-    if room_bytes is None:
-        if ranks.device.type != "cuda":
-            return False, sys.maxsize, 0
-        room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
-    meta, several = Ranks(ranks.rank, ranks.world, torch.device("meta")), ranks.world > 1
-    optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
-    state = sum(tensor.nbytes for tensor in optimizer.state().values())
-    # Gradients, at most: where autograd leaves them, where they meet, what others sent; what SparseTable gathers. Then what average_ holds.
-    state += sum(item.weights.nbytes for item in (2 + several) * [optimizer.scalars, *optimizer.banks] + (1 + 2 * several) * optimizer.dense)
-    gathered = 2 * preset.model.width * (sum if several else max)({stage.batch_tokens for stage in preset.stages})
-    state += gathered + 4 * max(item.average.nbytes for item in optimizer.averaged)
-    slot = max(stage.slot_tokens for stage in preset.stages)
-    head = 4 * max(stage.candidates or preset.model.padded_vocabulary for stage in preset.stages)  # logits and their gradient
-    for recompute, per_token in ((False, head + {"fp8": 303_000, "bf16": 359_000}.get(ops.names["mlp"], 849_000)), (True, head + 61_000)):
-        most = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time
-        tokens = max(micro_batch_slots(stage, ranks, most) * stage.slot_tokens for stage in preset.stages)
-        needed = state + max(tokens * per_token, 31_000 * preset.val_window_tokens)
-        if needed <= room_bytes:
-            return recompute, tokens, needed
-    fail("GPU memory", f"{needed / 2**30:.1f} GiB for one slot of {slot:,} tokens at a time", f"{room_bytes / 2**30:.1f} GiB",
-         "more GPUs, end other programs on this one (nvidia-smi), or --preset smoke", EXIT_HARDWARE)
-
-def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, Path, list[list[np.ndarray]], str]:
-    """What a run reads, checked: training stream, validation shard and windows, hash of the shards."""
-    stream, shard = TokenStream(folder, preset.train_tokens, preset.model.vocabulary), find_shards(folder, "val")[0]
-    stream.slot_starts(preset.stages)  # fails if there are not enough tokens
-    windows = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, preset.model.vocabulary)
-    return stream, shard, windows, files_hash([*stream.paths, shard])
-
-class Trainer:
-    """One compiled model, its optimizer and its data: what several runs of a process share."""
-    def __init__(self, preset: Preset, ranks: Ranks, ops: Ops, clock: Clock, data: Path):
-        self.preset, self.ranks, self.ops, self.clock = preset, ranks, ops, clock
-        stages, pin = preset.stages, ranks.device.type == "cuda"
-        self.stream, validation_shard, windows, self.data_hash = open_corpus(preset, data)
-        recompute, micro_batch_tokens, _ = memory_plan(preset, ranks, ops)
-        self.warm, self.longest = False, max(len(piece) for pieces in windows for piece in pieces)
-        self.validation = [pack({0: pieces}, preset.model, pin) for pieces in windows[ranks.rank::ranks.world]]
-        validated = np.asarray(open_shard(validation_shard, preset.model.vocabulary)[:preset.val_tokens + 1])
-        self.validation_hash = hashlib.sha256(validated.tobytes()).hexdigest()[:16]
-        self.micro_slots = {stage: micro_batch_slots(stage, ranks, micro_batch_tokens) for stage in stages}
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}  # of a step of each stage, with its inputs and its loss
-        self.graph_pool = torch.cuda.MemPool() if ops.graphs else None  # after the graphs: it must outlive them
-        self.model = GPT(preset.model, ops, ranks.device)
-        if recompute:
-            for block in self.model.blocks.values():
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        self.model.reset(seed=0)
-        self.optimizer = Optimizer(self.model, preset.optimizer, ranks, ops)
-        positions = max(self.longest, *(stage.document_cap_tokens for stage in stages))
-        self.geometries = [rotary_geometry(preset, index, positions, ranks.device) for index in range(len(stages))]
-        self.final_geometry = rotary_geometry(preset, len(stages) - 1, positions, ranks.device, preset.val_windows_tokens)
-        rates = [step_rates(preset, step) for step in range(preset.steps)]
-        self.rate_names = list(rates[0])
-        # On the device beforehand: a step reads its rates without a copy or a synchronise, and changing values never recompile.
-        self.rates = torch.tensor([list(row.values()) for row in rates], dtype=torch.float32, device=ranks.device)
-        self.target_weights = [torch.tensor(target_weights(preset, step), device=ranks.device) for step in range(preset.steps)]
-
-    def training_step(self, step: int, batches: list[HostBatch]) -> Tensor:
-        """Forward, backward and update over this rank's micro-batches; returns their summed loss, on the device until the next step."""
-        sources = [*(batch.data for batch in batches), self.rates[step], self.target_weights[step]]
-        if (index := stage_index(self.preset, step)) not in self.graphs:
-            return self._step(step, batches, [source.to(self.ranks.device, copy=True, non_blocking=True) for source in sources])
-        graph, inputs, loss = self.graphs[index]
-        for target, source in zip(inputs, sources):
-            target.copy_(source, non_blocking=True)
-        graph.replay()
-        return loss
-
-    def _step(self, step: int, batches: list[HostBatch], inputs: list[Tensor]) -> Tensor:
-        """What a step does once its inputs are on the device: the data of each micro-batch, the rates, the weights of the targets."""
-        *data, rates, weights = inputs
-        total, geometry = torch.zeros((), device=self.ranks.device), self.geometries[stage_index(self.preset, step)]
-        micro_batches = [batch.views(buffer) for batch, buffer in zip(batches, data)]
-        self.optimizer.begin([documents.ngrams for documents in micro_batches])
-        for number, documents in enumerate(micro_batches, 1):
-            self.optimizer.complete = number == len(micro_batches)
-            loss = self.model(documents, geometry, weights)
-            (loss * (self.ranks.world / SLOTS)).backward()  # ranks are averaged afterwards: the mean over slots for any world size
-            total += loss.detach()
-        self.optimizer.step(dict(zip(self.rate_names, rates.unbind())))
-        return total
-
-    def capture(self, step: int, batches: list[HostBatch]) -> None:
-        """Record the step of a stage, which has run before, as a CUDA graph: replaying it costs the host next to nothing."""
-        inputs = [source.to(self.ranks.device, copy=True) for source in (*(b.data for b in batches), self.rates[step], self.target_weights[step])]
-        graph = torch.cuda.CUDAGraph()
-        # Thread-local: other threads (NCCL's, the allocator of pinned memory) may go on talking to the device.
-        with torch.cuda.graph(graph, pool=self.graph_pool.id, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            loss = self._step(step, batches, inputs)
-        self.graphs[stage_index(self.preset, step)] = graph, inputs, loss
-
-    def evaluate(self, batch: HostBatch, geometry: Geometry) -> Tensor:
-        """Summed cross-entropy of a window, in the memory that captured steps need only while they run."""
-        with torch.cuda.use_mem_pool(self.graph_pool) if self.graph_pool else contextlib.nullcontext():
-            return self.model.evaluate(batch.to(self.ranks.device), geometry)
-
-    @torch.no_grad()
-    def validate(self, geometry: Geometry) -> float:
-        """Mean cross-entropy in nats a token over the validation windows, every token counted."""
-        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for batch in self.validation:
-            self.ranks.beat("the validation began")
-            total += self.evaluate(batch, geometry).double()
-        return float(self.ranks.sum(total)) / self.preset.val_tokens
-
-    def initialise(self, seed: int) -> str:
-        self.model.reset(seed)
-        self.model.zero_grad(set_to_none=True)
-        self.optimizer.reset()
-        return state_hash(self.optimizer.state())
-
-    def warm_up(self) -> int:
-        """Run a step of every stage, and the validation, on generated documents. Returns the number of variants."""
-        pin, first, variants = self.ranks.device.type == "cuda", 0, {}
-        for stage in self.preset.stages:
-            slots = {slot: generated_pieces(stage.slot_tokens, stage.document_cap_tokens, 7 + slot) for slot in range(self.micro_slots[stage])}
-            batch = pack(slots, self.preset.model, pin, stage.candidates)
-            self.ranks.beat("warm-up", 10)  # it compiles
-            variants[first] = [batch] * (SLOTS // self.ranks.world // self.micro_slots[stage])
-            self.training_step(first, variants[first])
-            first += stage.steps
-        for step, batches in reversed(variants.items()) if self.ops.graphs else ():  # the largest first: the others fit into its memory
-            self.ranks.beat("warm-up", 10)
-            self.capture(step, batches)
-        self.optimizer.average(1.0, 0.5)
-        self.evaluate(pack({0: generated_pieces(self.preset.val_window_tokens, self.longest, 7)}, self.preset.model, pin), self.final_geometry)
-        return len(variants)
-
-class RunOptions(NamedTuple):
-    steps: int
-    complete: bool  # neither shortened nor profiled: else it is no record
-    val_every: int | None
-    profile: tuple[int, int] | None  # first and last step of a trace
-    profile_path: Path
-
-class Meter:
-    """Losses and times of the logged steps, read back one log interval later, when the device has surely finished them."""
-    def __init__(self, log: RunLog, trainer: Trainer, total_steps: int):
-        self.log, self.trainer, self.cuda, self.total_steps = log, trainer, trainer.ranks.device.type == "cuda", total_steps
-        self.total_tokens = sum([stage.batch_tokens for stage in trainer.preset.stages for _ in range(stage.steps)][:total_steps])
-        self.pending: tuple | None = None
-        self.tokens, self.last_step, self.last = 0, 0, self.now()  # `last`: the start of the interval, which a pause of the clock moves
-
-    def now(self) -> Any:
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if self.cuda else self.trainer.clock.milliseconds()
-
-    def record(self, step: int, loss: Tensor, stage: Stage) -> None:
-        """Note the loss of `step` (0-based), on every rank: it holds an all-reduce. Each stage's last step is among them: no interval spans two."""
-        self.flush()
-        ranks, steps = self.trainer.ranks, step + 1 - self.last_step
-        host = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked)))).to("cpu", non_blocking=True)
-        self.tokens += steps * stage.batch_tokens
-        self.pending = (step + 1, host, self.last, self.now(), steps, stage, self.tokens)
-        self.last, self.last_step = self.pending[3], step + 1
-
-    def flush(self) -> None:
-        """Log what was recorded last. On every rank at the same step: Failure if its loss is not finite, KeyboardInterrupt if one shall stop."""
-        if self.pending is None:
-            return
-        (step, host, before, after, steps, stage, tokens), self.pending = self.pending, None
-        if self.cuda:
-            after.synchronize()
-        elapsed = before.elapsed_time(after) if self.cuda else after - before
-        loss, per_step, share = float(host[0]) / stage.batch_tokens, elapsed / steps, tokens / self.total_tokens
-        left_s = elapsed / 1e3 * (self.total_tokens - tokens) / (steps * stage.batch_tokens)
-        bar = f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left"
-        self.log.line("step", step=step, train_loss=round(loss, 6), tokens=tokens, ms_per_step=round(per_step, 3))
-        self.log.say(f"step {step:5d}/{self.total_steps}   train loss {loss:7.4f}   {per_step:8.2f} ms/step   "
-                     f"{stage.batch_tokens / per_step:6.1f} tokens/ms   {left_s:6.1f} s left", bar)
-        if not math.isfinite(loss):
-            fail("training loss", "a finite number", f"{loss} at step {step}", "lower the learning rate or report this seed", EXIT_NUMERICS)
-        if host[1]:
-            raise KeyboardInterrupt
-
-def compiled_graphs() -> int:
-    """How many graphs and kernels have been compiled so far; a timed run must not move it. The one place that knows these internals."""
-    from torch._dynamo.utils import counters
-    kernels = [value for value in globals().values() if hasattr(value, "device_caches")]
-    return counters["stats"]["unique_graphs"] + sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
-
-def peak_memory_mib(ranks: Ranks) -> int | None:
-    shared = sum(parts[ranks.rank].nbytes for _, parts in ranks.peers.values())  # not the allocator's
-    return (torch.cuda.max_memory_allocated(ranks.device) + shared) >> 20 if ranks.device.type == "cuda" else None
-
-def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> None:
-    """Write the Chrome trace; say how busy the device was and the ten largest kernels."""
-    profiler.stop()  # waits for the device
-    profiler.export_chrome_trace(str(path))
-    if not path.exists():  # torch says nothing
-        with contextlib.suppress(OSError):
-            path.with_name(f"{path.name}.tmp").unlink()
-        log.say(f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events()
-                   if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation)
-    log.say(profiler.key_averages().table(sort_by="self_device_time_total" if spans else "self_cpu_time_total", row_limit=10))
-    busy, end = 0.0, 0.0
-    for start, stop in spans:
-        busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
-    use = f": {(length := end - spans[0][0]) / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %" if spans else ""
-    log.say(f"trace{f' in {path}' * path.exists()}{use}")
-
-def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
-    """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""
-    preset, ranks, clock, digest = trainer.preset, trainer.ranks, trainer.clock, 0
-    items = training_batches(trainer.stream, preset.stages, trainer.micro_slots, preset.model, ranks)
-    clock.intervals.clear()
-    clock.switch("training")
-    meter = Meter(log, trainer, options.steps)
-    with contextlib.closing(prefetched(items)) as batches:
-        for step in range(options.steps):
-            if options.profile and step == options.profile[0]:
-                ranks.sum(torch.zeros((), device=ranks.device))  # start together, or the first collective of the trace shows who was late
-                profiler = torch.profiler.profile()
-                profiler.start()
-            stage = preset.stages[index := stage_index(preset, step)]
-            if step == 0 or stage_index(preset, step - 1) != index:
-                log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_slots[stage])
-            micro = [next(batches) for _ in range(SLOTS // ranks.world // trainer.micro_slots[stage])]
-            digest += sum(batch.digest for batch in micro)
-            loss = trainer.training_step(step, micro)
-            if any(shares := averaging(preset, step)):
-                trainer.optimizer.average(*shares)
-            ranks.beat(f"step {step + 1}")
-            validates = options.val_every and (step + 1) % options.val_every == 0 and step + 1 < options.steps
-            if validates or step in (0, options.steps - 1) or (step + 1) % preset.log_every_steps == 0 or stage_index(preset, step + 1) != index:
-                meter.record(step, loss, stage)
-            if options.profile and step == options.profile[1]:
-                ranks.beat("the trace", 10)
-                stop_profiler(profiler, options.profile_path, log)
-            if validates:
-                trainer.optimizer.gather()
-                clock.switch("validation")
-                value = trainer.validate(trainer.geometries[index])
-                log.line("val", step=step + 1, loss=round(value, 6), final=False)
-                log.say(f"step {step + 1:5d}/{options.steps}   val loss {value:.4f} (windows of the moment)")
-                clock.switch("training")
-                meter.last = meter.now()
-        trainer.optimizer.gather()
-        clock.switch(None)
-        meter.flush()
-    return digest, meter.tokens
-
-def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
-    """Tokens a second and, where the peak is known, MFU: 6 operations a matrix weight and token, the whole head's too, though most is not sampled."""
-    weights = sum(p.numel() for p in trainer.model.parameters() if p.matrix is not None) + trainer.model.head.numel()
-    device = machine_facts(trainer.ranks.device)["device"]
-    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), math.nan)
-    mfu = 6 * weights * tokens / elapsed_ms / 1e9 / peak / trainer.ranks.world
-    return f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s" + (f", MFU {mfu:.1%} of {peak:.0f} TFLOP/s a GPU" if math.isfinite(mfu) else "")
-
-def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict[str, Any]) -> float:
-    """One run from a seed: warm-up (once a process), the timed loop, the final validation. Logs everything; returns the loss."""
-    preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
-    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world, shared_memory=bool(ranks.copy_stream),
-             ops=trainer.ops.names, script=files_hash([Path(__file__)]), data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths],
-             consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
-    before = trainer.initialise(seed)
-    if len(set(ranks.gather_objects(before))) > 1:
-        fail("initial state", "the same on every rank", "differences", "use GPUs of one kind", EXIT_HARDWARE)
-    if not trainer.warm:
-        started = clock.since_start()
-        variants, trainer.warm = trainer.warm_up(), True
-        if trainer.initialise(seed) != before:
-            raise AssertionError("warm-up changed the training state")
-        log.line("warm", seconds=round(clock.since_start() - started, 3), variants=variants, graphs=compiled_graphs(), state=before,
-                 peak_memory_mib=peak_memory_mib(ranks))
-    graphs = compiled_graphs()
-    gc.collect()
-    gc.freeze()
-    ranks.gather_objects(None)  # nobody's clock starts before the last rank has compiled
-    log.say(f"first timed step {clock.since_start():.1f} s after the process started")
-    digest, tokens = timed_loop(trainer, log, options)
-    elapsed, recompiled = clock.milliseconds(), compiled_graphs() - graphs
-    value = trainer.validate(trainer.final_geometry)
-    if not math.isfinite(value):
-        fail("validation loss", "a finite number", value, "lower the learning rate or report this seed", EXIT_NUMERICS)
-    log.line("val", step=options.steps, loss=round(value, 6), final=True)
-    for interval in clock.intervals:
-        log.line("clock", **interval)
-    train_hash, memory = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", peak_memory_mib(ranks)
-    state = "ok" if options.complete and not recompiled else "no record: " + ("compiled in the timed run" if recompiled else "shortened or profiled")
-    log.line("end", state=state, loss=round(value, 6), ms=round(elapsed, 1), peak_memory_mib=memory,
-             train_hash=train_hash, val_hash=trainer.validation_hash, recompiled=recompiled)
-    log.say(f"val loss {value:.4f} after {elapsed / 1e3:.2f} s of training, {preset.name}, seed {seed}, {ranks.world} rank(s)"
-            + (f", peak memory {memory} MiB" if memory else "") + (f"; {state}" if state != "ok" else ""))
-    log.say(f"{speed(trainer, elapsed, tokens)}; log: {log.path if log.file else 'none, UNLOGGED'}")
-    return value
 
 # ==== 13. Afterwards: save, load, evaluate, sample ====================================================================
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:

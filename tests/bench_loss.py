@@ -28,12 +28,12 @@ V, D = (160, 48) if DRY else (50304, 768)
 CAP, SCALES = tg.Softcap(), tg.HeadScales()
 CEILINGS = {"GB/s": 4270.0, "bf16 TFLOP/s": 790.0, "fp8 TFLOP/s": 1500.0}
 # One slot of each of the sprint's stages: tokens, candidates, weights of the targets.
-SLOTS = [(32, 64, (1.0, 0.5))] if DRY else [(stage.slot_tokens, stage.candidates, stage.targets[0]) for stage in tg.PRESETS["sprint"].stages[:3]]
+CHUNKS = [(32, 64, (1.0, 0.5))] if DRY else [(stage.chunk_tokens, stage.sampled_classes, stage.targets[0]) for stage in tg.PRESETS["sprint"].stages[:3]]
 
 
 def plain_loss(x, weight, targets, scales=None):
     """What a compiler has to work with: no chunks, no custom function."""
-    return F.cross_entropy(tg.softcapped((x @ weight.T).float(), CAP), targets.columns.long(), reduction="sum")
+    return F.cross_entropy(tg.softcapped((x @ weight.T).float(), CAP), targets.class_index.long(), reduction="sum")
 
 
 def head_loss(x, weight, targets, scales=None):
@@ -54,7 +54,7 @@ def make_operands(T, count=None, weights=(1.0,)):
     to = lambda array: torch.from_numpy(np.array(array, np.int32)).to(DEVICE)  # noqa: E731
     sampled = ()
     if count:
-        candidates, certain, columns = tg.sample_candidates(ids, count, V, sweep=3)
+        candidates, certain, columns = tg.sample_classes(ids, count, V, sweep=3)
         sampled = to(candidates[None]), to([certain])
     targets = tg.Targets(to(columns), to(np.arange(T) % 391), torch.tensor(weights, device=DEVICE), *sampled)
     return F.rms_norm(x, (D,)).bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), targets
@@ -112,7 +112,7 @@ def time_pieces(T, x, weight, targets):
 def time_paths(operands, paths, exactly=True):
     """Prints a row a path, forward and what the backward adds; paths: {name: (function, scales)}."""
     x, weight, targets = operands
-    T, P = len(x), V if targets.candidates is None else targets.candidates.shape[1]
+    T, P = len(x), V if targets.classes is None else targets.classes.shape[1]
     want = exact_head(*operands) if exactly else None
     for name, (function, scales) in paths.items():
         def both():
@@ -165,7 +165,7 @@ def main():
     begin, columns, paths = time.perf_counter(), {}, {"**fp8**": (head_loss, SCALES), "bf16": (head_loss, None)}
     print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, V = {V}, D = {D}\n")
     print("| tokens | columns | K | path | forward ms | ceiling | backward ms | ceiling | loss error | dx | dW | peak GB |\n" + "|---" * 12 + "|")
-    for T, count, weights in SLOTS:
+    for T, count, weights in CHUNKS:
         time_paths(make_operands(T, count, weights), paths)
         time_paths(make_operands(T, None, weights), {"**fp8**": paths["**fp8**"]}, exactly=False)
     for T in options.tokens:

@@ -31,7 +31,7 @@ SHAPES = [(1, 2)] if DRY else [(rows, warps) for rows in (1, 2, 4, 8) for warps 
 
 def make_ids(tokens, rows):
     """Rows [T, 3] of a step of documents of tokens as frequent as words are: the commonest pairs occur hundreds of times."""
-    random, pieces = np.random.default_rng(0), [piece for seed in range(tg.SLOTS) for piece in tg.generated_pieces(tokens // tg.SLOTS, 3072, seed)]
+    random, pieces = np.random.default_rng(0), [piece for seed in range(tg.CHUNKS) for piece in tg.generated_pieces(tokens // tg.CHUNKS, 3072, seed)]
     for piece in pieces:
         piece[1:] = tg.BOS * random.power(0.28, len(piece) - 1)
     model = replace(tg.GPT_SMALL, ngram_rows=rows)

@@ -54,7 +54,7 @@ class Cell:
         """Relative RMS errors of log_copy, where it is anything, and of dqk."""
         wide = lambda qk: tg.pointer_reference(qk, self.ids, self.distances[0], WINDOW, SCALE)
         (log_copy, dqk), (exact, exact_dqk) = self.both(self.log_copy, self.qk), self.both(wide, self.qk.double())
-        found = exact > tg.NO_COPY
+        found = exact > tg.NEG_INF
         return [float((x.double() - y).norm() / y.norm()) for x, y in ((log_copy[found], exact[found]), (dqk, exact_dqk))], float(found.float().mean())
 
 

@@ -32,8 +32,8 @@ MODEL = tg.ModelConfig(
             L(attention=False, skip_from=1), L(mlp=False), L(value_embedding=1, skip_from=2, window="long"), L(value_embedding=tg.NGRAMS)))
 PRESET = tg.Preset(
     "tiny", MODEL,
-    (tg.Stage(2, 512, 48, 8, 16, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), candidates=128),
-     tg.Stage(2, 1024, 48, 12, 32, 1.5, targets=((1.0, 0.5), (1.0, 0.0)), candidates=192),
+    (tg.Stage(2, 512, 48, 8, 16, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), sampled_classes=128),
+     tg.Stage(2, 1024, 48, 12, 32, 1.5, targets=((1.0, 0.5), (1.0, 0.0)), sampled_classes=192),
      tg.Stage(1, 1024, 48, 16, 40, 1.5, extension=True)),
     # Adam moves an entry by its rate whatever the gradient's size: one that is only rounding noise must not count (epsilon).
     tg.OptimizerConfig(momentum_warmup_steps=3, momentum_cooldown_steps=2, adam_epsilon=1e-4, averaging_fraction=0.6, averaging_interval_steps=2,
@@ -90,8 +90,8 @@ def make_trainer(corpus, preset=PRESET, ops=None, ranks=None):
 
 def all_batches(trainer):
     """Every micro-batch of the schedule, grouped by step."""
-    flat = tg.training_batches(trainer.stream, trainer.preset.stages, trainer.micro_slots, trainer.preset.model, trainer.ranks)
-    counts = [tg.SLOTS // trainer.ranks.world // trainer.micro_slots[s] for s in trainer.preset.stages for _ in range(s.steps)]
+    flat = tg.training_batches(trainer.stream, trainer.preset.stages, trainer.micro_chunks, trainer.preset.model, trainer.ranks)
+    counts = [tg.CHUNKS // trainer.ranks.world // trainer.micro_chunks[s] for s in trainer.preset.stages for _ in range(s.steps)]
     return [[next(flat) for _ in range(count)] for count in counts]
 
 

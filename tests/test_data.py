@@ -20,7 +20,7 @@ import helpers
 from helpers import BOS, CPU, VOCABULARY, tg, write_shard
 
 MARK = 59_999  # the BOS of the corpus whose other tokens are all different, so that a token tells its place
-STAGES = (tg.Stage(3, 512, 40, 8, 16, candidates=128), tg.Stage(2, 1024, 100, 8, 16), tg.Stage(2, 768, 40, 8, 16))
+STAGES = (tg.Stage(3, 512, 40, 8, 16, sampled_classes=128), tg.Stage(2, 1024, 100, 8, 16), tg.Stage(2, 768, 40, 8, 16))
 MODEL = replace(helpers.MODEL, vocabulary=60_000, padded_vocabulary=60_032, ngram_rows=140_002)
 
 
@@ -39,7 +39,7 @@ def marked(tmp_path, monkeypatch):
 
 
 def batches(stream, world=1, rank=0, micro=8):
-    slots = {stage: min(micro, tg.SLOTS // world) for stage in STAGES}
+    slots = {stage: min(micro, tg.CHUNKS // world) for stage in STAGES}
     return tg.training_batches(stream, STAGES, slots, MODEL, tg.Ranks(rank, world, CPU))
 
 
@@ -49,10 +49,10 @@ def views(batch):
 
 def next_tokens(documents):
     """The token after each, from the columns of the head, which may be those of the candidates."""
-    if documents.candidates is None:
-        return documents.columns
-    assert documents.columns.min() >= 0
-    return torch.cat([ids[columns] for ids, columns in zip(documents.candidates.long(), documents.columns.view(len(documents.candidates), -1))])
+    if documents.classes is None:
+        return documents.class_index
+    assert documents.class_index.min() >= 0
+    return torch.cat([ids[columns] for ids, columns in zip(documents.classes.long(), documents.class_index.view(len(documents.classes), -1))])
 
 
 def by_slot(stream, world=1, micro=8):
@@ -61,13 +61,13 @@ def by_slot(stream, world=1, micro=8):
     for rank in range(world):
         flat, step = batches(stream, world, rank, micro), 0
         for stage in STAGES:
-            mine = range(rank, tg.SLOTS, world)
+            mine = range(rank, tg.CHUNKS, world)
             for _ in range(stage.steps):
                 for at in range(0, len(mine), micro):
                     slots = mine[at:at + micro]
                     documents = views(next(flat))
-                    assert len(documents.columns) == stage.slot_tokens * len(slots)
-                    assert not documents.positions[::stage.slot_tokens].any(), "no document spans slots"
+                    assert len(documents.class_index) == stage.chunk_tokens * len(slots)
+                    assert not documents.positions[::stage.chunk_tokens].any(), "no document spans slots"
                     parts = (x.view(len(slots), -1).numpy() for x in (documents.tokens, next_tokens(documents), documents.positions))
                     found.update(zip(((step, slot) for slot in slots), zip(*parts)))
                 step += 1
@@ -86,8 +86,8 @@ def test_slots_side_by_side_are_the_stream(marked, world, micro):
     assert tokens[5] == MARK and len(read) == sum(s.steps * s.batch_tokens for s in STAGES) == stream.consumed(STAGES) - 5
     assert (read == tokens[5:5 + len(read)]).all() and (targets == tokens[6:6 + len(read)]).all()
     digest = sum(batch.digest for rank in range(world) for batch in batches(stream, world, rank, micro))
-    spans = [(start, stage.slot_tokens + 1) for stage, starts in zip(STAGES, stream.slot_starts(STAGES)) for start in starts.ravel()]
-    assert digest == sum(tg.slot_digest(number, stream.read(*span)) for number, span in enumerate(spans))
+    spans = [(start, stage.chunk_tokens + 1) for stage, starts in zip(STAGES, stream.chunk_starts(STAGES)) for start in starts.ravel()]
+    assert digest == sum(tg.chunk_digest(number, stream.read(*span)) for number, span in enumerate(spans))
 
 
 def test_documents_begin_at_their_bos_and_end_at_the_cap(marked):
@@ -101,8 +101,8 @@ def test_documents_begin_at_their_bos_and_end_at_the_cap(marked):
 
 def test_starts_follow_each_other(marked):
     stream, _ = marked
-    starts = np.concatenate([part.ravel() for part in stream.slot_starts(STAGES)])
-    lengths = np.repeat([s.slot_tokens for s in STAGES], [s.steps * tg.SLOTS for s in STAGES])
+    starts = np.concatenate([part.ravel() for part in stream.chunk_starts(STAGES)])
+    lengths = np.repeat([s.chunk_tokens for s in STAGES], [s.steps * tg.CHUNKS for s in STAGES])
     assert starts[0] == stream.first == 5 and (np.diff(starts) == lengths[:-1]).all() and starts[-1] + lengths[-1] == stream.consumed(STAGES)
 
 
@@ -129,11 +129,11 @@ def test_tokens_must_suffice_for_the_last_target(marked):
     stream, _ = marked
     stage = tg.Stage(1, 8 * ((stream.length - 6) // 8), 40, 8, 16)
     stream.length = stream.consumed((stage,)) + 1
-    assert stream.slot_starts((stage,))[0][-1, -1] + stage.slot_tokens == stream.length - 1
+    assert stream.chunk_starts((stage,))[0][-1, -1] + stage.chunk_tokens == stream.length - 1
     stream.length -= 1
     message = rf"training tokens: expected {stream.length + 1:,} for the schedule, found {stream.length:,} in 4 shards; fix: python data/fineweb.py fetch"
     with pytest.raises(tg.Failure, match=message) as caught:
-        stream.slot_starts((stage,))
+        stream.chunk_starts((stage,))
     assert caught.value.code == 2
 
 
@@ -162,8 +162,8 @@ def test_digest_names_tokens_and_places():
     tokens = np.arange(100, dtype=np.uint16)
     changed = tokens.copy()
     changed[-1] ^= 1
-    assert len({tg.slot_digest(1, tokens), tg.slot_digest(2, tokens), tg.slot_digest(1, changed), tg.slot_digest(1, tokens[::-1])}) == 4
-    assert tg.slot_digest(1, tokens) == tg.slot_digest(1, tokens.astype(np.int64)) < 2**64
+    assert len({tg.chunk_digest(1, tokens), tg.chunk_digest(2, tokens), tg.chunk_digest(1, changed), tg.chunk_digest(1, tokens[::-1])}) == 4
+    assert tg.chunk_digest(1, tokens) == tg.chunk_digest(1, tokens.astype(np.int64)) < 2**64
 
 
 # ---- what a batch holds ----------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_packed_layout(marked):
         assert (order == torch.argsort(ids, stable=True)).all() and len(starts) == MODEL.padded_vocabulary + 1
         assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all() and starts[0] == 0
         assert (documents.ngrams[:, :2].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
-        recalled = tg.recall(ids.numpy(), positions, MODEL.padded_vocabulary)
+        recalled = tg.longest_suffix_match(ids.numpy(), positions, MODEL.padded_vocabulary)
         assert (documents.ngrams[:, 2].numpy() == MODEL.ngram_rows + recalled).all() and documents.ngrams.max() < MODEL.table_rows
         parts = [x for x in vars(documents).values() if isinstance(x, torch.Tensor)]
         assert all(part.dtype == torch.int32 and part.data_ptr() % 16 == 0 for part in parts)
@@ -190,12 +190,12 @@ def test_packed_layout(marked):
 def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
     """Each part written is each part read."""
     pieces = [np.arange(length + 1, dtype=np.uint16) for length in lengths]
-    documents = views(tg.pack({3: pieces}, helpers.MODEL, pin=False, candidates=11))
+    documents = views(tg.pack({3: pieces}, helpers.MODEL, pin=False, sampled_classes=11))
     flat = [i for length in lengths for i in range(length)]
     assert documents.tokens.tolist() == documents.positions.tolist() == flat
     assert next_tokens(documents).tolist() == [i + 1 for i in flat]
     assert documents.remaining.tolist() == [length - 1 - i for length in lengths for i in range(length)]
-    assert documents.certain.tolist() == [max(lengths) + 1] and documents.candidates.shape == (1, 11)  # the spare id's too
+    assert documents.num_always.tolist() == [max(lengths) + 1] and documents.classes.shape == (1, 11)  # the spare id's too
     assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (len(flat), 3)
 
 
@@ -257,7 +257,7 @@ def test_recall(kinds):
     pieces = [random.integers(0, kinds, length) * 65_535 // max(kinds - 1, 1) for length in (1, 2, 3, 1, 70, 5, 200)]
     tokens, positions = np.concatenate(pieces), np.concatenate([np.arange(len(piece)) for piece in pieces])
     for dtype in (np.int32, np.uint16):
-        found = tg.recall(tokens.astype(dtype), positions, 65_537).tolist()
+        found = tg.longest_suffix_match(tokens.astype(dtype), positions, 65_537).tolist()
         wanted = [x for piece in pieces for x in recalled(piece.tolist(), 65_537)]
         assert found == [3 * 65_537 + i % 32 if x is None else x for i, x in enumerate(wanted)]
 
@@ -267,9 +267,9 @@ def test_targets_further_ahead_stay_in_their_document(marked):
     for batch in itertools.islice(batches(marked[0], micro=2), 4, None, 5):
         documents = views(batch)
         for k in range(4):
-            parts = tg.Targets(documents.columns, documents.positions, torch.ones(4), documents.candidates, documents.certain).parts()
+            parts = tg.Targets(documents.class_index, documents.positions, torch.ones(4), documents.classes, documents.num_always).parts()
             found = torch.cat([part.ahead(k) for _, part in parts])
-            expected = [documents.columns[i + k] if k <= left else -1 for i, left in enumerate(documents.remaining.tolist())]
+            expected = [documents.class_index[i + k] if k <= left else -1 for i, left in enumerate(documents.remaining.tolist())]
             assert found.tolist() == expected
 
 
@@ -280,37 +280,37 @@ def test_candidates(distinct):
     generator = np.random.default_rng(distinct)
     targets = np.resize(generator.permutation(1000)[:distinct], 3000)
     present = np.unique(targets)
-    ids, certain, columns = tg.sample_candidates(targets, 300, 1000, sweep=7)
+    ids, certain, columns = tg.sample_classes(targets, 300, 1000, sweep=7)
     assert len(ids) == 300 == len(set(ids)) and ids.min() >= 0 and ids.max() < 1000
     assert certain == min(len(present), 300) and (ids[:certain] == present[:certain]).all() and not set(ids[certain:]) & set(present)
     assert (ids[columns[columns >= 0]] == targets[columns >= 0]).all()
     assert (columns < 0).any() == (len(present) > 300) and set(targets[columns < 0]) == set(present[300:])
-    again = tg.sample_candidates(targets, 300, 1000, sweep=7)
+    again = tg.sample_classes(targets, 300, 1000, sweep=7)
     assert all(np.array_equal(a, b) for a, b in zip((ids, certain, columns), again))
 
 
-@pytest.mark.parametrize("preset", [p for p in tg.PRESETS.values() if any(s.candidates for s in p.stages)], ids=lambda p: p.name)
+@pytest.mark.parametrize("preset", [p for p in tg.PRESETS.values() if any(s.sampled_classes for s in p.stages)], ids=lambda p: p.name)
 def test_the_sweep_draws_every_id(preset):
     """Over the slots of a stage no id is drawn much more rarely than another."""
     for stage in preset.stages:
-        if stage.candidates:
-            vocabulary, slots = preset.model.padded_vocabulary, stage.steps * tg.SLOTS
-            drawn, targets = np.zeros(vocabulary, int), np.arange(stage.candidates // 4)
+        if stage.sampled_classes:
+            vocabulary, slots = preset.model.padded_vocabulary, stage.steps * tg.CHUNKS
+            drawn, targets = np.zeros(vocabulary, int), np.arange(stage.sampled_classes // 4)
             for sweep in range(slots := min(slots, 1500)):
-                ids, certain, _ = tg.sample_candidates(targets, stage.candidates, vocabulary, sweep)
+                ids, certain, _ = tg.sample_classes(targets, stage.sampled_classes, vocabulary, sweep)
                 drawn[ids[certain:]] += 1
-            expected = slots * (stage.candidates - len(targets)) / (vocabulary - len(targets))
+            expected = slots * (stage.sampled_classes - len(targets)) / (vocabulary - len(targets))
             assert drawn[len(targets):].min() > 0.5 * expected and drawn.max() < 2 * expected
 
 
 def test_candidates_do_not_depend_on_the_ranks(marked):
     stream, _ = marked
-    whole = torch.cat([views(batch).candidates for batch in itertools.islice(batches(stream), STAGES[0].steps)])
+    whole = torch.cat([views(batch).classes for batch in itertools.islice(batches(stream), STAGES[0].steps)])
     for world, micro in ((1, 2), (2, 4), (8, 1)):
         found = torch.empty_like(whole)
         for rank in range(world):
-            count = STAGES[0].steps * tg.SLOTS // world // micro
-            found[rank::world] = torch.cat([views(batch).candidates for batch in itertools.islice(batches(stream, world, rank, micro), count)])
+            count = STAGES[0].steps * tg.CHUNKS // world // micro
+            found[rank::world] = torch.cat([views(batch).classes for batch in itertools.islice(batches(stream, world, rank, micro), count)])
         assert found.equal(whole)
     assert len({tuple(ids) for ids in whole.tolist()}) == len(whole), "each slot draws others"
 

@@ -90,10 +90,10 @@ def test_the_trainer_reads_or_refuses_any_shard(path, raw):
 
 @cases(1000)
 @given(made(shard), st.integers(1, 4), st.integers(1, 3), st.sampled_from([None, 1, 4, 40]))
-def test_batches_from_any_shard(path, raw, slot_tokens, steps, candidates):
+def test_batches_from_any_shard(path, raw, chunk_tokens, steps, candidates):
     """The stream and every batch of it, which hold its tokens in their order, or the error."""
     path.write_bytes(raw)
-    stage = tg.Stage(steps, tg.SLOTS * slot_tokens, 3, 4, 8, candidates=candidates)
+    stage = tg.Stage(steps, tg.CHUNKS * chunk_tokens, 3, 4, 8, sampled_classes=candidates)
 
     def read():
         with pytest.MonkeyPatch.context() as patch:

@@ -117,7 +117,7 @@ def make_targets(T, V, K=1, sampled=None, seed=0, width=torch.int32, pointer=Fal
     extra = map(guarded, (ids.int(), certain.int())) if sampled else (None, None)
     if pointer:
         log_copy = -8 * torch.rand(T, generator=generator).square().index_fill(0, torch.tensor([T - 1]), 1e-3)
-        extra = *extra, guarded(torch.where(torch.arange(T) % 5 == 1, tg.NO_COPY, log_copy)).requires_grad_(), 1
+        extra = *extra, guarded(torch.where(torch.arange(T) % 5 == 1, tg.NEG_INF, log_copy)).requires_grad_(), 1
     return tg.Targets(*map(guarded, (columns.to(width), positions.int(), torch.tensor(WEIGHTS[:K]))), *extra)
 
 
@@ -126,7 +126,7 @@ def columns_ahead(targets, k):
     positions, T = targets.positions.cpu(), len(targets.positions)
     document, later = (positions == 0).cumsum(0), torch.arange(T) + k
     inside = (later < T) & (document[later.clamp(max=T - 1)] == document)
-    return torch.where(inside, targets.columns.cpu().long()[later.clamp(max=T - 1)], -1).to(DEVICE)
+    return torch.where(inside, targets.class_index.cpu().long()[later.clamp(max=T - 1)], -1).to(DEVICE)
 
 
 def stands_for(P, certain, V):
@@ -151,7 +151,7 @@ def exact(logits, columns, weights, cap, shares=None, log_copy=None, spare=0):
 
 def exact_rows(logits, targets, cap, V):
     """`exact` of a single part."""
-    shares = None if targets.candidates is None else stands_for(logits.shape[1], targets.certain, V)
+    shares = None if targets.classes is None else stands_for(logits.shape[1], targets.num_always, V)
     return exact(logits, [columns_ahead(targets, k) for k in range(len(targets.weights))], targets.weights, cap, shares, *targets[5:])
 
 
@@ -161,12 +161,12 @@ def exact_head(x, weight, targets, cap, logits_of=lambda x, head: x @ head.T, ro
     columns = torch.stack([columns_ahead(targets, k) for k in range(len(targets.weights))], 1)
     log_copy = torch.zeros(len(x), 0, device=DEVICE) if targets.log_copy is None else targets.log_copy[:, None]
     loss, dx, dw, dlog_copy = 0.0, [], torch.zeros_like(weight), []
-    size = len(x) if targets.candidates is None else len(x) // len(targets.candidates)
+    size = len(x) if targets.classes is None else len(x) // len(targets.classes)
     for start in range(0, len(x), size):
         ids, shares = torch.arange(len(weight), device=DEVICE), None
-        if targets.candidates is not None:
-            ids = targets.candidates[start // size].long()
-            shares = stands_for(len(ids), targets.certain[start // size], len(weight))
+        if targets.classes is not None:
+            ids = targets.classes[start // size].long()
+            shares = stands_for(len(ids), targets.num_always[start // size], len(weight))
         head = weight[ids]
         for rows, picks, copy in zip(*(tensor[start:start + size].split(2048) for tensor in (x, columns, log_copy))):
             losses, _, grad, *more = exact(logits_of(rows, head), picks.unbind(1), targets.weights, cap, shares, *copy.unbind(1), spare=targets.spare)
@@ -217,8 +217,8 @@ def test_targets_ahead(kind):
             assert torch.equal(torch.cat([part.ahead(k) for _, part in targets.parts()]), got)
         for size in (None, 2, 5):
             parts = targets.parts(size)
-            assert [len(part.columns) for _, part in parts] == [len(targets.columns[rows]) for rows, _ in parts]
-            assert torch.equal(torch.cat([part.columns for _, part in parts]), targets.columns)
+            assert [len(part.class_index) for _, part in parts] == [len(targets.class_index[rows]) for rows, _ in parts]
+            assert torch.equal(torch.cat([part.class_index for _, part in parts]), targets.class_index)
 
 
 @each_cap
@@ -239,7 +239,7 @@ def test_reference_is_cross_entropy(kind, cap):
 def test_exact_is_cross_entropy():
     """The yardstick itself, where torch has the same function, and its gradient by finite differences."""
     logits, targets, _ = make_rows(7, 131)
-    columns = targets.columns.long()
+    columns = targets.class_index.long()
     losses, *_ = exact_rows(logits, targets, CAPS[0], 131)
     want = F.cross_entropy(softcapped(logits.double(), CAPS[0]), columns, reduction="none", ignore_index=-1)
     torch.testing.assert_close(losses, want)
@@ -264,7 +264,7 @@ def test_row_losses(T, V, sampled, K, pointer, cap):
     # Values up to 23 with a rounding of 2^-20, twice; the sum of 4099 terms rounds far less.
     torch.testing.assert_close(losses.double(), want, rtol=0, atol=1e-5 * sum(WEIGHTS[:K]))
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
-    again, *_ = tg.row_losses(logits, targets._replace(columns=guarded(targets.columns.long())), vocabulary, cap)
+    again, *_ = tg.row_losses(logits, targets._replace(class_index=guarded(targets.class_index.long())), vocabulary, cap)
     assert torch.equal(losses, again)
 
 
@@ -272,7 +272,7 @@ def test_row_losses(T, V, sampled, K, pointer, cap):
 def test_row_losses_where_nearly_all_is_certain(certain):
     """One drawn column that stands for tens of thousands, or none: the others' digits are not lost beside its weight."""
     logits, targets, _ = make_rows(3, 4099, sampled=True)
-    targets = targets._replace(certain=torch.full_like(targets.certain, certain))
+    targets = targets._replace(num_always=torch.full_like(targets.num_always, certain))
     _, want, *_ = exact_rows(logits, targets, CAPS[0], 50304)
     _, lse, _ = tg.row_losses(logits, targets, 50304, CAPS[0])
     torch.testing.assert_close(lse.double(), want, rtol=0, atol=1e-5)
@@ -281,7 +281,7 @@ def test_row_losses_where_nearly_all_is_certain(certain):
 def test_row_losses_keep_nan():
     logits, targets, V = make_rows(3, 131)
     logits[1, 57] = float("nan")
-    losses, *_ = tg.row_losses(logits, targets._replace(columns=targets.columns.clamp_min(0)), V, CAPS[0])
+    losses, *_ = tg.row_losses(logits, targets._replace(class_index=targets.class_index.clamp_min(0)), V, CAPS[0])
     assert losses.isnan().tolist() == [False, True, False]
 
 
@@ -298,7 +298,7 @@ def test_head_grad(T, V, sampled, K, pointer):
     grad, none = tg.head_grad(logits, targets, vocabulary, *rows, factor, cap, torch.float32)
     assert none is None
     torch.testing.assert_close(grad.double(), want * 0.125, rtol=2e-5, atol=1e-7)
-    wide = targets._replace(columns=guarded(targets.columns.long()))
+    wide = targets._replace(class_index=guarded(targets.class_index.long()))
     assert torch.equal(tg.head_grad(logits, wide, vocabulary, *rows, factor, cap, torch.float32)[0], grad)
 
 
@@ -398,7 +398,7 @@ def test_nothing_to_predict():
     """Rows without a target, here all, have no loss and no gradient."""
     for scales, dtype in ((None, torch.float32), (tg.HeadScales(), torch.bfloat16)):
         x, weight, targets = make_head(32, 160, 48, dtype, K=3, pointer=True)
-        loss, *grads = run_head(head_loss(scales=scales), x, weight, targets._replace(columns=torch.full_like(targets.columns, -1)))
+        loss, *grads = run_head(head_loss(scales=scales), x, weight, targets._replace(class_index=torch.full_like(targets.class_index, -1)))
         assert loss == 0 and len(grads) == 3 and not any(grad.any() for grad in grads)
 
 
@@ -476,10 +476,10 @@ def test_eval(chunk_rows, pointer):
 def test_all_candidates_are_the_full_softmax(K, certain):
     """The whole vocabulary as candidates, in any order and however many of them are certain."""
     x, weight, full = make_head(18, 131, 24, K=K)
-    full = full._replace(columns=torch.where(full.columns < certain, full.columns, 0))
+    full = full._replace(class_index=torch.where(full.class_index < certain, full.class_index, 0))
     order = torch.randperm(131, generator=torch.Generator().manual_seed(1))
     ids = torch.cat([torch.arange(certain), order[order >= certain]]).to(DEVICE, torch.int32)[None].repeat(2, 1)
-    sampled = full._replace(candidates=ids, certain=torch.full((2,), certain, dtype=torch.int32, device=DEVICE))
+    sampled = full._replace(classes=ids, num_always=torch.full((2,), certain, dtype=torch.int32, device=DEVICE))
     full = full._replace(positions=torch.arange(18, dtype=torch.int32, device=DEVICE) % 9)
     sampled = sampled._replace(positions=full.positions)
     want = exact_head(x, weight, full, CAPS[0])
@@ -503,7 +503,7 @@ def estimates(vocabulary, targets, count, sweeps):
     """{id: mean over the sweeps of how many columns it stands for}, exactly."""
     totals = [Fraction(0)] * vocabulary
     for sweep in range(sweeps):
-        ids, certain, columns = tg.sample_candidates(targets, count, vocabulary, sweep)
+        ids, certain, columns = tg.sample_classes(targets, count, vocabulary, sweep)
         assert len(set(ids)) == count and (ids[columns] == targets).all()
         for column, token in enumerate(ids.tolist()):
             totals[token] += 1 if column < certain else Fraction(vocabulary - certain, count - certain)
@@ -530,7 +530,7 @@ def test_sweeps_at_full_size(count, tokens):
     sweeps = V // np.gcd(count, V)
     share, exponentials = np.zeros(V), np.exp(random.standard_normal(V) * 2)
     for sweep in range(sweeps):
-        ids, certain, _ = tg.sample_candidates(targets, count, V, sweep)
+        ids, certain, _ = tg.sample_classes(targets, count, V, sweep)
         share[ids[:certain]] += 1 / sweeps
         share[ids[certain:]] += (V - certain) / (count - certain) / sweeps
     assert abs(share.mean() - 1) < 1e-3 and abs(share - 1).max() < 0.15
@@ -592,7 +592,7 @@ def test_embedding_lookup(monkeypatch):
     autograd itself has no gradient, and the next step begins anew. A table without a gradient gets none."""
     lookup, called = embedding_inputs("repetitive"), []
     plain = torch.randn(41, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
-    table, idle = (tg.declared("head", plain.detach().clone()) for _ in range(2))
+    table, idle = (tg.make_param("head", plain.detach().clone()) for _ in range(2))
     owner, _ = (tg.AdamTable(t, tg.AdamRule(1.0, (0.5, 0.9)), tg.OptimizerConfig(), tg.Ranks(0, 1, plain.device), tg.select_ops(torch.device("cpu")))
                 for t in (table, idle))
     table.register_post_accumulate_grad_hook(lambda table: called.append(table.grad.clone()))

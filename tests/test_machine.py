@@ -161,12 +161,12 @@ def test_what_fits_on_which_card(card, free_bytes, recompute, slots):
     preset, ranks = LARGE, tg.Ranks(0, 1, CPU)
     found, tokens, needed = tg.memory_plan(preset, ranks, FAST, 0.95 * free_bytes)
     assert found == recompute and needed <= 0.95 * free_bytes and tokens >= 393_216 // 8
-    assert [tg.micro_batch_slots(stage, ranks, tokens) for stage in preset.stages] == slots
+    assert [tg.micro_batch_chunks(stage, ranks, tokens) for stage in preset.stages] == slots
 
 
 def test_a_sampled_softmax_needs_less():
     """Logits and their gradient take 4 bytes a column of the head that the batch uses, in whichever stage uses most."""
-    sampled = replace(LARGE, stages=tuple(replace(stage, candidates=n) for stage, n in zip(LARGE.stages, (1024, 20_480, 4096, 4096))))
+    sampled = replace(LARGE, stages=tuple(replace(stage, sampled_classes=n) for stage, n in zip(LARGE.stages, (1024, 20_480, 4096, 4096))))
     (_, tokens, full), (_, other, less) = (tg.memory_plan(preset, tg.Ranks(0, 1, CPU), FAST, 140 * GB) for preset in (LARGE, sampled))
     assert tokens == other and full - less == tokens * 4 * (50_304 - 20_480)
 

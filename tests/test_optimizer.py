@@ -106,8 +106,8 @@ class Written:
 def test_matrix_bank_follows_the_formulas(shape, variance):
     """Five steps of a bank with a stacked parameter and one of another rate, changing rates and momentum, float32."""
     torch.manual_seed(1)
-    stacked = tg.declared("attention", torch.randn(3 * shape[0], shape[1]), shape)
-    single = tg.declared("mlp_down", torch.randn(shape), shape)
+    stacked = tg.make_param("attention", torch.randn(3 * shape[0], shape[1]), shape)
+    single = tg.make_param("mlp_down", torch.randn(shape), shape)
     config = tg.OptimizerConfig(second_moment_decay=0.95 if variance else None)
     bank = tg.MatrixBank([stacked, single], RULES, config, tg.Ranks(0, 1, CPU), OPS)
     assert (bank.second_moment is None) == (not variance) and (bank.low is None)
@@ -146,7 +146,7 @@ def test_a_bfloat16_bank_keeps_the_lower_bits():
     """Rounded gradients aside, a bfloat16 bank moves its weights like the float32 bank: far below the step of bfloat16."""
     torch.manual_seed(3)
     start, shape = torch.randn(32, 16).bfloat16(), (32, 16)
-    parameters = [tg.declared("mlp_up", start.clone(), shape), tg.declared("mlp_up", start.float(), shape)]
+    parameters = [tg.make_param("mlp_up", start.clone(), shape), tg.make_param("mlp_up", start.float(), shape)]
     half, full = (tg.MatrixBank([p], RULES, tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS) for p in parameters)
     for _ in range(30):
         gradient = torch.randn(32, 16).bfloat16()
@@ -164,8 +164,8 @@ def test_a_bfloat16_bank_keeps_the_lower_bits():
 def test_running_average(dtype):
     """Three weights enter, the first whole; then they move half of the way, each row as long as before. A row of zeros stays."""
     torch.manual_seed(5)
-    matrix = tg.declared("mlp_up", torch.zeros(2 * 12, 8, dtype=dtype), (12, 8))
-    table = tg.declared("head", torch.zeros(16, 8, dtype=dtype))
+    matrix = tg.make_param("mlp_up", torch.zeros(2 * 12, 8, dtype=dtype), (12, 8))
+    table = tg.make_param("head", torch.zeros(16, 8, dtype=dtype))
     bank = tg.MatrixBank([matrix], RULES, tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
     owners = bank, tg.AdamTable(table, RULES["head"], tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
     averages = [0.0, 0.0]
@@ -211,7 +211,7 @@ def test_what_is_averaged():
 # ---- Adam ------------------------------------------------------------------------------------------------------------
 def adam_owner(roles, rules, config):
     """Parameters [16, 4] of these roles, and what updates them."""
-    parameters, ranks = [tg.declared(role, torch.randn(16, 4)) for role in roles], tg.Ranks(0, 1, CPU)
+    parameters, ranks = [tg.make_param(role, torch.randn(16, 4)) for role in roles], tg.Ranks(0, 1, CPU)
     if not rules[roles[0]].sharded:
         return parameters, tg.AdamScalars(parameters, rules, config, ranks, OPS)
     table = tg.AdamTable(parameters[0], rules[roles[0]], config, ranks, OPS)
@@ -317,7 +317,7 @@ def test_groups_deal_matrices_to_ranks(world, layers):
     """Each matrix belongs to one rank, of each group as many to every rank, and each parameter to one group. `layers`: matrices of each parameter."""
     owners = 0
     for rank in range(world):
-        parameters = [tg.declared("mlp_up" if stacked == 1 else "mlp_down", torch.randn(stacked * 4, 2), (4, 2)) for stacked in layers]
+        parameters = [tg.make_param("mlp_up" if stacked == 1 else "mlp_down", torch.randn(stacked * 4, 2), (4, 2)) for stacked in layers]
         bank = tg.MatrixBank(parameters, RULES, tg.OptimizerConfig(), tg.Ranks(rank, world, CPU), OPS)
         given = torch.cat([p.detach().view(-1, 4, 2) for p in parameters])
         assert bank.weights[:len(given)].equal(given) and not bank.weights[len(given):].any() and len(bank.weights) - len(given) < world
@@ -394,7 +394,7 @@ def test_state_hash_sees_values_and_places():
 def test_sparse_table():
     """Three steps, each role's own rate, decay and second moment reaching sparse_adam_reference; test_loss.py has that one's own test."""
     rule = tg.AdamRule(20.0, (0.0, 0.9), decay=0.3, sparse=True)
-    parameter = tg.declared("ngram", torch.randn(12, 4))
+    parameter = tg.make_param("ngram", torch.randn(12, 4))
     want = parameter.detach().double().clone(), torch.zeros(12), torch.zeros(12)
     table = tg.SparseTable(parameter, rule, replace(tg.OptimizerConfig(), adam_epsilon=1e-3), tg.Ranks(0, 1, CPU), OPS)
     for step in (1, 2, 3):

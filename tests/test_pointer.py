@@ -32,7 +32,7 @@ def dense_log_copy(qk, ids, lengths, window, scale):
     q, k = qk.double().unbind(1)
     e = (scale * q @ k.T).exp() * seen
     copied = (e * (ids[:, None] == ids)).sum(1)
-    return torch.where(copied > 0, copied.clamp_min(1e-300).log() - e.sum(1).log1p(), tg.NO_COPY)
+    return torch.where(copied > 0, copied.clamp_min(1e-300).log() - e.sum(1).log1p(), tg.NEG_INF)
 
 
 def operands(tokens, width=16, names=5, dtype=torch.float32, device="cpu", seed=0):
@@ -56,8 +56,8 @@ def kernels(ids, lengths, window, scale):
 def compare(results, expected, tolerance):
     for name, x, y in zip(("log_copy", "dqk"), results, expected, strict=True):
         assert x.shape == y.shape
-        found = y > tg.NO_COPY / 2
-        assert torch.equal(x > tg.NO_COPY / 2, found) or name == "dqk"
+        found = y > tg.NEG_INF / 2
+        assert torch.equal(x > tg.NEG_INF / 2, found) or name == "dqk"
         assert not found.any() or (x.double() - y)[found].abs().max() / y[found].abs().max().clamp(min=1) < tolerance, name
 
 
@@ -121,7 +121,7 @@ def test_everything_or_nothing_matches(names, shares, tiles):
     ids = torch.arange(tokens, dtype=torch.int32) % names
     log_copy, dqk = gradients(kernels(ids, lengths, window, 0.3), qk, omega)
     first = distances(lengths)[0] == 0
-    assert torch.equal(log_copy == tg.NO_COPY, first if shares == "all" else torch.ones_like(first))
+    assert torch.equal(log_copy == tg.NEG_INF, first if shares == "all" else torch.ones_like(first))
     assert not dqk[first, 0].any() and bool(dqk.any()) == (shares == "all") and dqk.isfinite().all()
     compare((log_copy, dqk), gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, 0.3), qk.double(), omega), 2e-6)
 
@@ -181,7 +181,7 @@ def geometry_of(positions):
 def losses(model, pieces, **options):
     """The loss of each token: the first target weights of its position alone."""
     h, head, targets, cap = model.predictions(packed(pieces, **options), geometry_of(60), torch.ones(1))
-    rows = [(targets._replace(columns=torch.where(torch.arange(len(h)) == t, targets.columns, -1))) for t in range(len(h))]
+    rows = [(targets._replace(class_index=torch.where(torch.arange(len(h)) == t, targets.class_index, -1))) for t in range(len(h))]
     return torch.stack([tg.head_loss_reference(h, head, row, cap) for row in rows])
 
 
@@ -220,9 +220,9 @@ def test_loss_is_causal_and_stays_in_its_document(tiny, candidates):
 
 def test_the_spare_id_is_a_certain_candidate(tiny):
     documents = packed([document(40, 3)], candidates=64)
-    assert documents.candidates[0, 0] == DOUBLE.vocabulary and documents.certain[0] == len(set(document(40, 3)[1:])) + 1
-    assert (documents.candidates[0, documents.columns.long()] == torch.from_numpy(document(40, 3)[1:].astype(int))).all()
-    ids, certain, columns = tg.sample_candidates(np.arange(9), 5, 512, 0, [509])
+    assert documents.classes[0, 0] == DOUBLE.vocabulary and documents.num_always[0] == len(set(document(40, 3)[1:])) + 1
+    assert (documents.classes[0, documents.class_index.long()] == torch.from_numpy(document(40, 3)[1:].astype(int))).all()
+    ids, certain, columns = tg.sample_classes(np.arange(9), 5, 512, 0, [509])
     assert ids.tolist() == [509, 0, 1, 2, 3] and certain == 5 and columns.tolist() == [1, 2, 3, 4, -1, -1, -1, -1, -1]
 
 
@@ -230,7 +230,7 @@ def test_gradients_of_the_whole(tiny):
     """By finite differences, through pointer and softmax, into the pointer's matrix and the head: several targets, candidates with one missing."""
     model = random_model()
     batch = packed([document(14, 5, names=4), document(6, 6)], candidates=12)
-    batch.columns[7] = -1
+    batch.class_index[7] = -1
     values = [model.pointer.detach().clone(), model.head.detach()[:, :3].clone()]
 
     def loss(pointer, columns):

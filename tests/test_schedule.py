@@ -65,7 +65,7 @@ def test_borders(preset, step, expected):
     index, batch, windows, rate, momentum = expected
     assert tg.stage_index(preset, step) == index
     stage = preset.stages[index]
-    assert stage.batch_tokens == batch and stage.slot_tokens * 8 == batch
+    assert stage.batch_tokens == batch and stage.chunk_tokens * 8 == batch
     assert (stage.short_window_tokens, stage.long_window_tokens) == windows
     assert tg.learning_rate(preset, step) == pytest.approx(rate, abs=2e-7)
     assert tg.muon_momentum(preset, step) == pytest.approx(momentum, abs=2e-7)
@@ -85,17 +85,17 @@ def test_lengths():
 def test_every_preset_is_consistent(preset):
     """What holds between a preset's numbers, for the presets that nobody works out by hand."""
     model = preset.model
-    assert model.padded_vocabulary % (128 if model.width >= 768 else tg.SLOTS) == 0 and model.padded_vocabulary >= model.vocabulary
+    assert model.padded_vocabulary % (128 if model.width >= 768 else tg.CHUNKS) == 0 and model.padded_vocabulary >= model.vocabulary
     for slot, layer in enumerate(model.layers):
         assert layer.skip_from is None or layer.skip_from < slot
         assert layer.window in ("short", "long")
     assert [l.value_embedding for l in model.layers if l.value_embedding not in (None, tg.NGRAMS)] == list(range(model.value_embeddings)), "one table a use"
     assert sum(stage.steps * stage.batch_tokens for stage in preset.stages) < preset.train_tokens
     for stage in preset.stages:
-        assert stage.batch_tokens % (8 * 32) == 0  # 32: so that a slot starts anew in the rows of `recall` that new tokens share
+        assert stage.batch_tokens % (8 * 32) == 0  # 32: so that a slot starts anew in the rows of `longest_suffix_match` that new tokens share
         assert stage.short_window_tokens <= stage.long_window_tokens
         assert not (stage.short_window_tokens | stage.long_window_tokens) % 16, "else Triton compiles another kernel for it"
-        assert stage.candidates is None or stage.candidates % 128 == 0 and stage.candidates <= model.padded_vocabulary
+        assert stage.sampled_classes is None or stage.sampled_classes % 128 == 0 and stage.sampled_classes <= model.padded_vocabulary
         assert len(stage.targets[0]) == len(stage.targets[1]) and stage.targets[0][0] == stage.targets[1][0] == 1.0
     assert not any(window % 16 for window in (*preset.val_windows_tokens, model.pointer_window_tokens))
     assert preset.stages[-1].targets == ((1.0,), (1.0,)), "it ends on what is validated"

@@ -215,18 +215,18 @@ def plain_gradients(corpus, request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "BOS", BOS)
         index, stream, model = tg.stage_index(PRESET, step), tg.TokenStream(corpus, 8000, helpers.VOCABULARY), random_model(DOUBLE)
-        stage, starts = PRESET.stages[index], np.concatenate(stream.slot_starts(PRESET.stages))[step]
+        stage, starts = PRESET.stages[index], np.concatenate(stream.chunk_starts(PRESET.stages))[step]
         weights, geometry = torch.tensor(tg.target_weights(PRESET, step)), tg.rotary_geometry(replace(PRESET, model=DOUBLE), index, 97, CPU)
-        for slot, start in enumerate(starts, step * tg.SLOTS):
-            pieces = tg.cut_documents(stream.read(start, stage.slot_tokens + 1), stage.document_cap_tokens)
-            batch = tg.pack({slot: pieces}, DOUBLE, pin=False, candidates=stage.candidates)
+        for slot, start in enumerate(starts, step * tg.CHUNKS):
+            pieces = tg.cut_documents(stream.read(start, stage.chunk_tokens + 1), stage.document_cap_tokens)
+            batch = tg.pack({slot: pieces}, DOUBLE, pin=False, sampled_classes=stage.sampled_classes)
             losses.append(model(batch.to(CPU), geometry, weights))
         return step, float(sum(losses).detach()), plain_gradients_of(model, sum(losses) / 8)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 8])
 def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_gradients, slots):
-    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)
+    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: slots)
     trainer, (step, expected_loss, expected) = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE)), plain_gradients
     helpers.randomise(trainer.model)
     batches = helpers.all_batches(trainer)[step]
@@ -243,7 +243,7 @@ def test_accumulation_trains_the_same_table(corpus, tiny, monkeypatch):
     """The n-grams' gradients lie where they would without accumulation: all steps leave the same weights, second moments and steps."""
     ends = []
     for slots in (8, 4, 1):
-        monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)  # noqa: B023
+        monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: slots)  # noqa: B023
         trainer = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE))
         helpers.randomise(trainer.model)
         for step, batches in enumerate(helpers.all_batches(trainer)):
@@ -268,7 +268,7 @@ def test_candidates_that_are_all_columns_change_nothing(tiny):
 def test_head_chunks_do_not_matter(tiny):
     """Chunks of the loss are an implementation detail: the same loss and gradients for any size of them."""
     results, documents = [], packed(pieces_of([40, 24], np.random.default_rng(4)), candidates=90)
-    targets = tg.Targets(documents.columns, documents.positions, torch.tensor([1.0, 0.5, 0.25]), documents.candidates, documents.certain)
+    targets = tg.Targets(documents.class_index, documents.positions, torch.tensor([1.0, 0.5, 0.25]), documents.classes, documents.num_always)
     for rows in (7, 64, 4096):
         x, weight = (torch.randn(n, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64).requires_grad_() for n in (64, 512))
         loss = tg.head_loss_reference(x, weight, targets, tg.Softcap(), rows)
@@ -307,7 +307,7 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
         return dense.add_(found) if ADD else dense.copy_(found)
 
     monkeypatch.setattr(tg, "launch_groups", launch)
-    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: 4)
+    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: 4)
     ops, ends = tg.select_ops(CPU), []
     for embed in (ops.embed, lambda table, batch: tg.EmbeddingLookup.apply(F.embedding, table, batch.tokens, batch.order, batch.starts)):
         trainer = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE), replace(ops, embed=embed))
@@ -324,7 +324,7 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
 def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monkeypatch, slots):
     """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed: the n-grams' before the
     embedding's; the scalars' after all else."""
-    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: slots)
+    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: slots)
     trainer = helpers.make_trainer(corpus)
     helpers.randomise(trainer.model)
     events, later, passes, backward, final = [], [], [], torch.Tensor.backward, {}
@@ -393,12 +393,12 @@ class Recorded(tg.Ranks):
 def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
     """Gradients of the last layers leave first, during the backward pass, each group once and complete; weights are asked for in the order in which
     the forward pass waits for them."""
-    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: 1)
+    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: 1)
     monkeypatch.setattr(tg.SparseTable, "compute_", lambda table, _: vars(table).pop("reduced"))  # the others' gradients are not there
     trainer = helpers.make_trainer(corpus, ranks=Recorded(1, world, CPU))
     helpers.randomise(trainer.model)
     ranks, optimizer = trainer.ranks, trainer.optimizer
-    waits, arrive, step_of, at_step = [], tg.Gathered.arrive, optimizer.step, []
+    waits, arrive, step_of, at_step = [], tg.Gathered.wait_gather, optimizer.step, []
     monkeypatch.setattr(tg.Gathered, "arrive", lambda owner: (waits.append(owner), arrive(owner)))
 
     def count_and_step(rates):
@@ -428,7 +428,7 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
 
 def test_a_step_that_was_broken_off_leaves_nothing(corpus, tiny, monkeypatch):
     """Neither a gradient nor what a sparse table has received: the run after it is that of another process."""
-    monkeypatch.setattr(tg, "micro_batch_slots", lambda *_: 4)
+    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: 4)
     ends = []
     for broken in (False, True):
         trainer = helpers.make_trainer(corpus)
@@ -501,7 +501,7 @@ def compare(corpus, preset, validate=False):
 
 # Steps small beside the weights: orthogonalisation enlarges the rounding of a matrix's weakest directions a thousandfold, and
 # Adam's first steps depend on a gradient's sign alone, so where one cancels to rounding noise they go either way.
-SHORT = replace(PRESET, stages=(tg.Stage(1, 512, 48, 8, 16, candidates=128), tg.Stage(2, 1024, 32, 12, 32, 1.5)),
+SHORT = replace(PRESET, stages=(tg.Stage(1, 512, 48, 8, 16, sampled_classes=128), tg.Stage(2, 1024, 32, 12, 32, 1.5)),
                 optimizer=replace(PRESET.optimizer, muon_learning_rate=0.005, adam_learning_rate=1e-4))
 
 
