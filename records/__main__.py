@@ -1,4 +1,4 @@
-"""python records new NAME | run DIR | verify DIR | compare A B | diff A B | leaderboard | plot: see records/README.md."""
+"""python records new NAME | run DIR | verify DIR | compare A B | diff A B | curve A B | leaderboard | plot: see records/README.md."""
 
 from __future__ import annotations
 
@@ -72,6 +72,15 @@ def command_plot(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def command_curve(arguments: argparse.Namespace) -> int:
+    from curve import draw, table
+    print(table([arguments.a, arguments.b]))
+    if arguments.out:
+        draw([arguments.a, arguments.b], arguments.out)
+        print(f"\n{arguments.out}")
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python records", description="Records that prove themselves; see records/README.md.", allow_abbrev=False)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -98,7 +107,9 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true")
     compare = add("compare", command_compare, "A against B: loss, time, stages, verdict; a record's arm is DIR:a or DIR:b, a log or a folder of logs will do")
     diff = add("diff", command_diff, "what leads from the script of B to that of A, by section")
-    for command, kind in ((compare, str), (diff, Path)):
+    curve = add("curve", command_curve, "loss at equal time and time at equal loss of A and B, which followed the same loss; A and B as for compare")
+    curve.add_argument("--out", type=Path, help="draw both too: a .svg or .png file")
+    for command, kind in ((compare, str), (diff, Path), (curve, str)):
         command.add_argument("a", type=kind, metavar="A")
         command.add_argument("b", type=kind, metavar="B")
     diff.add_argument("--code", action="store_true", help="ignore comments, docstrings and blank lines")
