@@ -1298,7 +1298,7 @@ class TokenStream:
 
 def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
     """Cut tokens before each BOS and after `cap` tokens. Each piece carries one token more, its last target."""
-    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}
+    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}  # of documents
     pieces = []
     for document, end in itertools.pairwise(sorted(bounds)):
         for start in range(document, end, cap):
@@ -1444,9 +1444,12 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
     matched = model.ngram_rows + longest_suffix_match(tokens, positions, model.padded_vocabulary)
 
     fields = {
-        "tokens": tokens, "order": order, "starts": starts,
+        "tokens": tokens,
+        "order": order,
+        "starts": starts,
         "ngrams": np.column_stack([hashed, matched]),
-        "positions": positions, "remaining": remaining,
+        "positions": positions,
+        "remaining": remaining,
         **pack_targets(chunks, model, sampled_classes),
     }
     size = sum(aligned(array.size) for array in fields.values())
@@ -1548,7 +1551,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without parameters."""
-    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -1557,26 +1560,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
 
-def split_heads_reference(
-        qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor,
-        heads: int, key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor,
+                          cos: Tensor, sin: Tensor, heads: int,
+                          key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys [T, H, Dk] and values [T, H, Dv] for attention from their projection qkv [T, H (2 Dk + Dv)].
 
     q and k are normalised and rotated; positions [T]; cos, sin [positions, Dk / 2]. v gains the
-    value embedding, i.e. the first H Dv channels of value [T, H Dv or more], times value_gates [T,
-    H]. With key_offset the stationary dims of k, which do not rotate, come from the token before,
-    if the document has one: induction in a single layer (record 49).
+    value embedding, i.e. the first H Dv channels of value [T, H Dv or more], times value_gates
+    [T, H]. With key_offset the stationary dims of k, which do not rotate, come from the token
+    before, if the document has one: induction in a single layer (record 49).
     """
     width = 2 * cos.size(1)
-    q, k, v = (x.unflatten(1, (heads, -1)) for x in qkv.tensor_split((heads * width, 2 * heads * width), 1))
+    parts = qkv.tensor_split((heads * width, 2 * heads * width), 1)
+    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
     if value is not None:
-        v = v + value[:, :v[0].numel()].reshape(v.shape) * value_gates[:, :, None]
+        value = value[:, :v[0].numel()].reshape(v.shape)
+        v = v + value * value_gates[:, :, None]
 
     q, k = norm(q), norm(k)
-    if key_offset:  # The stationary dims are the same before and after the rotation.
+    if key_offset:
+        # Rotation leaves the stationary dims as they are, so they can be taken before it.
         stationary = torch.arange(width, device=k.device) % (width // 2) >= width // 4
         has_previous = positions[:, None, None] > 0
-        k = torch.where(stationary & has_previous, torch.cat([k[:1], k[:-1]]), k)
+        k = torch.where(stationary & has_previous, k.roll(1, 0), k)
     cos, sin = cos[positions, None], sin[positions, None]
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
@@ -1594,8 +1600,9 @@ def visible_chunks(positions: Tensor, window: int, chunk_queries: int,
     for start in range(0, len(index), chunk_queries):
         queries = slice(start, start + chunk_queries)
         keys = slice(max(start - window, 0), queries.stop)
-        visible = (index[keys] >= first_visible[queries, None]) & (index[keys] <= index[queries, None] - nearest)
-        yield queries, keys, visible
+        not_too_far = index[keys] >= first_visible[queries, None]
+        not_too_near = index[keys] <= index[queries, None] - nearest
+        yield queries, keys, not_too_far & not_too_near
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float,
@@ -1621,19 +1628,19 @@ def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, s
 
     This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
     ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at
-    tokens i of its document, t - window <= i < t, to copy what followed them: their scores are s[t,
-    i] = scale q[t].k[i]. The sentinel, which copies nothing, has score 0. So log_copy[t] is the
-    logarithm of sum_exp_match / sum_exp, where sum_exp = 1 + sum_i e^s[t, i], and sum_exp_match is
-    the sum of e^s[t, i] over those i with ids[i] = ids[t]; NEG_INF if there are none. In float32,
-    or float64 for float64 operands.
+    tokens i of its document, t - window <= i < t, to copy what followed them: their scores are
+    s[t, i] = scale q[t].k[i]. The sentinel, which copies nothing, has score 0. So log_copy[t] is
+    the logarithm of sum_exp_match / sum_exp, where sum_exp = 1 + sum_i e^s[t, i], and sum_exp_match
+    is the sum of e^s[t, i] over those i with ids[i] = ids[t]; NEG_INF if there are none. In
+    float32, or float64 for float64 operands.
     """
     q, k = qk.to(wide_dtype(qk)).unbind(1)
     log_copy = []
     for queries, keys, visible in visible_chunks(positions, window, chunk_queries, nearest=1):
         scores = scale * (q[queries] @ k[keys].T)
         match = visible & (ids[keys] == ids[queries, None])
-        # The padding is the sentinel's score.
-        log_sum_exp = F.pad(scores.masked_fill(~visible, -torch.inf), (0, 1)).logsumexp(1)
+        visible_scores = scores.masked_fill(~visible, -torch.inf)
+        log_sum_exp = F.pad(visible_scores, (0, 1)).logsumexp(1)  # with the sentinel's score, 0
         log_sum_exp_match = scores.masked_fill(~match, NEG_INF).logsumexp(1)
         log_copy.append(torch.where(match.any(1), log_sum_exp_match - log_sum_exp, NEG_INF))
     return torch.cat(log_copy)
@@ -1648,8 +1655,8 @@ class MlpScales(NamedTuple):
     """Static FP8 scales of the MLP and the QKV projection: value = fp8 * scale.
 
     The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28; weights 3.5; hidden values relu²
-    1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06; gradients, in e5m2, 56 and
-    2^-27.
+    1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06; gradients, in e5m2,
+    56 and 2^-27.
     """
     input: float = 2.0 ** -4
     weight: float = 2.0 ** -7
@@ -1675,7 +1682,7 @@ def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
 
 
 def log_importance_weights(num_always: Tensor, num_classes: int, vocabulary: int) -> Tensor:
-    """Logarithms of the importance weights [P] of sampled classes, which make the partition function unbiased.
+    """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function unbiased.
 
     The first n = num_always classes are always included and weigh 1. The other P - n are sampled
     from the V - n classes left: each stands for (V - n) / (P - n) of them.
@@ -1698,7 +1705,8 @@ def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softca
         logits = softcapped(logits.to(wide_dtype(logits)), cap)
         log_p = (logits + log_weights).log_softmax(-1)
         log_p_targets = log_p.gather(1, class_index.clamp_min(0).long())
-        if log_copy is not None:  # The pointer gives a share of the copy token's probability to the next token.
+        if log_copy is not None:
+            # The pointer gives a share of the copy token's probability to the next token.
             log_p_next = torch.logaddexp(log_p_targets[:, 0], log_p[:, targets.spare] + log_copy)
             log_p_targets = torch.cat([log_p_next[:, None], log_p_targets[:, 1:]], 1)
         return -(targets.weights.to(log_p.dtype) * log_p_targets * (class_index >= 0)).sum()
@@ -1713,7 +1721,8 @@ def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softca
             part_weight = weight[part.classes.long()]
             log_weights = log_importance_weights(part.num_always, len(part_weight), len(weight))
 
-        operands = [x[rows], torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)]
+        class_index = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)  # [rows, K]
+        operands = [x[rows], class_index]
         if part.log_copy is not None:
             operands.append(part.log_copy)
         for chunk in zip(*(operand.split(chunk_rows) for operand in operands)):
@@ -1724,17 +1733,21 @@ def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softca
 def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
     """Dense gradient [vocab_rows, D] of `table[tokens]` from grad [T, D]: float32 (or wider) sums, rounded once."""
     wide = grad.to(wide_dtype(grad))
-    return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(dtype or grad.dtype)
+    dense = wide.new_zeros(vocab_rows, grad.shape[1])
+    return dense.index_add_(0, tokens.long(), wide).to(dtype or grad.dtype)
 
 
 def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
 
-    ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t], so
-    grad [T, D] of that sum is the gradient of each. With g, the summed gradient of a row times
-    `scale`, and one second moment a row, v = exp_avg_sq [rows]: v <- beta2^(step - last_step) v +
-    (1 - beta2) mean(g^2). last_step [rows]: when a row was last updated. lr and wd: see
-    adam_update.
+    ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
+    and grad [T, D] is that of these sums. g, the gradient of a row, is `scale` times the sum of
+    grad over the tokens that read it. There is one second moment a row, v in exp_avg_sq [rows],
+    which also decays over the steps since last_step [rows], the row's last update:
+
+        v <- beta2^(step - last_step) v + (1 - beta2) mean(g^2)
+
+    lr and wd are those of adam_update.
     """
     ids = lookup[0]
     rows, group = ids.flatten().unique(return_inverse=True)
@@ -1754,11 +1767,11 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
 class OrthogonalizeRecipe:
     """How singular values are driven to 1: scale them into (0, 1], then apply a s + b s^3 + c s^5 in each step.
 
-    scaling: "frobenius" divides by safety * ||X||_F. "aol" scales every row i by (sum_j
-    |G_ij|)^-1/2, G = X X^T. This also bounds the spectral norm by 1 but is tighter, and takes no
-    pass over X (arXiv 2208.03160); it changes the polar factor a little, since it equalises rows.
-    coefficients: one (a, b, c) a step. safety: room for rounding, since a polynomial explodes above
-    its interval.
+    scaling: "frobenius" divides by safety * ||X||_F. "aol" scales every row i by
+    (sum_j |G_ij|)^-1/2, G = X X^T. This also bounds the spectral norm by 1 but is tighter, and
+    takes no pass over X (arXiv 2208.03160); it changes the polar factor a little, since it
+    equalises rows. coefficients: one (a, b, c) a step. safety: room for rounding, since a
+    polynomial explodes above its interval.
     """
     name: str
     scaling: str
@@ -1772,8 +1785,8 @@ RECIPES = {recipe.name: recipe for recipe in (
     # Muon's first polynomial is steep at 0 and never settles at 1 (singular values end in
     # .68..1.20).
     OrthogonalizeRecipe("quintic", "frobenius", ((3.4445, -4.7750, 2.0315),) * 5),
-    # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves (arXiv
-    # 2505.16932). It diverges above 1.02: keep the safety.
+    # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves
+    # (arXiv 2505.16932). It diverges above 1.02: keep the safety.
     OrthogonalizeRecipe("polar-express", "frobenius", (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -1808,7 +1821,8 @@ def aol_scale(X: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
     wide = wide_dtype(X)
     row_sums = torch.linalg.vector_norm(G, ord=1, dim=-1, keepdim=True, dtype=wide)
     s = row_sums.clamp_min(torch.finfo(wide).tiny).rsqrt()
-    return (X * s).to(X.dtype), (G * (s * s.mT)).to(G.dtype)  # s_i s_j is formed first: the result is symmetric
+    gram = G * (s * s.mT)  # s_i s_j is formed first, so that the result is symmetric
+    return (X * s).to(X.dtype), gram.to(G.dtype)
 
 
 def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Tensor:
@@ -1817,11 +1831,10 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
     X = matrices.mT if tall else matrices  # a view: now rows <= columns, and the Gram matrix is the small one
     if recipe.scaling == "frobenius":
         X = frobenius_scale(X, recipe.safety, X.dtype)
-    A = X @ X.mT
-    if recipe.scaling == "aol":
-        X, A = aol_scale(X, A)
     for step, (a, b, c) in enumerate(recipe.coefficients):
-        A = X @ X.mT if step else A
+        A = X @ X.mT
+        if step == 0 and recipe.scaling == "aol":
+            X, A = aol_scale(X, A)
         X = a * X + (b * A + c * A @ A) @ X
     return X.mT if tall else X
 

@@ -252,7 +252,7 @@ def test_a_third_order_takes_one_more_row_of_multipliers(corpus, tiny, monkeypat
 
 
 def recalled(piece, vocabulary):
-    """By the words of recall's docstring, for one document."""
+    """By the words of longest_suffix_match's docstring, for one document."""
     for end in range(1, len(piece) + 1):
         for length in (3, 2, 1):
             before = [i for i in range(length, end) if length <= end and piece[i - length:i] == piece[end - length:end]]
