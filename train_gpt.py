@@ -1198,182 +1198,340 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     return value
 
 # ==== 7. Data =========================================================================================================
+# From disk to device: the shards are one TokenStream; stretches of it are the batch chunks; each
+# chunk is cut into documents; `pack` makes a HostBatch of some chunks, and `views` makes Documents
+# of its copy on the device. A thread does all of it up to HostBatch in NumPy, some batches ahead of
+# the training.
+
+
 def open_shard(path: Path, vocabulary: int) -> np.ndarray:
-    """Memory-map the tokens (uint16) of one shard after checking header, size and content against data/README.md."""
+    """Memory-map the tokens (uint16) of a shard, after checking its header, size and content (data/README.md)."""
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256:
         fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
-    if header[0] != SHARD_MAGIC:
-        fail(f"{path}: magic number", SHARD_MAGIC, header[0], "fetch this file again")
-    if header[1] != SHARD_VERSION:
-        fail(f"{path}: version", SHARD_VERSION, header[1], "fetch the llm.c version 1 shards")
-    count = int(header[2])
-    if count < 1 or size != SHARD_HEADER_BYTES + 2 * count:
-        fail(f"{path}: size of {count} tokens", f"{SHARD_HEADER_BYTES + 2 * max(count, 0)} bytes", f"{size} bytes", "fetch this file again")
-    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
-    if (largest := int(tokens.max())) >= vocabulary:
+    magic, version, count = map(int, header[:3])
+    if magic != SHARD_MAGIC:
+        fail(f"{path}: magic number", SHARD_MAGIC, magic, "fetch this file again")
+    if version != SHARD_VERSION:
+        fail(f"{path}: version", SHARD_VERSION, version, "fetch the llm.c version 1 shards")
+    expected_size = SHARD_HEADER_BYTES + 2 * max(count, 0)
+    if count < 1 or size != expected_size:
+        fail(f"{path}: size of {count} tokens", f"{expected_size} bytes", f"{size} bytes", "fetch this file again")
+
+    tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES))
+    largest = int(tokens.max())
+    if largest >= vocabulary:
         fail(f"{path}: largest token", f"below {vocabulary}", largest, "tokenise with the GPT-2 vocabulary")
-    if not (tokens == BOS).any():
+    if BOS not in tokens:
         fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
     return tokens
 
+
 def find_shards(folder: Path, kind: str) -> list[Path]:
+    """The shards of one kind ("train" or "val") in the order of their names. Fails if there are none."""
     paths = sorted(folder.glob(f"*_{kind}_*.bin"))
     if not paths:
-        fail(f"{kind} shards", f"{folder}/*_{kind}_*.bin", "none", "python data/fineweb.py fetch (or --data FOLDER, or --preset smoke)")
+        fail(f"{kind} shards", f"{folder}/*_{kind}_*.bin", "none",
+             "python data/fineweb.py fetch (or --data FOLDER, or --preset smoke)")
     return paths
 
+
 class TokenStream:
-    """The training shards as one stream of tokens, from its first BOS on."""
+    """The training shards as one stream of tokens, which training reads from its first BOS on.
+
+    offsets: where in the stream each shard begins, and where the last one ends. first: where the
+    first BOS is. length: how many tokens the shards hold.
+    """
+
     def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
-        self.paths, self.offsets, self.first = [], [0], 0  # offsets: of the shards, and the end; first: of the BOS
+        """Open and check shards in order until they hold `tokens_wanted` tokens."""
+        self.paths = []
+        self.offsets = [0]
         for path in find_shards(folder, "train"):
-            tokens = np.asarray(open_shard(path, vocabulary))
-            self.first = self.first if self.paths else int((tokens == BOS).argmax())
+            tokens = open_shard(path, vocabulary)
+            if not self.paths:
+                self.first = int((tokens == BOS).argmax())
             self.paths.append(path)
             self.offsets.append(self.offsets[-1] + len(tokens))
             if self.offsets[-1] >= tokens_wanted:
                 break
-        self.length, self.files = self.offsets[-1], [path.open("rb", buffering=0) for path in self.paths]
+        self.length = self.offsets[-1]
+        self.files = [path.open("rb", buffering=0) for path in self.paths]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start ... start + count - 1, across shards."""
+        """`count` tokens from position `start` on, across the borders of shards."""
         parts = []
-        for path, file, first, stop in zip(self.paths, self.files, self.offsets, self.offsets[1:]):
-            begin, wanted = max(start, first) - first, min(start + count, stop) - max(start, first)
+        for path, file, (shard_start, shard_stop) in zip(self.paths, self.files, itertools.pairwise(self.offsets)):
+            first = max(start, shard_start)
+            wanted = min(start + count, shard_stop) - first
             if wanted <= 0:
                 continue
-            # Not through the memory map: a file that was cut since it was checked would kill the process by a signal.
-            raw = os.pread(file.fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * begin)
+            at = first - shard_start
+            # Not through the memory map: a file that was cut since it was checked would kill the
+            # process by a signal.
+            raw = os.pread(file.fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * at)
             if len(raw) != 2 * wanted:
-                fail(f"{path}: reading at token {begin:,}", f"{wanted:,} tokens as when it was checked", "its end", "fetch this file again")
+                fail(f"{path}: reading at token {at:,}", f"{wanted:,} tokens as when it was checked", "its end",
+                     "fetch this file again")
             parts.append(np.frombuffer(raw, dtype="<u2"))
         return np.concatenate(parts)
 
     def consumed(self, stages: tuple[Stage, ...]) -> int:
+        """How many tokens of the stream the stages use up, those before the first BOS included."""
         return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
 
     def chunk_starts(self, stages: tuple[Stage, ...]) -> list[np.ndarray]:
-        """For each stage, the first token [steps, CHUNKS] of each slot: they follow each other without a gap. Fails if tokens run out."""
-        if (needed := self.consumed(stages) + 1) > self.length:  # the last target is one further
+        """Where the batch chunks of each stage begin: [steps, CHUNKS]. They follow each other without a gap.
+
+        Fails if the shards hold too few tokens for the stages.
+        """
+        needed = self.consumed(stages) + 1  # the last target is one token further
+        if needed > self.length:
             fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
-                 "python data/fineweb.py fetch --shards N with a larger N; for a longer schedule, also a larger train_tokens")
+                 "python data/fineweb.py fetch --shards N with a larger N; "
+                 "for a longer schedule, also a larger train_tokens")
+
         return [self.consumed(stages[:index]) + stage.chunk_tokens * np.arange(stage.steps * CHUNKS).reshape(-1, CHUNKS)
                 for index, stage in enumerate(stages)]
 
-def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
-    """Pieces of a stretch of tokens, cut before each BOS and after `cap` tokens; each carries its one following token."""
-    bounds = [0, *(np.flatnonzero(tokens[1:-1] == BOS) + 1).tolist(), len(tokens) - 1]
-    return [tokens[start:min(start + cap, stop) + 1] for first, stop in zip(bounds, bounds[1:]) for start in range(first, stop, cap)]
 
-def sample_classes(targets: np.ndarray, count: int, vocabulary: int, sweep: int, spare: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
-    """A sampled softmax: (ids [count], how many are certain, column of each target or -1: no room), see Targets. After the spare ids, no targets, and
-    those of targets, ascending, comes the sweep-th stretch of a walk over the vocabulary in steps of 20011, which meets every id."""
-    present = np.zeros(vocabulary, bool)
-    present[targets] = True
-    walk = (np.arange(vocabulary) + sweep * count) * 20011 % vocabulary
-    certain = np.concatenate([np.array(spare, int), np.flatnonzero(present)])[:count]
-    present[certain] = True
-    ids = np.concatenate([certain, walk[~present[walk]][:count - len(certain)]])
-    column = np.full(vocabulary, -1)
-    column[certain] = np.arange(len(certain))
-    return ids, len(certain), column[targets]
+def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
+    """Cut tokens before each BOS and after `cap` tokens. Each piece carries one token more, its last target."""
+    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}  # of documents
+    pieces = []
+    for document, end in itertools.pairwise(sorted(bounds)):
+        for start in range(document, end, cap):
+            pieces.append(tokens[start:min(start + cap, end) + 1])
+    return pieces
+
+
+CLASS_STRIDE = 20011  # prime, and no divisor of a vocabulary: its multiples meet every class once before any again
+
+
+def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_number: int,
+                   always: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
+    """The classes of a batch chunk's sampled softmax: (classes [count], num_always, class_index [T]).
+
+    The first num_always classes are always included: the ids in `always` (none of them a target),
+    then the targets in ascending order. The others are sampled: they are the next free ones of a
+    strided permutation of the vocabulary, whose offset moves on by `count` from chunk to chunk. So
+    the classes take turns, and importance weights make up for those that are left out
+    (log_importance_weights). class_index says where in `classes` each of the targets [T] is, or -1
+    if there was no room for it.
+    """
+    taken = np.zeros(vocabulary, bool)
+    taken[targets] = True
+    included = np.concatenate([np.array(always, int), np.flatnonzero(taken)])[:count]
+    taken[included] = True
+
+    offset = chunk_number * count
+    permutation = (np.arange(vocabulary) + offset) * CLASS_STRIDE % vocabulary
+    sampled = permutation[~taken[permutation]][:count - len(included)]
+
+    index_of = np.full(vocabulary, -1)
+    index_of[included] = np.arange(len(included))
+    return np.concatenate([included, sampled]), len(included), index_of[targets]
+
+
+# The orders of n-grams that hash_ngrams looks up, one row an order: here pairs and triples. A
+# further row is all that another order takes. A row holds the multipliers of the token itself, of
+# the one before it, and so on. They are below 2^16 as tokens are, so products fit into uint32.
+NGRAM_MULTIPLIERS = (
+    (36313, 27191),
+    (17351, 60961, 45259),
+)
+
 
 def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int) -> np.ndarray:
-    """Two rows of each token, [T, 2], hashed: its pair with the token before, in the first half of the table, and its triple with the two before; the
-    last row of a half where the document has no such token. Products of two 16-bit numbers fit into uint32."""
-    half, x = rows // 2, np.pad(tokens.astype(np.uint32), (2, 0))
-    keys = 36313 * x[2:] ^ 27191 * x[1:-1], 17351 * x[2:] ^ 60961 * x[1:-1] ^ 45259 * x[:-2]
-    return np.stack([np.where(positions > n, key % (half - 1), half - 1) + n * half for n, key in enumerate(keys)], axis=1).astype(np.int32)
+    """Rows of the n-gram table for the n-grams that end at each token: int32 [T, orders], see NGRAM_MULTIPLIERS.
+
+    Each order has an equal part of the `rows`. The hash is the xor of the multiplied tokens, modulo
+    the part's size less one. The last row of a part stands for an n-gram that would begin before
+    the document.
+    """
+    part_rows = rows // len(NGRAM_MULTIPLIERS)
+    last = part_rows - 1
+    tokens = tokens.astype(np.uint32)
+    columns = []
+    for number, multipliers in enumerate(NGRAM_MULTIPLIERS):
+        key = np.zeros_like(tokens)
+        for distance, multiplier in enumerate(multipliers):
+            earlier = np.pad(tokens, (distance, 0))[:len(tokens)]
+            key ^= multiplier * earlier
+        complete = positions >= len(multipliers) - 1
+        columns.append(number * part_rows + np.where(complete, key % last, last))
+    return np.stack(columns, axis=1).astype(np.int32)
+
 
 def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """What followed when the document last held the present three tokens, or else two, or one: [T], that token plus vocabulary times how many more
-    than one they are. If the present token is new, one of the last 32 rows in turn: no program need sum half of all gradients."""
-    found, keys = 3 * vocabulary + np.arange(len(tokens)) % 32, tokens.astype(np.uint16)  # 16 bits: a radix sort
-    at, group = np.arange(len(tokens)), np.zeros(len(tokens), int)
-    for more in range(3):  # from the ends of what is one token shorter, sorted, by one more token: those of more + 1 tokens, sorted
-        at = at[np.argsort(keys[at], kind="stable")]
-        last, now = at[:-1], at[1:]
-        same = (keys[last] == keys[now]) & (group[last] == group[now])
-        inside = same & (now - last <= positions[now] - more)
-        found[now[inside]] = tokens[last[inside] + 1].astype(int) + more * vocabulary
-        ids = np.empty(len(tokens), int)
-        ids[at] = np.cumsum(np.append(False, ~same))
-        group, at = np.append(-1, ids[:-1]), np.append(0, at[at < len(tokens) - 1] + 1)
-    return found
+    """What followed when the document last held the last three tokens, or else the last two, or one.
+
+    The result [T] is that following token plus vocabulary * (matched tokens - 1): a row of this
+    feature's part of the n-gram table (ModelConfig.table_rows counts them). A token that is new to
+    its document gets one of 32 more rows in turn, so that the one program that sums the gradients
+    of a row need not sum half of all gradients.
+
+    Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
+    and in text order where suffixes are equal; so neighbours in it with the same suffix are
+    consecutive occurrences. Moved on by one position, `ends` is sorted by the tokens before; a
+    stable sort by the token itself then sorts the longer suffixes. Longer matches overwrite shorter
+    ones.
+
+    Example: in "a b c a b" the first round sorts the ends to [0 3] [1 4] [2], by a, b, c. Position
+    3 (a) matches 0, which b followed; 4 (b) matches 1, which c followed. Moved on, the ends are 0 1
+    4 2 3, and the second round sorts them to [0] [3] [1 4] [2]: position 4 matches 1 again, now by
+    "a b".
+    """
+    count = len(tokens)
+    keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
+    ends = np.arange(count)
+    rows = 3 * vocabulary + ends % 32
+    suffix_id = np.zeros(count, int)  # of the suffix of `shorter` tokens that ends before each position
+    for shorter in range(3):
+        ends = ends[np.argsort(keys[ends], kind="stable")]
+        prev, cur = ends[:-1], ends[1:]
+        same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
+        same_document = cur - prev <= positions[cur] - shorter
+        match = same_suffix & same_document
+        rows[cur[match]] = tokens[prev[match] + 1].astype(int) + shorter * vocabulary
+
+        # Number the suffixes in their sorted order, then move on by one position, to the tokens
+        # that they precede.
+        longer_id = np.empty(count, int)
+        longer_id[ends] = np.cumsum(np.append(False, ~same_suffix))
+        suffix_id = np.append(-1, longer_id[:-1])
+        ends = np.append(0, ends[ends < count - 1] + 1)
+    return rows
+
 
 @dataclasses.dataclass(frozen=True)
 class HostBatch:
-    """A micro-batch on the host: one int32 array, pinned for the GPU, and where its parts lie."""
+    """A micro-batch on the host: the fields of Documents one after the other in one int32 array, pinned for a GPU."""
     data: Tensor
-    sizes: tuple[int, ...]
-    digest: int  # of the tokens, keyed by step and slot
+    shapes: dict[str, tuple[int, ...]]  # field -> shape, in the order of `data`; a field that is missing is None
+    digest: int  # the sum of chunk_digest over the batch chunks
 
     def to(self, device: torch.device) -> Documents:
         return self.views(self.data.to(device, non_blocking=True))
 
     def views(self, data: Tensor) -> Documents:
-        """The parts of `data`, a copy on some device."""
-        parts = [room[:size] for room, size in zip(data.split([*map(aligned, self.sizes)]), self.sizes)]
-        sampled = (parts[7].view(len(parts[8]), -1), parts[8]) if self.sizes[8] else (None, None)
-        return Documents(*parts[:3], parts[3].view(-1, 3), *parts[4:7], *sampled)
+        """The fields as views of `data`, which is self.data or a copy of it on some device."""
+        fields = dict.fromkeys(Documents.__annotations__)
+        start = 0
+        for name, shape in self.shapes.items():
+            size = math.prod(shape)
+            fields[name] = data[start:start + size].view(shape)
+            start += aligned(size)
+        return Documents(**fields)
 
-def pack(slots: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None, digest: int = 0) -> HostBatch:
-    """Pack the pieces of numbered slots, one slot after the other, into the layout of HostBatch."""
-    pieces = [piece for slot in slots.values() for piece in slot]
-    tokens, lengths = np.concatenate([piece[:-1] for piece in pieces]), np.array([len(piece) - 1 for piece in pieces])
-    ends = np.repeat(np.cumsum(lengths), lengths)
-    positions = np.arange(len(tokens)) - ends + np.repeat(lengths, lengths)
-    columns, ids, certain = [np.concatenate([piece[1:] for piece in slot]) for slot in slots.values()], (), ()
-    if sampled_classes:
-        drawn = (sample_classes(c, sampled_classes, model.padded_vocabulary, number, [model.vocabulary]) for number, c in zip(slots, columns))
-        ids, certain, columns = zip(*drawn)
-    recalled = model.ngram_rows + longest_suffix_match(tokens, positions, model.padded_vocabulary)
-    ngrams = np.column_stack([hash_ngrams(tokens, positions, model.ngram_rows), recalled])
-    parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), ngrams.ravel(),
-             np.concatenate(columns), positions, ends - 1 - np.arange(len(tokens)), np.concatenate([*ids, ()]), certain)
-    sizes = tuple(map(len, parts))
-    data = torch.zeros(sum(map(aligned, sizes)), dtype=torch.int32, pin_memory=pin)
-    for room, part in zip(data.split([*map(aligned, sizes)]), parts):
-        room.numpy()[:len(part)] = part
-    return HostBatch(data, sizes, digest)
+
+def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None,
+         digest: int = 0) -> HostBatch:
+    """Pack batch chunks one after the other.
+
+    `chunks` maps the number of each in the run to what cut_documents made of it. Without
+    `sampled_classes` the softmax is over the whole vocabulary: `classes` and `num_always` are None.
+    """
+    pieces = list(itertools.chain.from_iterable(chunks.values()))
+    lengths = [len(piece) - 1 for piece in pieces]
+    tokens = np.concatenate([piece[:-1] for piece in pieces])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    remaining = np.repeat(lengths, lengths) - 1 - positions
+
+    order, starts = sort_ids(tokens, model.padded_vocabulary)
+    hashed = hash_ngrams(tokens, positions, model.ngram_rows)
+    matched = model.ngram_rows + longest_suffix_match(tokens, positions, model.padded_vocabulary)
+
+    fields = {
+        "tokens": tokens,
+        "order": order,
+        "starts": starts,
+        "ngrams": np.column_stack([hashed, matched]),
+        "positions": positions,
+        "remaining": remaining,
+        **pack_targets(chunks, model, sampled_classes),
+    }
+    size = sum(aligned(array.size) for array in fields.values())
+    data = torch.zeros(size, dtype=torch.int32, pin_memory=pin)
+    batch = HostBatch(data, {name: array.shape for name, array in fields.items()}, digest)
+    views = batch.views(data)
+    for name, array in fields.items():
+        getattr(views, name).numpy()[:] = array
+    return batch
+
+
+def pack_targets(chunks: dict[int, list[np.ndarray]], model: ModelConfig,
+                 sampled_classes: int | None) -> dict[str, np.ndarray]:
+    """What the head has to predict, see Targets: class_index and, of a sampled softmax, classes and num_always."""
+    targets = [np.concatenate([piece[1:] for piece in pieces]) for pieces in chunks.values()]
+    if not sampled_classes:
+        return {"class_index": np.concatenate(targets)}
+
+    always = [model.vocabulary]  # the copy token
+    samples = [sample_classes(ids, sampled_classes, model.padded_vocabulary, number, always)
+               for number, ids in zip(chunks, targets)]
+    classes, num_always, class_index = map(np.array, zip(*samples))
+    return {"class_index": class_index.ravel(), "classes": classes, "num_always": num_always}
+
 
 def chunk_digest(number: int, tokens: np.ndarray) -> int:
-    """64 bits that name the tokens of one slot; a run's token hash is their sum, whatever rank held which slot."""
-    return int.from_bytes(hashlib.blake2b(f"{number}:".encode() + tokens.astype("<u2").tobytes(), digest_size=8).digest(), "little")
+    """64 bits that name the tokens of one batch chunk. A run's token hash is the sum over its chunks."""
+    content = f"{number}:".encode() + tokens.astype("<u2").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
 
 def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunks: dict[Stage, int], model: ModelConfig,
                      ranks: Ranks) -> Iterator[HostBatch]:
-    """This rank's micro-batches of the whole schedule: slots rank, rank + world, ... of each step, micro_chunks at a time."""
-    pin, number, mine = ranks.device.type == "cuda", 0, range(ranks.rank, CHUNKS, ranks.world)
-    for stage, steps in zip(stages, stream.chunk_starts(stages)):
-        for starts in steps:
-            for at in range(0, len(mine), micro_chunks[stage]):
-                tokens = {number + slot: stream.read(starts[slot], stage.chunk_tokens + 1) for slot in mine[at:at + micro_chunks[stage]]}
-                slots = {slot: cut_documents(part, stage.document_cap_tokens) for slot, part in tokens.items()}
-                yield pack(slots, model, pin, stage.sampled_classes, sum(chunk_digest(*item) for item in tokens.items()))
+    """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
+
+    Of each step the rank takes the chunks rank, rank + world, ... of CHUNKS.
+    """
+    pin = ranks.device.type == "cuda"
+    own = range(ranks.rank, CHUNKS, ranks.world)
+    number = 0  # of a step's first batch chunk in the whole run
+    for stage, stage_starts in zip(stages, stream.chunk_starts(stages)):
+        size = micro_chunks[stage]
+        for starts in stage_starts:
+            for at in range(0, len(own), size):
+                chunks = {}
+                digest = 0
+                for chunk in own[at:at + size]:
+                    tokens = stream.read(starts[chunk], stage.chunk_tokens + 1)
+                    chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
+                    digest += chunk_digest(number + chunk, tokens)
+                yield pack(chunks, model, pin, stage.sampled_classes, digest)
             number += CHUNKS
+
 
 def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
     """Random documents of log-normal lengths (median 400, mean 690) for warm-up: no training data before the clock."""
-    random, pieces, room = np.random.default_rng(seed), [], tokens
-    while room:
-        length = min(room, int(np.clip(random.lognormal(5.99, 1.04), 32, cap)))
-        pieces.append(random.integers(0, BOS, length + 1, dtype=np.uint16))
-        pieces[-1][0] = BOS
-        room -= length
+    random = np.random.default_rng(seed)
+    pieces = []
+    left = tokens
+    while left:
+        length = min(left, int(np.clip(random.lognormal(5.99, 1.04), 32, cap)))
+        piece = random.integers(0, BOS, length + 1, dtype=np.uint16)
+        piece[0] = BOS
+        pieces.append(piece)
+        left -= length
     return pieces
 
+
 def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> list[list[np.ndarray]]:
-    """The first `tokens` tokens as contiguous windows, each cut into documents at its BOS tokens. Every token is a target once."""
-    stream = open_shard(path, vocabulary)
-    if len(stream) < tokens + 1:
-        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(stream):,}", "fetch this file again")
-    return [cut_documents(np.asarray(stream[begin:min(begin + window, tokens) + 1]), window) for begin in range(0, tokens, window)]
+    """The first `tokens` tokens of a shard in contiguous windows, cut into documents. Each token is a target once."""
+    shard = open_shard(path, vocabulary)
+    if len(shard) < tokens + 1:
+        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(shard):,}", "fetch this file again")
+    shard = shard[:tokens + 1]
+    return [cut_documents(shard[start:start + window + 1], window) for start in range(0, tokens, window)]
+
 
 def prefetched(items: Iterator, depth: int = 8) -> Iterator:
-    """The items, made a few ahead by a thread, whose error is raised where the items are used. Closing it, or its end, ends the thread."""
+    """The items, which a thread makes up to `depth` ahead. An error in the thread is raised here, in its turn.
+
+    Closing this generator, or its end, ends the thread.
+    """
     thread = ThreadPoolExecutor(1, "prefetch")
     try:
         ahead = collections.deque(thread.submit(next, items, None) for _ in range(depth))
@@ -1381,175 +1539,305 @@ def prefetched(items: Iterator, depth: int = 8) -> Iterator:
             ahead.append(thread.submit(next, items, None))
             yield item
     finally:
-        thread.shutdown(cancel_futures=True)  # waits for an item in the making: if its disk stands still, the watchdog does not
+        # This waits for the item in the making. If its disk hangs, the watchdog ends the process.
+        thread.shutdown(cancel_futures=True)
+
 
 # ==== 8. Reference operators: what the fast ones must compute, on any device and in any dtype =========================
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of sums over x: float32, or float64 for float64 operands, as tests use them."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without parameters."""
-    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding. x [T, H, D]; cos, sin [T, D/2]: channel i turns together with channel i + D/2."""
-    cos, sin = cos[:, None], sin[:, None]
+    """Rotary embedding of x [T, H, D] by cos, sin [T, 1, D/2]: dims i and i + D/2 are a pair."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
-def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor, cos: Tensor, sin: Tensor,
-                          heads: int, key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """What attention reads, q, k [T, H, Dk] and v [T, H, Dv], from their projection qkv [T, H (2 Dk + Dv)]: q and k normalised and rotated, v plus
-    the first H Dv channels of value [T, H Dv or more], gated. value_gates [T, H]; positions [T]; cos, sin [positions, Dk / 2]. Key offset: the
-    channels of k that do not turn come from the token before, if the document has one: induction in a single layer (record 49)."""
+
+def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor,
+                          cos: Tensor, sin: Tensor, heads: int,
+                          key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys [T, H, Dk] and values [T, H, Dv] for attention from their projection qkv [T, H (2 Dk + Dv)].
+
+    q and k are normalised and rotated; positions [T]; cos, sin [positions, Dk / 2]. v gains the
+    value embedding, i.e. the first H Dv channels of value [T, H Dv or more], times value_gates
+    [T, H]. With key_offset the stationary dims of k, which do not rotate, come from the token
+    before, if the document has one: induction in a single layer (record 49).
+    """
     width = 2 * cos.size(1)
-    q, k, v = (x.unflatten(1, (heads, -1)) for x in qkv.tensor_split((heads * width, 2 * heads * width), 1))
+    parts = qkv.tensor_split((heads * width, 2 * heads * width), 1)
+    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
     if value is not None:
-        v = v + value[:, :v[0].numel()].reshape(v.shape) * value_gates[:, :, None]
+        value = value[:, :v[0].numel()].reshape(v.shape)
+        v = v + value * value_gates[:, :, None]
+
     q, k = norm(q), norm(k)
-    if key_offset:  # the channels that do not turn: whether before or after the rotation is the same
-        still = torch.arange(width, device=k.device) % (width // 2) >= width // 4
-        k = torch.where(still & (positions > 0)[:, None, None], torch.cat([k[:1], k[:-1]]), k)
-    return rotate(q, cos[positions], sin[positions]), rotate(k, cos[positions], sin[positions]), v
+    if key_offset:
+        # Rotation leaves the stationary dims as they are, so they can be taken before it.
+        stationary = torch.arange(width, device=k.device) % (width // 2) >= width // 4
+        has_previous = positions[:, None, None] > 0
+        k = torch.where(stationary & has_previous, k.roll(1, 0), k)
+    cos, sin = cos[positions, None], sin[positions, None]
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-def visible_chunks(positions: Tensor, window: int, chunk: int, least: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Who sees whom: at most `chunk` queries at a time, the keys in their windows, and which each sees: of its document, `least` to `window` back."""
-    at = torch.arange(len(positions), device=positions.device)
-    first_key = at - positions.clamp(max=window)
-    for start in range(0, len(at), chunk):
-        rows = slice(start, min(start + chunk, len(at)))
-        keys = slice(max(start - window, 0), rows.stop)
-        yield rows, keys, (at[keys] >= first_key[rows, None]) & (at[keys] <= at[rows, None] - least)
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float, gates: Tensor | None = None,
-                        chunk: int = 512) -> Tensor:
-    """Plain PyTorch attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given; masks as in `visible_chunks`. Any device and
-    dtype. Works on `chunk` queries at a time against the keys that their window can reach: the scores need chunk * (chunk + window) * H."""
+def visible_chunks(positions: Tensor, window: int, chunk_queries: int,
+                   nearest: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The mask of attention within documents, for `chunk_queries` queries at a time: (queries, keys, mask).
+
+    A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
+    are those that the windows of these queries reach; mask [queries, keys] is True where a query
+    sees a key.
+    """
+    index = torch.arange(len(positions), device=positions.device)
+    first_visible = index - positions.clamp(max=window)
+    for start in range(0, len(index), chunk_queries):
+        queries = slice(start, start + chunk_queries)
+        keys = slice(max(start - window, 0), queries.stop)
+        not_too_far = index[keys] >= first_visible[queries, None]
+        not_too_near = index[keys] <= index[queries, None] - nearest
+        yield queries, keys, not_too_far & not_too_near
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float,
+                        gates: Tensor | None = None, chunk_queries: int = 512) -> Tensor:
+    """Softmax attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given.
+
+    It takes a chunk of queries at a time, with the keys that their windows reach, so that the
+    scores are chunk_queries * (chunk_queries + window) * H numbers. The mask is visible_chunks'.
+    Any device and dtype.
+    """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    out = torch.cat([F.scaled_dot_product_attention(q[:, rows], k[:, keys], v[:, keys], attn_mask=seen, scale=scale).transpose(0, 1)
-                     for rows, keys, seen in visible_chunks(positions, window, chunk)])
+    chunks = []
+    for queries, keys, visible in visible_chunks(positions, window, chunk_queries):
+        chunk = F.scaled_dot_product_attention(q[:, queries], k[:, keys], v[:, keys], attn_mask=visible, scale=scale)
+        chunks.append(chunk.transpose(0, 1))
+    out = torch.cat(chunks)
     return out if gates is None else (out * gates[:, :, None]).to(out.dtype)
 
-def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, scale: float, chunk: int = 512) -> Tensor:
-    """Points from each token at earlier ones to copy what followed them: ln of the share [T] that the next token gets, NEG_INF for none. qk
-    [T, 2, D]: queries and keys; ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at i, t - window <= i < t in
-    its document, with the weight a[t, i] = e^s[t, i] / (1 + sum_j e^s[t, j]), s[t, i] = scale q[t].k[i], and nowhere with what is left; the share is
-    the sum of a[t, i] over the i with ids[i] = ids[t]. float32, or float64 for float64 operands."""
-    (q, k), shares = qk.to(torch.promote_types(qk.dtype, torch.float32)).unbind(1), []
-    for rows, keys, seen in visible_chunks(positions, window, chunk, least=1):
-        scores, match = scale * (q[rows] @ k[keys].T), seen & (ids[keys] == ids[rows, None])
-        everything = F.pad(scores.masked_fill(~seen, -torch.inf), (0, 1)).logsumexp(1)
-        shares.append(torch.where(match.any(1), scores.masked_fill(~match, NEG_INF).logsumexp(1) - everything, NEG_INF))
-    return torch.cat(shares)
+
+def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, scale: float,
+                      chunk_queries: int = 512) -> Tensor:
+    """log_copy [T]: the log-probability of the next token under the pointer, one part of a mixture.
+
+    This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
+    ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at
+    tokens i of its document, t - window <= i < t, to copy what followed them: their scores are
+    s[t, i] = scale q[t].k[i]. The sentinel, which copies nothing, has score 0. So log_copy[t] is
+    the logarithm of sum_exp_match / sum_exp, where sum_exp = 1 + sum_i e^s[t, i], and sum_exp_match
+    is the sum of e^s[t, i] over those i with ids[i] = ids[t]; NEG_INF if there are none. In
+    float32, or float64 for float64 operands.
+    """
+    q, k = qk.to(wide_dtype(qk)).unbind(1)
+    log_copy = []
+    for queries, keys, visible in visible_chunks(positions, window, chunk_queries, nearest=1):
+        scores = scale * (q[queries] @ k[keys].T)
+        match = visible & (ids[keys] == ids[queries, None])
+        visible_scores = scores.masked_fill(~visible, -torch.inf)
+        log_sum_exp = F.pad(visible_scores, (0, 1)).logsumexp(1)  # with the sentinel's score, 0
+        log_sum_exp_match = scores.masked_fill(~match, NEG_INF).logsumexp(1)
+        log_copy.append(torch.where(match.any(1), log_sum_exp_match - log_sum_exp, NEG_INF))
+    return torch.cat(log_copy)
+
 
 def relu_squared_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """x [T, width]; up, down [mlp_width, width]."""
+    """relu(x up^T)^2 down, of x [T, width] and up, down [mlp_width, width]."""
     return F.linear(x, up).relu().square() @ down
 
+
 class MlpScales(NamedTuple):
-    """Static FP8 scales of the MLP and the QKV projection, value = fp8 · scale. The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28;
-    weights 3.5; hidden values relu² 1792 and no less than 2^-8, pre-activations of 42 and 0.06; gradients, in e5m2, 56 and 2^-27."""
+    """Static FP8 scales of the MLP and the QKV projection: value = fp8 * scale.
+
+    The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28; weights 3.5; hidden values relu²
+    1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06; gradients, in e5m2,
+    56 and 2^-27.
+    """
     input: float = 2.0 ** -4
     weight: float = 2.0 ** -7
     hidden: float = 2.0 ** 2
     grad: float = 2.0 ** -10
 
+
 class HeadScales(NamedTuple):
-    """Static FP8 scales, value = fp8 · scale. The default ranges: RMS-normed x reaches 28 (100 leaves room), weights
-    stay under 1.6, and entries of the gradient of a summed loss under 1.75 · softcap / (4 · temperature) = 1.34; e5m2 reaches 96."""
+    """Static FP8 scales of the head: value = fp8 * scale.
+
+    The default ranges: RMS-normed x reaches 28 (100 leaves room), weights stay under 1.6, and
+    entries of the gradient of a summed loss under 1.75 * softcap / (4 * temperature) = 1.34; e5m2
+    reaches 96.
+    """
     x: float = 100 / 448
     weight: float = 1.6 / 448
     grad: float = 96 / 57_344
 
+
 def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
+    """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
 
-def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softcap = Softcap(), chunk_rows: int = 4096) -> Tensor:
-    """Weighted sum of the cross-entropies (nats) of softcapped logits, 0-d float32 (float64 for float64 operands). x [T, D], weight [V, D]. Every
-    column that is no candidate is left out; without candidates all V take part, padding too. The backward recomputes chunks: few logits at a time."""
-    def chunk_loss(x, weight, stands_for, columns, log_copy=None):
-        logits = x @ weight.T
-        log_p = (softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), cap) + stands_for).log_softmax(-1)
-        picked = log_p.gather(1, columns.clamp_min(0).long())
-        if log_copy is not None:
-            picked = torch.cat([torch.logaddexp(picked[:, 0], log_p[:, targets.spare] + log_copy)[:, None], picked[:, 1:]], 1)
-        return -(targets.weights.to(log_p.dtype) * picked * (columns >= 0)).sum()
 
+def log_importance_weights(num_always: Tensor, num_classes: int, vocabulary: int) -> Tensor:
+    """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function unbiased.
+
+    The first n = num_always classes are always included and weigh 1. The other P - n are sampled
+    from the V - n classes left: each stands for (V - n) / (P - n) of them.
+    """
+    sampled = torch.arange(num_classes, device=num_always.device) >= num_always
+    weight = (vocabulary - num_always) / (num_classes - num_always).clamp_min(1)
+    return torch.where(sampled, weight, 1).log()
+
+
+def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softcap = Softcap(),
+                        chunk_rows: int = 4096) -> Tensor:
+    """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
+
+    x [T, D], weight [V, D]. Only targets.classes take part in the softmax; if that is None, all V
+    do, padding too. The backward pass recomputes chunks of rows, so that few logits exist at a
+    time.
+    """
+    def chunk_loss(weight, log_weights, x, class_index, log_copy=None):
+        logits = x @ weight.T
+        logits = softcapped(logits.to(wide_dtype(logits)), cap)
+        log_p = (logits + log_weights).log_softmax(-1)
+        log_p_targets = log_p.gather(1, class_index.clamp_min(0).long())
+        if log_copy is not None:
+            # The pointer gives a share of the copy token's probability to the next token.
+            log_p_next = torch.logaddexp(log_p_targets[:, 0], log_p[:, targets.spare] + log_copy)
+            log_p_targets = torch.cat([log_p_next[:, None], log_p_targets[:, 1:]], 1)
+        return -(targets.weights.to(log_p.dtype) * log_p_targets * (class_index >= 0)).sum()
+
+    if len(x) > chunk_rows:
+        chunk_loss = functools.partial(checkpoint, chunk_loss, use_reentrant=False)
     total = 0.0
     for rows, part in targets.parts():
-        head, stands_for = weight, weight.new_zeros(())
+        part_weight = weight
+        log_weights = 0.0
         if part.classes is not None:
-            head = weight[part.classes.long()]
-            drawn = torch.arange(len(head), device=x.device) >= part.num_always
-            stands_for = torch.where(drawn, (len(weight) - part.num_always) / (len(head) - part.num_always).clamp_min(1), 1).log()
-        columns = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)
-        for chunk in zip(*(tensor.split(chunk_rows) for tensor in (x[rows], columns, part.log_copy) if tensor is not None)):
-            arguments = chunk[0], head, stands_for, *chunk[1:]
-            total = total + (chunk_loss(*arguments) if len(x) <= chunk_rows else checkpoint(chunk_loss, *arguments, use_reentrant=False))
+            part_weight = weight[part.classes.long()]
+            log_weights = log_importance_weights(part.num_always, len(part_weight), len(weight))
+
+        class_index = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)  # [rows, K]
+        operands = [x[rows], class_index]
+        if part.log_copy is not None:
+            operands.append(part.log_copy)
+        for chunk in zip(*(operand.split(chunk_rows) for operand in operands)):
+            total = total + chunk_loss(part_weight, log_weights, *chunk)
     return total
+
 
 def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
     """Dense gradient [vocab_rows, D] of `table[tokens]` from grad [T, D]: float32 (or wider) sums, rounded once."""
-    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(dtype or grad.dtype)
+    wide = grad.to(wide_dtype(grad))
+    dense = wide.new_zeros(vocab_rows, grad.shape[1])
+    return dense.index_add_(0, tokens.long(), wide).to(dtype or grad.dtype)
 
-def sparse_adam_reference(grad, lookup, weights, square, last, step, rate, shrink, beta2, epsilon, scale):
-    """One Adam step, in place, of the rows of weights [rows, D] that occur in ids [T, K] of `lookup` (group_ids). g = scale · Σ grad [T, D] of those
-    that read a row; v ← β2^(step - last) v + (1 - β2) mean(g²), one number a row: square [rows]. last [rows]: when. rate, shrink: see adam_update."""
-    rows, group = (ids := lookup[0]).flatten().unique(return_inverse=True)
-    g = scale * embedding_grad_reference(grad.repeat_interleave(ids.size(1), 0), group, len(rows), torch.promote_types(grad.dtype, torch.float32))
-    v = beta2 ** (step - last[rows]) * square[rows] + (1 - beta2) * g.square().mean(1)
-    update, value = rate * g / (v.sqrt() + epsilon)[:, None], weights[rows].to(g.dtype)
-    weights[rows] = (value - update - shrink * value * (update * value > 0)).to(weights.dtype)
-    square[rows], last[rows] = v.to(square.dtype), step
+
+def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale):
+    """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
+
+    ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
+    and grad [T, D] is that of these sums. g, the gradient of a row, is `scale` times the sum of
+    grad over the tokens that read it. There is one second moment a row, v in exp_avg_sq [rows],
+    which also decays over the steps since last_step [rows], the row's last update:
+
+        v <- beta2^(step - last_step) v + (1 - beta2) mean(g^2)
+
+    lr and wd are those of adam_update.
+    """
+    ids = lookup[0]
+    rows, group = ids.flatten().unique(return_inverse=True)
+    wide = wide_dtype(grad)
+    g = scale * embedding_grad_reference(grad.repeat_interleave(ids.size(1), 0), group, len(rows), wide)
+
+    v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
+    update = lr * g / (v.sqrt() + epsilon)[:, None]
+    value = weights[rows].to(wide)
+    decay = wd * value * (update * value > 0)  # cautious: only where the update shrinks the weight too
+    weights[rows] = (value - update - decay).to(weights.dtype)
+    exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
+    last_step[rows] = step
+
 
 @dataclasses.dataclass(frozen=True)
 class OrthogonalizeRecipe:
-    """How singular values are driven to 1: scale them into (0, 1], then one odd quintic a s + b s^3 + c s^5 per step. scaling: "frobenius" divides by
-    safety * ||X||_F; "aol" scales every row i by (sum_j |G_ij|)^-1/2, G = X X^T, which also bounds the spectral norm by 1 but is tighter, and takes
-    no pass over X (arXiv 2208.03160). It changes the polar factor a little: an equaliser of rows, not only a normalisation. coefficients: one (a, b,
-    c) per step. safety: room for rounding, since a polynomial explodes above its interval."""
+    """How singular values are driven to 1: scale them into (0, 1], then apply a s + b s^3 + c s^5 in each step.
+
+    scaling: "frobenius" divides by safety * ||X||_F. "aol" scales every row i by
+    (sum_j |G_ij|)^-1/2, G = X X^T. This also bounds the spectral norm by 1 but is tighter, and
+    takes no pass over X (arXiv 2208.03160); it changes the polar factor a little, since it
+    equalises rows. coefficients: one (a, b, c) a step. safety: room for rounding, since a
+    polynomial explodes above its interval.
+    """
     name: str
     scaling: str
     coefficients: tuple[tuple[float, float, float], ...]
     safety: float = 1.0
 
+
 # Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
 # values log-uniform in 1e-3..1: quintic .163 | .203 | .473, polar-express .096 | .123 | .354, turbo .034 | .094 | .434.
 RECIPES = {recipe.name: recipe for recipe in (
-    # Muon's first polynomial: steep at 0, never settles at 1 (singular values end in .68..1.20).
+    # Muon's first polynomial is steep at 0 and never settles at 1 (singular values end in
+    # .68..1.20).
     OrthogonalizeRecipe("quintic", "frobenius", ((3.4445, -4.7750, 2.0315),) * 5),
-    # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves (arXiv 2505.16932). Above 1.02 it diverges: keep the safety.
+    # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves
+    # (arXiv 2505.16932). It diverges above 1.02: keep the safety.
     OrthogonalizeRecipe("polar-express", "frobenius", (
-        (8.156554524902461, -22.48329292557795, 15.878769915207462), (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-        (3.8916678022926607, -2.772484153217685, 0.5060648178503393), (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)), safety=1.02),
-    # Turbo-Muon (arXiv 2512.04632): of the published four-step tables the most accurate on gaussian matrices, within .94..1.05 from .01 up to 1.1.
-    OrthogonalizeRecipe("turbo", "aol", ((4.6051, -9.6552, 5.6769), (4.7505, -6.0861, 2.1790), (2.7763, -2.3190, 0.5523), (2.4231, -2.2861, 0.8193))),
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ), safety=1.02),
+    # Turbo-Muon (arXiv 2512.04632): of the published four-step tables the most accurate one on
+    # gaussian matrices, within .94..1.05 from .01 up to 1.1.
+    OrthogonalizeRecipe("turbo", "aol", (
+        (4.6051, -9.6552, 5.6769),
+        (4.7505, -6.0861, 2.1790),
+        (2.7763, -2.3190, 0.5523),
+        (2.4231, -2.2861, 0.8193),
+    )),
 )}
 
+
 def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
-    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero. The norm is summed in float32 but divides in
-    X's dtype: a common factor of 1 + 2^-9 costs nothing, a float32 copy of X two passes over it."""
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(X.dtype, torch.float32))
-    return (X / (safety * norm).clamp_min(torch.finfo(X.dtype).tiny).to(X.dtype)).to(dtype)
+    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
+
+    The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
+    harm, while a float32 copy of X would cost two passes over it.
+    """
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
+    divisor = (safety * norm).clamp_min(torch.finfo(X.dtype).tiny)
+    return (X / divisor.to(X.dtype)).to(dtype)
+
 
 def aol_scale(X: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """diag(s) X and, without a product, its Gram matrix; G = X X^T [..., n, n], s_i = (sum_j |G_ij|)^-1/2. s_i s_j is formed first: symmetric."""
-    wide = torch.promote_types(X.dtype, torch.float32)
-    s = torch.linalg.vector_norm(G, ord=1, dim=-1, keepdim=True, dtype=wide).clamp_min(torch.finfo(wide).tiny).rsqrt()
-    return (X * s).to(X.dtype), (G * (s * s.mT)).to(G.dtype)
+    """diag(s) X and, without a product, its Gram matrix, where G = X X^T and s_i = (sum_j |G_ij|)^-1/2."""
+    wide = wide_dtype(X)
+    row_sums = torch.linalg.vector_norm(G, ord=1, dim=-1, keepdim=True, dtype=wide)
+    s = row_sums.clamp_min(torch.finfo(wide).tiny).rsqrt()
+    gram = G * (s * s.mT)  # s_i s_j is formed first, so that the result is symmetric
+    return (X * s).to(X.dtype), gram.to(G.dtype)
+
 
 def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Tensor:
     """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
     tall = matrices.size(-2) > matrices.size(-1)
-    X = matrices.mT if tall else matrices  # a view: from here on rows <= columns, and the Gram matrix is the small one
+    X = matrices.mT if tall else matrices  # a view: now rows <= columns, and the Gram matrix is the small one
     if recipe.scaling == "frobenius":
         X = frobenius_scale(X, recipe.safety, X.dtype)
-    A = X @ X.mT
-    if recipe.scaling == "aol":
-        X, A = aol_scale(X, A)
     for step, (a, b, c) in enumerate(recipe.coefficients):
-        A = X @ X.mT if step else A
+        A = X @ X.mT
+        if step == 0 and recipe.scaling == "aol":
+            X, A = aol_scale(X, A)
         X = a * X + (b * A + c * A @ A) @ X
     return X.mT if tall else X
+
 
 # ==== 9. Triton kernels, each with its wrapper ========================================================================
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------

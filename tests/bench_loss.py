@@ -54,7 +54,7 @@ def make_operands(T, count=None, weights=(1.0,)):
     to = lambda array: torch.from_numpy(np.array(array, np.int32)).to(DEVICE)  # noqa: E731
     sampled = ()
     if count:
-        candidates, certain, columns = tg.sample_classes(ids, count, V, sweep=3)
+        candidates, certain, columns = tg.sample_classes(ids, count, V, chunk_number=3)
         sampled = to(candidates[None]), to([certain])
     targets = tg.Targets(to(columns), to(np.arange(T) % 391), torch.tensor(weights, device=DEVICE), *sampled)
     return F.rms_norm(x, (D,)).bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), targets

@@ -144,7 +144,7 @@ def test_reference_is_the_definition(layout, chunk):
     lengths, window = LAYOUTS[layout]
     q, k, v, dout = operands(sum(lengths), dk=16, dv=8, dtype=torch.float64)
     for gates in ((), (gates_of(sum(lengths), dtype=torch.float64),)):
-        reference = lambda q, k, v, *gates: tg.attention_reference(q, k, v, distances(lengths)[0], window, 0.3, *gates, chunk=chunk)
+        reference = lambda q, k, v, *gates: tg.attention_reference(q, k, v, distances(lengths)[0], window, 0.3, *gates, chunk_queries=chunk)
         results = gradients(reference, q, k, v, dout, *gates)
         dense = gradients(lambda q, k, v, *gates: dense_attention(q, k, v, lengths, window, 0.3, *gates), q, k, v, dout, *gates)
         compare(results, dense, 1e-12, *gates)

@@ -178,12 +178,12 @@ def test_packed_layout(marked):
         ids, order, starts = documents.tokens, documents.order, documents.starts
         assert (order == torch.argsort(ids, stable=True)).all() and len(starts) == MODEL.padded_vocabulary + 1
         assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all() and starts[0] == 0
-        assert (documents.ngrams[:, :2].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
+        assert (documents.ngrams[:, :-1].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
         recalled = tg.longest_suffix_match(ids.numpy(), positions, MODEL.padded_vocabulary)
-        assert (documents.ngrams[:, 2].numpy() == MODEL.ngram_rows + recalled).all() and documents.ngrams.max() < MODEL.table_rows
+        assert (documents.ngrams[:, -1].numpy() == MODEL.ngram_rows + recalled).all() and documents.ngrams.max() < MODEL.table_rows
         parts = [x for x in vars(documents).values() if isinstance(x, torch.Tensor)]
         assert all(part.dtype == torch.int32 and part.data_ptr() % 16 == 0 for part in parts)
-        assert [part.numel() for part in parts] == [size for size in batch.sizes if size]
+        assert {name: tuple(x.shape) for name, x in vars(documents).items() if x is not None} == batch.shapes
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 3), (1,), (2, 2, 7, 1, 1)])
@@ -238,8 +238,21 @@ def test_ngrams_depend_on_their_tokens_alone():
         assert spread[1000] == column + 1 and spread[:1000].min() > 50 and spread[:1000].max() < 200
 
 
+def test_a_third_order_takes_one_more_row_of_multipliers(corpus, tiny, monkeypatch):
+    """A third of the table each, and the model trains with them."""
+    monkeypatch.setattr(tg, "NGRAM_MULTIPLIERS", (*tg.NGRAM_MULTIPLIERS, (40_503, 30_011, 52_711, 61_979)))
+    x = [7, 50_000, 8, 65_535, 9]
+    columns = tg.hash_ngrams(np.array(x, np.uint16), np.arange(5), 3000).T
+    assert columns.shape == (3, 5) and all((columns[n] // 1000 == n).all() and (columns[n, :n + 1] == 1000 * n + 999).all() for n in range(3))
+    assert columns[2, 3:].tolist() == [2000 + (40_503 * x[i] ^ 30_011 * x[i - 1] ^ 52_711 * x[i - 2] ^ 61_979 * x[i - 3]) % 999 for i in (3, 4)]
+    trainer = helpers.make_trainer(corpus)
+    trainer.initialise(1)
+    batches = helpers.all_batches(trainer)[0]
+    assert views(batches[0]).ngrams.shape[1] == 4 and trainer.training_step(0, batches).isfinite()
+
+
 def recalled(piece, vocabulary):
-    """By the words of recall's docstring, for one document."""
+    """By the words of longest_suffix_match's docstring, for one document."""
     for end in range(1, len(piece) + 1):
         for length in (3, 2, 1):
             before = [i for i in range(length, end) if length <= end and piece[i - length:i] == piece[end - length:end]]
@@ -280,12 +293,12 @@ def test_candidates(distinct):
     generator = np.random.default_rng(distinct)
     targets = np.resize(generator.permutation(1000)[:distinct], 3000)
     present = np.unique(targets)
-    ids, certain, columns = tg.sample_classes(targets, 300, 1000, sweep=7)
+    ids, certain, columns = tg.sample_classes(targets, 300, 1000, chunk_number=7)
     assert len(ids) == 300 == len(set(ids)) and ids.min() >= 0 and ids.max() < 1000
     assert certain == min(len(present), 300) and (ids[:certain] == present[:certain]).all() and not set(ids[certain:]) & set(present)
     assert (ids[columns[columns >= 0]] == targets[columns >= 0]).all()
     assert (columns < 0).any() == (len(present) > 300) and set(targets[columns < 0]) == set(present[300:])
-    again = tg.sample_classes(targets, 300, 1000, sweep=7)
+    again = tg.sample_classes(targets, 300, 1000, chunk_number=7)
     assert all(np.array_equal(a, b) for a, b in zip((ids, certain, columns), again))
 
 
