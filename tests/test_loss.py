@@ -169,7 +169,7 @@ def exact_head(x, weight, targets, cap, logits_of=lambda x, head: x @ head.T, ro
             shares = stands_for(len(ids), targets.num_always[start // size], len(weight))
         head = weight[ids]
         for rows, picks, copy in zip(*(tensor[start:start + size].split(2048) for tensor in (x, columns, log_copy))):
-            losses, _, grad, *more = exact(logits_of(rows, head), picks.unbind(1), targets.weights, cap, shares, *copy.unbind(1), spare=targets.spare)
+            losses, _, grad, *more = exact(logits_of(rows, head), picks.unbind(1), targets.weights, cap, shares, *copy.unbind(1), spare=targets.copy_token)
             dlog_copy += more
             grad = rounded(grad)
             loss = loss + losses.sum()
@@ -592,7 +592,7 @@ def test_embedding_lookup(monkeypatch):
     autograd itself has no gradient, and the next step begins anew. A table without a gradient gets none."""
     lookup, called = embedding_inputs("repetitive"), []
     plain = torch.randn(41, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
-    table, idle = (tg.make_param("head", plain.detach().clone()) for _ in range(2))
+    table, idle = (tg.make_param("lm_head", plain.detach().clone()) for _ in range(2))
     owner, _ = (tg.AdamTable(t, tg.AdamRule(1.0, (0.5, 0.9)), tg.OptimizerConfig(), tg.Ranks(0, 1, plain.device), tg.select_ops(torch.device("cpu")))
                 for t in (table, idle))
     table.register_post_accumulate_grad_hook(lambda table: called.append(table.grad.clone()))
@@ -608,7 +608,7 @@ def test_embedding_lookup(monkeypatch):
         torch.testing.assert_close(called[micro], plain.grad, rtol=1e-5, atol=1e-5)
     assert idle.grad is None
     owner.reduce_()
-    owner.compute_({"head": torch.tensor(0.1), "head decay": torch.tensor(0.0)})
+    owner.compute_({"lm_head": torch.tensor(0.1), "lm_head decay": torch.tensor(0.0)})
     tg.EmbeddingLookup.apply(F.embedding, table, *lookup).sum().backward()
     torch.testing.assert_close(table.grad, lookup[2].diff()[:, None].expand(41, 24).float())
 
