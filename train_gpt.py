@@ -40,7 +40,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -108,11 +108,12 @@ class ModelConfig:
     mlp_width: int
     layers: tuple[Layer, ...]
     value_embeddings: int
-    ngram_rows: int  # hashed pairs and triples of tokens, added in every layer (records 62, 92)
+    ngram_rows: int  # hashed pairs and triples of tokens, added in every layer (records 62, 92); 0: none
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
     attention_scale: float = 0.1  # times normalised queries and keys, before YaRN; narrower ones want more
-    pointer_width: int = 128  # of the queries and keys that copy an earlier token, see pointer_reference
+    longest_suffix_match: bool = True  # whether a third row, of what followed the same tokens, is added to these two
+    pointer_width: int = 128  # of the queries and keys that copy an earlier token, see pointer_reference; 0: no pointer
     pointer_scale: float = 0.1  # times these, normalised
     gate_inputs: int = 16  # channels that a gate reads (of a layer with value embedding: one half of each)
     vocabulary: int = 50257
@@ -128,8 +129,8 @@ class ModelConfig:
 
     @property
     def table_rows(self) -> int:
-        """Rows of the n-gram table: the hashed ones, then those of `longest_suffix_match`."""
-        return self.ngram_rows + 3 * self.padded_vocabulary + 32
+        """Rows of the n-gram table: the hashed ones, then those of `longest_suffix_match`. 0: there is no table."""
+        return self.ngram_rows + self.longest_suffix_match * (3 * self.padded_vocabulary + 32)
 
 
 # Each parameter declares a role, and each role has one rule: that is how the optimizer knows what to do with it.
@@ -143,7 +144,7 @@ class MuonRule:
 class AdamRule:
     learning_rate_multiplier: float
     betas: tuple[float, float]
-    decay: float = 0.0  # times the square of the learning rate
+    decay: float = 0.0  # share of a weight, times the square of the learning rate
     sharded: bool = False  # large tables: each rank updates a slice of the rows
     sparse: bool = False  # larger ones: every rank updates the rows that a step has read; no first moment
 
@@ -162,6 +163,7 @@ class OptimizerConfig:
     orthogonalization: str = "polar-express"
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
     adam_epsilon: float = 1e-10  # record 20
+    cautious_decay: bool = True  # weights decay only where the update shrinks them (records 43, 50); False: as in AdamW
     cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
     # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
     final_learning_rate: float = 0.25
@@ -169,7 +171,7 @@ class OptimizerConfig:
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
     averaging_rate: float = 0.0755
-    averaged_share: float = 0.5  # of the final weights
+    averaged_share: float = 0.5  # of the final weights; 0: no averages are kept
     # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004; scalars' 5 +0.003.
     # Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and gates: record 52. First betas of tables
     # are the public records', not tuned; the n-grams have no first moment (record 92).
@@ -420,10 +422,9 @@ def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int
                     device: torch.device) -> Geometry:
     """Geometry with cosines and sines for `positions` positions; the stationary dims get angle 0."""
     angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
-    short, long = windows
     cos = torch.from_numpy(np.cos(angle)).to(device, dtype)
     sin = torch.from_numpy(np.sin(angle)).to(device, dtype)
-    return Geometry({"short": short, "long": long}, scale, cos, sin)
+    return Geometry(dict(zip(("short", "long"), windows)), scale, cos, sin)
 
 
 def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device,
@@ -486,7 +487,7 @@ class Documents:
     tokens: Tensor  # [T], ids
     order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
     starts: Tensor  # [ids + 1], where each id's group starts in `order`
-    ngrams: Tensor  # [T, 3], rows of the n-gram table
+    ngrams: Tensor  # [T, 0 to 3], rows of the n-gram table: two hashed ones, one of the longest suffix match
     class_index: Tensor  # see Targets, as `classes` and `num_always`
     positions: Tensor  # [T], how many tokens of its document are before a token
     remaining: Tensor  # [T], how many are after it; the batch may hold only a part of a document, which then counts
@@ -524,12 +525,15 @@ def scaled(scalar: Tensor, x: Tensor) -> Tensor:
     return scalar[:, None] * x
 
 
-def injections(x0: Tensor, ngram: Tensor, *lambdas: Tensor) -> list[Tensor]:
+def injections(x0: Tensor, ngram: Tensor | None, *lambdas: Tensor) -> list[Tensor]:
     """What enters each layer of the embeddings of the token and of the last few tokens, given (x0_lambda, ngram_lambda)
     of each. All layers in one region, so that one kernel sums their gradients."""
     injected = []
     for x0_lambda, ngram_lambda in zip(lambdas[::2], lambdas[1::2]):
-        injected.append((scaled(x0_lambda, x0) + scaled(ngram_lambda, ngram)).to(x0.dtype))
+        total = scaled(x0_lambda, x0)
+        if ngram is not None:
+            total = total + scaled(ngram_lambda, ngram)
+        injected.append(total.to(x0.dtype))
     return injected
 
 
@@ -542,8 +546,7 @@ def enter_layer(x: Tensor, mlp_out: Tensor | None, injected: Tensor, resid_lambd
     return (scaled(resid_lambda, x) + injected).to(injected.dtype)
 
 
-def attention_in(attn_scale: Tensor, gate: Tensor, value: Tensor | None,
-                 *entry: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def attention_in(attn_scale: Tensor, gate: Tensor, value: Tensor | None, *entry: Tensor | None):
     """A layer up to its projection, given the operands of enter_layer as `entry`: the stream and its norm [T, width],
     the gates [T, H] of the heads' outputs and of the value embedding. gate [H, inputs], or [2 H, inputs] for both.
 
@@ -572,18 +575,21 @@ def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     return x, norm(x)
 
 
-def mlp_in(*entry: Tensor | None) -> tuple[Tensor, Tensor]:
+def mlp_in(*entry: Tensor | None):
     """A layer without attention up to its MLP: the stream and its norm, both [T, width]."""
     x = enter_layer(*entry)
     return x, norm(x)
 
 
-def final_states(x: Tensor, mlp_out: Tensor | None, x0: Tensor, ngram: Tensor, gate: Tensor) -> Tensor:
+def final_states(x: Tensor, mlp_out: Tensor | None, x0: Tensor, ngram: Tensor | None, gate: Tensor) -> Tensor:
     """Normalised final states [T, width]. Both embeddings enter once more, by weights that the first channels of the
     stream give each token."""
     x = add_mlp(x, mlp_out)
     weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
-    return norm(x + weights[:, :1] * x0 + weights[:, 1:] * ngram)
+    x = x + weights[:, :1] * x0
+    if ngram is not None:
+        x = x + weights[:, 1:] * ngram
+    return norm(x)
 
 
 def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
@@ -650,13 +656,11 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Draw the initial weights. `out` and `down` start at 0 (record 5): at first a layer only injects."""
+        """Draw the initial weights, given zeros, as `out` and `down` stay (record 5): at first a layer only injects."""
         for name, parameter in self.named_parameters():
             if name in ("qkv", "up"):  # a standard deviation of width^-1/2 / 2, as the public records, not tuned
                 bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
                 parameter.uniform_(-bound, bound, generator=generator)
-            else:
-                parameter.zero_()
 
         # resid_lambda: record 45; x0_lambda: record 9; ngram_lambda: record 62; attn_scale: record 46, not tuned.
         self.scalars.copy_(torch.tensor((1.1, 0.0, 0.1, 0.5)))
@@ -705,17 +709,23 @@ class GPT(nn.Module):
         weight = functools.partial(torch.empty, device=device, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)
         self.embedding = make_param("embedding", table(width))
-        self.ngram = make_param("ngram", weight(config.table_rows, width))
+        self.ngram = make_param("ngram", weight(config.table_rows, width)) if config.table_rows else None
         self.blocks = nn.ModuleDict()
         for index, layer in enumerate(config.layers):
+            if layer.value_embedding == NGRAMS and not config.ngram_rows:
+                layer = dataclasses.replace(layer, value_embedding=None)
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
         self.skip_sources = {layer.skip_from for layer in config.layers}
         self.value_embeddings = nn.ParameterList(
             make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.lm_head = make_param("lm_head", table(width))
-        self.pointer = make_param("pointer", weight(2 * config.pointer_width, width), (config.pointer_width, width))
-        self.final_gate = make_param("gate", weight(2, config.gate_inputs, dtype=torch.float32))
+        self.pointer = None
+        if config.pointer_width:
+            shape = config.pointer_width, width
+            self.pointer = make_param("pointer", weight(2 * config.pointer_width, width), shape)
+        embeddings = 2 if config.table_rows else 1
+        self.final_gate = make_param("gate", weight(embeddings, config.gate_inputs, dtype=torch.float32))
 
         self.norm = ops.compile(norm)
         self.injections = ops.compile(injections)
@@ -727,20 +737,21 @@ class GPT(nn.Module):
     @torch.no_grad()
     def reset(self, seed: int) -> None:
         """Draw the initial weights: the same on every rank."""
+        for parameter in self.parameters():
+            parameter.zero_()  # what is not drawn or set below
+
         generator = torch.Generator(self.lm_head.device).manual_seed(seed)
         self.embedding.normal_(generator=generator)
         for table in self.value_embeddings:
             table.normal_(std=0.01, generator=generator)  # record 70
         for block in self.blocks.values():
             block.reset(generator)
-        self.ngram.zero_()
-        self.final_gate.zero_()
         self.lm_head.normal_(std=0.005, generator=generator)  # as the public records
 
-        # Keys as queries: from the first step on the pointer points at states like its own.
-        queries, keys = self.pointer.chunk(2)
-        queries.normal_(std=0.5 * self.config.width ** -0.5, generator=generator)
-        keys.copy_(queries)
+        if self.pointer is not None:  # keys as queries: from the first step on it points at states like its own
+            queries, keys = self.pointer.chunk(2)
+            queries.normal_(std=0.5 * self.config.width ** -0.5, generator=generator)
+            keys.copy_(queries)
 
     def in_order(self) -> list[nn.Parameter]:
         """The parameters that ranks gather, in the order in which the forward pass reads them."""
@@ -751,32 +762,31 @@ class GPT(nn.Module):
                 parameters.append(self.value_embeddings[table])
             parameters.extend(block.parameters())
         parameters += [*self.value_embeddings, self.pointer, self.lm_head]  # and tables that no layer reads
-        return list(dict.fromkeys(parameters))
+        return list(dict.fromkeys(p for p in parameters if p is not None))
 
     def scalars_by_token(self, tokens: int) -> list[LayerScalars]:
         """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums their gradients."""
         stacked = torch.cat([block.scalars for block in self.blocks.values()])
-        expanded = stacked[:, None].expand(-1, tokens).unbind()
-        return [LayerScalars(*expanded[start:start + 4]) for start in range(0, len(expanded), 4)]
-
-    def inject(self, x0: Tensor, ngram: Tensor, scalars: list[LayerScalars]) -> Iterable[Tensor]:
-        """What enters each layer, [T, width] each: all at once if there are gradients to sum, else one at a time, since
-        windows of the validation are long."""
-        lambdas = [(s.x0_lambda, s.ngram_lambda) for s in scalars]
-        if torch.is_grad_enabled():
-            return self.injections(x0, ngram, *itertools.chain(*lambdas))
-        return (self.injections(x0, ngram, *pair)[0] for pair in lambdas)
+        rows = stacked[:, None].expand(-1, tokens).unbind()
+        return [LayerScalars(*rows[start:start + 4]) for start in range(0, len(rows), 4)]
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Normalised final states [T, width], ready for the head."""
         x = x0 = self.norm(self.ops.embed(gathered(self.embedding), documents))
-        # The second lookup, since then its gradient is the first to be complete: it has the longest way.
-        ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
+        ngram = None
+        if self.ngram is not None:  # the second lookup, so that its gradient, which has the longest way, is first
+            ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
 
         scalars = self.scalars_by_token(len(x))
-        skips = {}
+        lambdas = [(s.x0_lambda, s.ngram_lambda) for s in scalars]
+        if torch.is_grad_enabled():
+            injected = self.injections(x0, ngram, *itertools.chain(*lambdas))
+        else:  # one layer at a time: windows of the validation are long
+            injected = (self.injections(x0, ngram, *pair)[0] for pair in lambdas)
+
         mlp_out = None
-        for block, injected, block_scalars in zip(self.blocks.values(), self.inject(x0, ngram, scalars), scalars):
+        skips = {}
+        for block, own_injected, own_scalars in zip(self.blocks.values(), injected, scalars):
             layer = block.layer
             # Looked up here and not beforehand: autograd goes back in this order, so a table's gradient leaves while
             # earlier layers still work.
@@ -787,7 +797,7 @@ class GPT(nn.Module):
                 value = self.ops.embed(gathered(self.value_embeddings[layer.value_embedding]), documents)
             skip = None if layer.skip_from is None else skips[layer.skip_from]
 
-            x, mlp_out = block(x, mlp_out, injected, block_scalars, skip, value, documents, geometry)
+            x, mlp_out = block(x, mlp_out, own_injected, own_scalars, skip, value, documents, geometry)
             if block.index in self.skip_sources:  # two will read the sum: so it is made once, and so is its gradient
                 x = add_mlp(x, mlp_out)
                 mlp_out = None
@@ -799,8 +809,10 @@ class GPT(nn.Module):
         """The operands of the loss: final states, head, targets with their weights [K], softcap."""
         config = self.config
         h = self.features(documents, geometry)
-        qk = self.pointer_in(h, gathered(self.pointer))
-        log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
+        log_copy = None
+        if self.pointer is not None:
+            qk = self.pointer_in(h, gathered(self.pointer))
+            log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
 
         # The copy token is the first id past the vocabulary; among sampled classes it comes first.
         copy_token = config.vocabulary if documents.classes is None else 0
@@ -823,6 +835,8 @@ class GPT(nn.Module):
         config = self.config
         h = self.features(documents, geometry)
         p = softcapped(F.linear(h[-1], self.lm_head).float(), config.softcap).softmax(-1)
+        if self.pointer is None:
+            return p
 
         q, k = pointer_in(h[-1 - config.pointer_window_tokens:], self.pointer).float().unbind(1)
         scores = config.pointer_scale * (k[:-1] @ q[-1])
@@ -865,7 +879,7 @@ def nesterov_momentum(buffer: Tensor, received: Tensor, momentum: Tensor) -> Ten
     return (g + momentum * (average - g)).to(received.dtype)
 
 def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_moment: Tensor | None, multiplier: Tensor,
-                   rate: Tensor, decay: float, beta2: float | None) -> None:
+                   rate: Tensor, decay: float, beta2: float | None, cautious: bool = True) -> None:
     """Apply orthogonalised updates [N, rows, columns] to the weights in place. NorMuon divides by a running root mean square per output (rows, or
     columns where a matrix is wide) and restores each matrix's norm; without `second_moment` this is Muon. The cautious decay shrinks weights only
     where the update does too. Sources: NorMuon arXiv 2510.05491; public records 41-43 and 48."""
@@ -881,20 +895,26 @@ def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_mo
         update = update * (scale * norm_ratio)
     value = weight if low is None else join_float32(weight, low)
     step = rate * multiplier
-    shrink = (update * value >= 0) * (decay * rate * step)
+    shrink = decay * rate * step
+    if cautious:  # only where the update shrinks the weight too
+        shrink = (update * value >= 0) * shrink
     value = value - value * shrink - update * step
     for target, part in zip((weight, low), [value] if low is None else split_float32(value)):
         target.copy_(part)
 
 def adam_update(weight: Tensor, received: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
-                beta1: float, beta2: float, epsilon: float) -> None:
-    """One Adam step in place, in float32. step_size: rate and bias corrections. A share `shrink` decays where the update shrinks too (record 50)."""
+                beta1: float, beta2: float, epsilon: float, cautious: bool = True) -> None:
+    """One Adam step in place, in float32. step_size: rate and bias corrections. A share `shrink` of the weights decays;
+    if cautious, only where the update shrinks them too (record 50)."""
     g = mean_gradient(received)
     m, v = torch.lerp(mean.float(), g, 1 - beta1), torch.lerp(square.float(), g * g, 1 - beta2)
     mean.copy_(m)
     square.copy_(v)
     update, value = step_size * m / (v.sqrt() + epsilon), weight.float()
-    weight.copy_(value - update - shrink * value * (update * value > 0))
+    decay = shrink * value
+    if cautious:
+        decay = decay * (update * value > 0)
+    weight.copy_(value - update - decay)
 
 class Stateful:
     """Optimizer state by name; `kept` says which attributes belong to it. `low`: see join_float32; `average`: see average_."""
@@ -959,7 +979,8 @@ class MatrixBank(Stateful):
         self.groups = [MatrixGroup([p for p, start in zip(parameters, starts) if start // size == index], ranks, *parts)
                        for index, parts in enumerate(zip(self.weights.split(size), self.grads.split(size), self.received.unbind(1)))]
         self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
-        self.momentum, self.average = (torch.zeros_like(self.shard, dtype=torch.float32) for _ in range(2))
+        self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
+        self.average = torch.zeros_like(self.momentum) if config.averaged_share else None
         reduced = (rows, 1) if rows >= columns else (1, columns)
         self.second_moment = None if config.second_moment_decay is None else torch.zeros(*self.shard.shape[:2], *reduced, device=ranks.device)
         multipliers = [rules[p.role].learning_rate_multiplier for p in parameters for _ in range(p.numel() // (rows * columns))]
@@ -973,7 +994,7 @@ class MatrixBank(Stateful):
         update = self.nesterov(self.momentum, self.received, rates["momentum"])
         update = self.ops.orthogonalize(update.flatten(0, 1), RECIPES[self.config.orthogonalization]).view(self.shard.shape)
         self.update(update, self.shard, self.low, self.second_moment, self.multiplier, rates["muon"],
-                    self.config.muon_weight_decay, self.config.second_moment_decay)
+                    self.config.muon_weight_decay, self.config.second_moment_decay, self.config.cautious_decay)
 
 class AdamTable(Stateful, Gathered):
     """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
@@ -986,7 +1007,7 @@ class AdamTable(Stateful, Gathered):
         parameter.grad_view = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copy_stream else None
         self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copy_stream else None
         self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
-        self.average = torch.zeros_like(self.shard, dtype=torch.float32)
+        self.average = torch.zeros_like(self.shard, dtype=torch.float32) if config.averaged_share else None
         self.update = ops.compile(adam_update)
 
     def receive(self, grad: Tensor, *lookup: Tensor) -> None:
@@ -1005,7 +1026,7 @@ class AdamTable(Stateful, Gathered):
         wait, received = vars(self).pop("reduced")  # not kept: NCCL's handle keeps the gradient alive
         wait()
         self.update(self.shard, received, self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
-                    *self.rule.betas, self.config.adam_epsilon)
+                    *self.rule.betas, self.config.adam_epsilon, self.config.cautious_decay)
         self.parameter.grad = None
 
 class SparseTable(Stateful):
@@ -1043,7 +1064,8 @@ class SparseTable(Stateful):
         wait()
         self.grouped()
         self.ops.sparse_adam(grads, self.lookup, self.weights, self.square, self.last, rates["step"], rates[self.role], rates[f"{self.role} decay"],
-                             self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world)  # the mean over ranks
+                             self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world,  # the mean over ranks
+                             cautious=self.config.cautious_decay)
 
 class AdamScalars(Stateful):
     """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
@@ -1069,7 +1091,7 @@ class AdamScalars(Stateful):
         self.reduced()
         for role, part in self.parts.items():
             self.update(self.weights[part], self.grads[None, part], self.mean[part], self.square[part], rates[role], rates[f"{role} decay"],
-                        *self.rules[role].betas, self.config.adam_epsilon)
+                        *self.rules[role].betas, self.config.adam_epsilon, self.config.cautious_decay)
 
 class Optimizer:
     """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, in the
@@ -1086,7 +1108,7 @@ class Optimizer:
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
         self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
         self.sparse, self.dense = ([table for table in self.tables if table.rule.sparse == sparse] for sparse in (True, False))
-        self.averaged = [*self.banks, *self.dense]
+        self.averaged = [*self.banks, *self.dense] if config.averaged_share else []
         self.owners = [p.owner for p in model.in_order() if hasattr(p, "owner")]  # a group, once for each of its parameters
         first = next((at for at, owner in enumerate(self.owners) if owner not in self.dense), 0)
         self.early, self.late = self.owners[:first], [*dict.fromkeys(self.owners[first:])]
@@ -1177,7 +1199,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     # Gradients, at most: where autograd leaves them, where they meet, what others sent; what SparseTable gathers. Then what average_ holds.
     state += sum(item.weights.nbytes for item in (2 + several) * [optimizer.scalars, *optimizer.banks] + (1 + 2 * several) * optimizer.dense)
     gathered = 2 * preset.model.width * (sum if several else max)({stage.batch_tokens for stage in preset.stages})
-    state += gathered + 4 * max(item.average.nbytes for item in optimizer.averaged)
+    state += gathered * len(optimizer.sparse) + 4 * max((item.average.nbytes for item in optimizer.averaged), default=0)
     slot = max(stage.chunk_tokens for stage in preset.stages)
     head = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)  # logits and their gradient
     for recompute, per_token in ((False, head + {"fp8": 303_000, "bf16": 359_000}.get(ops.names["mlp"], 849_000)), (True, head + 61_000)):
@@ -1576,7 +1598,8 @@ class HostBatch:
         """The parts of `data`, a copy on some device."""
         parts = [room[:size] for room, size in zip(data.split([*map(aligned, self.sizes)]), self.sizes)]
         sampled = (parts[7].view(len(parts[8]), -1), parts[8]) if self.sizes[8] else (None, None)
-        return Documents(*parts[:3], parts[3].view(-1, 3), *parts[4:7], *sampled)
+        ngrams = parts[3].view(self.sizes[0], self.sizes[3] // self.sizes[0])
+        return Documents(*parts[:3], ngrams, *parts[4:7], *sampled)
 
 def pack(slots: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None, digest: int = 0) -> HostBatch:
     """Pack the pieces of numbered slots, one slot after the other, into the layout of HostBatch."""
@@ -1586,10 +1609,15 @@ def pack(slots: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, samp
     positions = np.arange(len(tokens)) - ends + np.repeat(lengths, lengths)
     columns, ids, certain = [np.concatenate([piece[1:] for piece in slot]) for slot in slots.values()], (), ()
     if sampled_classes:
-        drawn = (sample_classes(c, sampled_classes, model.padded_vocabulary, number, [model.vocabulary]) for number, c in zip(slots, columns))
+        copy_token = [model.vocabulary] if model.pointer_width else []
+        drawn = (sample_classes(c, sampled_classes, model.padded_vocabulary, number, copy_token) for number, c in zip(slots, columns))
         ids, certain, columns = zip(*drawn)
-    recalled = model.ngram_rows + longest_suffix_match(tokens, positions, model.padded_vocabulary)
-    ngrams = np.column_stack([hash_ngrams(tokens, positions, model.ngram_rows), recalled])
+    ngrams = np.empty((len(tokens), 0), int)
+    if model.ngram_rows:
+        ngrams = hash_ngrams(tokens, positions, model.ngram_rows)
+    if model.longest_suffix_match:
+        matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
+        ngrams = np.column_stack([ngrams, model.ngram_rows + matches])
     parts = (tokens, *sort_ids(tokens, model.padded_vocabulary), ngrams.ravel(),
              np.concatenate(columns), positions, ends - 1 - np.arange(len(tokens)), np.concatenate([*ids, ()]), certain)
     sizes = tuple(map(len, parts))
@@ -1749,14 +1777,17 @@ def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(dtype or grad.dtype)
 
-def sparse_adam_reference(grad, lookup, weights, square, last, step, rate, shrink, beta2, epsilon, scale):
+def sparse_adam_reference(grad, lookup, weights, square, last, step, rate, shrink, beta2, epsilon, scale, cautious=True):
     """One Adam step, in place, of the rows of weights [rows, D] that occur in ids [T, K] of `lookup` (group_ids). g = scale · Σ grad [T, D] of those
     that read a row; v ← β2^(step - last) v + (1 - β2) mean(g²), one number a row: square [rows]. last [rows]: when. rate, shrink: see adam_update."""
     rows, group = (ids := lookup[0]).flatten().unique(return_inverse=True)
     g = scale * embedding_grad_reference(grad.repeat_interleave(ids.size(1), 0), group, len(rows), torch.promote_types(grad.dtype, torch.float32))
     v = beta2 ** (step - last[rows]) * square[rows] + (1 - beta2) * g.square().mean(1)
     update, value = rate * g / (v.sqrt() + epsilon)[:, None], weights[rows].to(g.dtype)
-    weights[rows] = (value - update - shrink * value * (update * value > 0)).to(weights.dtype)
+    decay = shrink * value
+    if cautious:
+        decay = decay * (update * value > 0)
+    weights[rows] = (value - update - decay).to(weights.dtype)
     square[rows], last[rows] = v.to(square.dtype), step
 
 @dataclasses.dataclass(frozen=True)
@@ -2611,7 +2642,8 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, each=8, ROWS=4, 
 
 @jit
 def _sparse_adam_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ptr, weights_ptr, square_ptr, last_ptr, step_ptr, rate_ptr, shrink_ptr,
-                        beta2, epsilon, scale, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+                        beta2, epsilon, scale, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+                        CAUTIOUS: tl.constexpr):
     """One program a sorted id, idle unless it is the last of its group. Moves 4TD + 4UD bytes in bf16 for U rows. See sparse_adam_reference."""
     at, cols = tl.program_id(0), tl.arange(0, BLOCK_D)
     begin, end, row = tl.load(starts_ptr + at), tl.load(starts_ptr + at + 1), tl.load(sorted_ptr + at).to(tl.int64)
@@ -2622,7 +2654,10 @@ def _sparse_adam_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ptr
         g = scale * _sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, D, PER, RUN, ROWS, BLOCK_D)
         v = tl.exp2((step - last) * tl.log2(beta2)) * v + (1 - beta2) * tl.sum(g * g, axis=0) / D
         update = tl.load(rate_ptr) * g / (tl.sqrt(v) + epsilon)
-        value -= update + tl.load(shrink_ptr) * tl.where(update * value > 0, value, 0.0)
+        decaying = value
+        if CAUTIOUS:
+            decaying = tl.where(update * value > 0, value, 0.0)
+        value -= update + tl.load(shrink_ptr) * decaying
         tl.store(places, value.to(weights_ptr.dtype.element_ty), inside)
         tl.store(square_ptr + row, v)
         tl.store(last_ptr + row, step)
@@ -2633,9 +2668,9 @@ def group_ids(ids):
     found, order = ids.flatten().sort(stable=True)
     return ids, order, F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found)), found
 
-def sparse_adam(grad, lookup, *state, ROWS=1, num_warps=2):
+def sparse_adam(grad, lookup, *state, cautious=True, ROWS=1, num_warps=2):
     """sparse_adam_reference; 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens, an H200, with group_ids (under 0.1). More ROWS are slower."""
-    launch_groups(_sparse_adam_kernel, grad, *lookup, *state, each=1, ROWS=ROWS, num_warps=num_warps)
+    launch_groups(_sparse_adam_kernel, grad, *lookup, *state, each=1, ROWS=ROWS, num_warps=num_warps, CAUTIOUS=cautious)
 
 # ==== 10. Operator selection ==========================================================================================
 @dataclasses.dataclass(frozen=True)
@@ -3042,6 +3077,7 @@ def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dic
     numbers = attention["scale"], *attention["frequency"], *config.softcap, config.pointer_scale
     used, values = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp], (None, NGRAMS, *range(config.value_embeddings))
     return (len(counts) == 6 and all(type(n) is int and n > 0 for n in counts) and config.vocabulary < config.padded_vocabulary
+            and (config.ngram_rows == 0 or config.ngram_rows > 3)  # each half of them needs one that means: no such n-gram
             and len(numbers) == 5 + config.key_width // 4 and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
             and all(layer.skip_from in (None, *(s for s in used if s < slot)) and layer.value_embedding in values
                     for slot, layer in enumerate(config.layers)) and isinstance(validation["data"], str))
