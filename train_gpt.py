@@ -85,7 +85,8 @@ PEAK_TFLOPS = (
 # ==== 2. Configuration ================================================================================================
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer of the network. The table of layers is the only place that knows which layer does what."""
+    """One layer of the network. The table of layers is the only place that knows which layer does
+    what."""
     attention: bool = True
     mlp: bool = True
     window: str = "short"  # which of the stage's two windows its attention uses
@@ -95,7 +96,8 @@ class Layer:
 
 
 class Softcap(NamedTuple):
-    """z = softcap · σ((logit + shift) / temperature): bounded by (0, softcap), so softmax needs no running maximum."""
+    """z = softcap · σ((logit + shift) / temperature): bounded by (0, softcap), so softmax needs no
+    running maximum."""
     softcap: float = 23.0
     shift: float = 5.0  # record 54
     temperature: float = 7.5
@@ -111,16 +113,21 @@ class ModelConfig:
     ngram_rows: int  # hashed pairs and triples of tokens, added in every layer (records 62, 92); 0: none
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
-    attention_scale: float = 0.1  # times normalised queries and keys, before YaRN; narrower ones want more
-    longest_suffix_match: bool = True  # whether a third row, of what followed the same tokens, is added to these two
-    pointer_width: int = 128  # of the queries and keys that copy an earlier token, see pointer_reference; 0: no pointer
-    pointer_scale: float = 0.1  # times these, normalised
-    gate_inputs: int = 16  # channels that a gate reads (of a layer with value embedding: one half of each)
+    # Times normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels the loss
+    # is 0.005 lower at 0.13 than at 0.1, and 0.16 and 0.2 are alike.
+    attention_scale: float = 0.1
+    longest_suffix_match: bool = True  # adds a row of what followed the same tokens, see that function
+    pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
+    # Times these, normalised. With it, a window of 4096 and not 2048 tokens and the n-grams' learning
+    # rate the loss fell by 0.0025, together.
+    pointer_scale: float = 0.1
+    # Channels that a gate reads, half of them of the value embedding if there is one (record 70); not tuned.
+    gate_inputs: int = 16
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()
     pointer_window_tokens: int = 4096  # how far back it may point
-    rotary_base: float = 1024.0
+    rotary_base: float = 1024.0  # as the public records
     dtype: str = "bfloat16"  # of weights and activations; scalars and gates are float32 always
 
     @property
@@ -129,11 +136,13 @@ class ModelConfig:
 
     @property
     def table_rows(self) -> int:
-        """Rows of the n-gram table: the hashed ones, then those of `longest_suffix_match`. 0: there is no table."""
+        """Rows of the n-gram table: the hashed ones, then those of `longest_suffix_match`. 0: there
+        is no table."""
         return self.ngram_rows + self.longest_suffix_match * (3 * self.padded_vocabulary + 32)
 
 
-# Each parameter declares a role, and each role has one rule: that is how the optimizer knows what to do with it.
+# Each parameter declares a role, and each role has one rule: that is how the optimizer knows what
+# to do with it.
 @dataclasses.dataclass(frozen=True)
 class MuonRule:
     """Hidden matrices, orthogonalised one by one; the parameter says which shape they have."""
@@ -151,11 +160,13 @@ class AdamRule:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Differences in loss named here are of whole sprints, one run each (records/LOG.md): chance alone makes 0.002."""
+    """Differences in loss named here are of whole sprints, one run each (records/LOG.md): chance
+    alone makes 0.002."""
     muon_learning_rate: float = 0.023  # 0.0265: +0.0027
     muon_weight_decay: float = 1.2  # times the square of the learning rate, so it fades early (record 43)
-    # Momentum warms up from the first value to the second (record 9) and cools down at the end (record 39).
-    # Tried as the second: 0.91 +0.0008, 0.95 +0.0021, 0.97 +0.0109. The first is the public records', not tuned.
+    # Momentum warms up from the first value to the second (record 9) and cools down at the end
+    # (record 39). Tried as the second: 0.91 +0.0008, 0.95 +0.0021, 0.97 +0.0109. The first is the
+    # public records', not tuned.
     muon_momentum: tuple[float, float] = (0.85, 0.93)
     momentum_warmup_steps: int = 300  # as the public records, not tuned
     momentum_cooldown_steps: int = 50  # record 39, not tuned
@@ -163,18 +174,22 @@ class OptimizerConfig:
     orthogonalization: str = "polar-express"
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
     adam_epsilon: float = 1e-10  # record 20
-    cautious_decay: bool = True  # weights decay only where the update shrinks them (records 43, 50); False: as in AdamW
+    # Weights decay only where the update shrinks them too (records 43, 50). False: everywhere, as in AdamW.
+    cautious_decay: bool = True
     cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
-    # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
+    # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's.
+    # 0.15: +0.0033.
     final_learning_rate: float = 0.25
-    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the same time.
+    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the
+    # same time.
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
     averaging_rate: float = 0.0755
     averaged_share: float = 0.5  # of the final weights; 0: no averages are kept
-    # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004; scalars' 5 +0.003.
-    # Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and gates: record 52. First betas of tables
-    # are the public records', not tuned; the n-grams have no first moment (record 92).
+    # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004;
+    # scalars' 5 +0.003. Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and
+    # gates: record 52. First betas of tables are the public records', not tuned; the n-grams have
+    # no first moment (record 92).
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
         ("attention", MuonRule(2.0)),
         ("pointer", MuonRule(2.0)),
@@ -197,7 +212,8 @@ class Stage:
     short_window_tokens: int
     long_window_tokens: int
     learning_rate_multiplier: float = 1.0
-    # Weights of the next, second next, ... token as targets, at the first and after the last step (record 53).
+    # Weights of the next, second next, ... token as targets, at the first and after the last step
+    # (record 53).
     targets: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
     sampled_classes: int | None = None  # of the softmax, for each batch chunk, its targets included; None: all classes
     extension: bool = False  # after the scheduled steps, at the final learning rate
@@ -230,7 +246,8 @@ class Preset:
 
 EMPTY = Layer(attention=False, mlp=False)
 
-# Layer 0 is empty: the public records removed its MLP (record 30) and its attention (35). The numbers stay comparable.
+# Layer 0 is empty: the public records removed its MLP (record 30) and its attention (35). The
+# numbers stay comparable.
 LAYERS = (
     EMPTY,
     Layer(),
@@ -247,8 +264,8 @@ LAYERS = (
 
 GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**23)
 
-# One pass over 94 M tokens wants less (records/LOG.md): half the heads, narrower queries, keys and MLPs, and layers
-# 3, 8 and 10 empty. Layer 5 has no attention.
+# One pass over 94 M tokens wants less (records/LOG.md): half the heads, narrower queries, keys and
+# MLPs, and layers 3, 8 and 10 empty. Layer 5 has no attention.
 GPT_SPRINT = dataclasses.replace(
     GPT_SMALL, heads=3, key_width=64, attention_scale=0.16, mlp_width=2560, value_embeddings=3,
     layers=(
@@ -276,8 +293,8 @@ GPT_TINY = ModelConfig(
 
 def three_stages(steps: Sequence[int], extension_steps: int, batch_tokens: Sequence[int], rates: Sequence[float],
                  cap_tokens: int, sampled_classes: Sequence[int | None]) -> tuple[Stage, ...]:
-    """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
-    targets (record 53). The extension follows (record 35)."""
+    """Batches, windows and learning rates grow by stage (record 46), while the second and third
+    next token fade as targets (record 53). The extension follows (record 35)."""
     windows = (128, 384), (384, 896), (640, 1408)
     targets = (
         ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)),  # at 0.3 and not 0.5 the loss is 0.0012 lower, fading faster
@@ -299,8 +316,8 @@ PRESETS = {preset.name: preset for preset in (
                      (10_240, 14_336, 28_672)),
         train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28,
         status="speedrun: not yet run on FineWeb"),
-    # One pass over 94 M tokens in half the speedrun's batches: twice the steps lower the loss by 0.04 at the same time
-    # on one GPU (records/LOG.md).
+    # One pass over 94 M tokens in half the speedrun's batches: twice the steps lower the loss by
+    # 0.04 at the same time on one GPU (records/LOG.md).
     Preset(
         "sprint", GPT_SPRINT,
         three_stages((239, 239, 229), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072,
@@ -337,7 +354,8 @@ def stage_index(preset: Preset, step: int) -> int:
 
 
 def learning_rate(preset: Preset, step: int) -> float:
-    """Relative rate: the stage's multiplier, then a linear cooldown to the final rate, which the extension keeps."""
+    """Relative rate: the stage's multiplier, then a linear cooldown to the final rate, which the
+    extension keeps."""
     config = preset.optimizer
     stage = preset.stages[stage_index(preset, step)]
 
@@ -358,8 +376,9 @@ def muon_momentum(preset: Preset, step: int) -> float:
 
 
 def step_rates(preset: Preset, step: int) -> dict[str, float]:
-    """What an optimizer step reads: its number, Muon's learning rate and momentum, and for each role with an AdamRule
-    the step size, bias corrections included, and the share of a weight that decays."""
+    """What an optimizer step reads: its number, Muon's learning rate and momentum, and for each
+    role with an AdamRule the step size, bias corrections included, and the share of a weight that
+    decays."""
     config = preset.optimizer
     scale = learning_rate(preset, step)
     rates = {"step": step + 1.0, "muon": config.muon_learning_rate * scale, "momentum": muon_momentum(preset, step)}
@@ -375,8 +394,9 @@ def step_rates(preset: Preset, step: int) -> dict[str, float]:
 
 
 def averaging(preset: Preset, step: int) -> tuple[float, float]:
-    """(rate, share) of Optimizer.average after a step. The average moves by `rate` to the weights, which enter it first
-    with rate 1. After the last step the weights move by `share` to the average. (0, 0): nothing to do."""
+    """(rate, share) of Optimizer.average after a step. The average moves by `rate` to the weights,
+    which enter it first with rate 1. After the last step the weights move by `share` to the
+    average. (0, 0): nothing to do."""
     config = preset.optimizer
     since = step - math.ceil((1 - config.averaging_fraction) * preset.steps)
     if since < 0:
@@ -403,8 +423,9 @@ def target_weights(preset: Preset, step: int) -> list[float]:
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage.
 
-    Half of the channels are rotary dims, in pairs; the others are stationary. At each change of the long window YaRN
-    stretches the slow frequencies (less than 32 turns in the window) and sharpens the softmax (arXiv 2309.00071)."""
+    Half of the channels are rotary dims, in pairs; the others are stationary. At each change of the
+    long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens
+    the softmax (arXiv 2309.00071)."""
     model = preset.model
     frequency = model.rotary_base ** -np.linspace(0, 1, model.key_width // 4)
     scale = model.attention_scale
@@ -420,7 +441,8 @@ def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
 
 def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int], positions: int, dtype: torch.dtype,
                     device: torch.device) -> Geometry:
-    """Geometry with cosines and sines for `positions` positions; the stationary dims get angle 0."""
+    """Geometry with cosines and sines for `positions` positions; the stationary dims get angle
+    0."""
     angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
     cos = torch.from_numpy(np.cos(angle)).to(device, dtype)
     sin = torch.from_numpy(np.sin(angle)).to(device, dtype)
@@ -429,7 +451,8 @@ def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int
 
 def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device,
                     windows: tuple[int, int] | None = None) -> Geometry:
-    """Attention's geometry in a stage, or with other `windows`: the final validation looks further back (record 33)."""
+    """Attention's geometry in a stage, or with other `windows`: the final validation looks further
+    back (record 33)."""
     stage = preset.stages[index]
     windows = windows or (stage.short_window_tokens, stage.long_window_tokens)
     frequency, scale = rotary_frequencies(preset, index)
@@ -438,14 +461,16 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 
 # ==== 4. Model ========================================================================================================
 class Targets(NamedTuple):
-    """What the head has to predict for T tokens. A class index counts rows of lm_head or, if sampled, of `classes`.
+    """What the head has to predict for T tokens. A class index counts rows of lm_head or, if
+    sampled, of `classes`.
 
-    Sampled softmax: each of the batch's S chunks has P classes of its own. The first num_always are always included:
-    copy token and targets. The others are sampled and carry the importance weight (V - num_always) / (P - num_always),
-    so that the partition function is unbiased.
+    Sampled softmax: each of the batch's S chunks has P classes of its own. The first num_always are
+    always included: copy token and targets. The others are sampled and carry the importance weight
+    (V - num_always) / (P - num_always), so that the partition function is unbiased.
 
-    Copying (pointer sentinel mixture, arXiv 1609.07843): what the softmax gives to the copy token, the pointer hands on
-    to tokens that the document holds already, so p[next] gains p[copy_token] exp(log_copy)."""
+    Copying (pointer sentinel mixture, arXiv 1609.07843): what the softmax gives to the copy token,
+    the pointer hands on to tokens that the document holds already, so p[next] gains p[copy_token]
+    exp(log_copy)."""
     class_index: Tensor  # int32 [T], of the next token; -1: none
     positions: Tensor  # int32 [T], in the document, to find the tokens after the next in the same one
     weights: Tensor  # float32 [K], of the next token, the one after it, ...
@@ -455,15 +480,16 @@ class Targets(NamedTuple):
     copy_token: int = 0  # its class index
 
     def ahead(self, k: int) -> Tensor:
-        """Class index [T] of the token k further than the next, -1 where the document ends before."""
+        """Class index [T] of the token k further than the next, -1 where the document ends
+        before."""
         def later(x: Tensor) -> Tensor:
             return F.pad(x[k:], (0, min(k, len(x))), value=-1)
 
         return torch.where(later(self.positions) == self.positions + k, later(self.class_index), -1)
 
     def parts(self, size: int | None = None) -> list[tuple[slice, Targets]]:
-        """The tokens and the targets of each chunk of a sampled softmax, with classes [P] and num_always [1].
-        Without sampling: of each `size` tokens, or of all."""
+        """The tokens and the targets of each chunk of a sampled softmax, with classes [P] and
+        num_always [1]. Without sampling: of each `size` tokens, or of all."""
         tokens = len(self.class_index)
         size = size or tokens
         if self.classes is not None:
@@ -505,18 +531,22 @@ class Geometry:
 
 
 class LayerScalars(NamedTuple):
-    """A layer's four learned scalars, each [T], the same for every token. As operands with a row for each token their
-    gradients are sums over a row, in the kernel of the activation's gradient, which reads both anyway."""
-    resid_lambda: Tensor
-    x0_lambda: Tensor
-    ngram_lambda: Tensor
-    attn_scale: Tensor
+    """A layer's four learned scalars, each expanded to one value a token, [T].
+
+    So their gradients are sums over a row, made by the kernel of the activation's gradient, which reads
+    both operands anyway."""
+    resid_lambda: Tensor  # of the residual stream
+    x0_lambda: Tensor  # of the token embedding
+    ngram_lambda: Tensor  # of the n-grams' embedding; unused without that table
+    attn_scale: Tensor  # of attention's output
 
 
-# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
-# regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
+# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients
+# become ready between regions (so hooks fire during the backward pass), and attention runs between
+# them with its window as a run-time value.
 def add_mlp(x: Tensor, mlp_out: Tensor | None) -> Tensor:
-    """The residual stream after a layer. The next region that reads it adds the MLP's output: no kernel of its own."""
+    """The residual stream after a layer. The next region that reads it adds the MLP's output: no
+    kernel of its own."""
     return x if mlp_out is None else x + mlp_out
 
 
@@ -526,8 +556,9 @@ def scaled(scalar: Tensor, x: Tensor) -> Tensor:
 
 
 def injections(x0: Tensor, ngram: Tensor | None, *lambdas: Tensor) -> list[Tensor]:
-    """What enters each layer of the embeddings of the token and of the last few tokens, given (x0_lambda, ngram_lambda)
-    of each. All layers in one region, so that one kernel sums their gradients."""
+    """What enters each layer of the embeddings of the token and of the last few tokens, given
+    (x0_lambda, ngram_lambda) of each. All layers in one region, so that one kernel sums their
+    gradients."""
     injected = []
     for x0_lambda, ngram_lambda in zip(lambdas[::2], lambdas[1::2]):
         total = scaled(x0_lambda, x0)
@@ -547,11 +578,12 @@ def enter_layer(x: Tensor, mlp_out: Tensor | None, injected: Tensor, resid_lambd
 
 
 def attention_in(attn_scale: Tensor, gate: Tensor, value: Tensor | None, *entry: Tensor | None):
-    """A layer up to its projection, given the operands of enter_layer as `entry`: the stream and its norm [T, width],
-    the gates [T, H] of the heads' outputs and of the value embedding. gate [H, inputs], or [2 H, inputs] for both.
+    """A layer up to its projection, given the operands of enter_layer as `entry`: the stream and
+    its norm [T, width], the gates [T, H] of the heads' outputs and of the value embedding. gate [H,
+    inputs], or [2 H, inputs] for both.
 
-    attn_scale multiplies the gates of the outputs: on weights (record 47) it would take passes over them. Attention's
-    backward pass divides by these gates, so they are kept from zero."""
+    attn_scale multiplies the gates of the outputs: on weights (record 47) it would take passes over
+    them. Attention's backward pass divides by these gates, so they are kept from zero."""
     x = enter_layer(*entry)
     h = norm(x)
 
@@ -570,7 +602,8 @@ def attention_in(attn_scale: Tensor, gate: Tensor, value: Tensor | None, *entry:
 
 
 def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """The stream after attention, x + y out, and its norm for the MLP; y [T, H, D] gated heads, out [H D, width]."""
+    """The stream after attention, x + y out, and its norm for the MLP; y [T, H, D] gated heads, out
+    [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
     return x, norm(x)
 
@@ -582,8 +615,8 @@ def mlp_in(*entry: Tensor | None):
 
 
 def final_states(x: Tensor, mlp_out: Tensor | None, x0: Tensor, ngram: Tensor | None, gate: Tensor) -> Tensor:
-    """Normalised final states [T, width]. Both embeddings enter once more, by weights that the first channels of the
-    stream give each token."""
+    """Normalised final states [T, width]. Both embeddings enter once more, by weights that the
+    first channels of the stream give each token."""
     x = add_mlp(x, mlp_out)
     weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
     x = x + weights[:, :1] * x0
@@ -593,7 +626,8 @@ def final_states(x: Tensor, mlp_out: Tensor | None, x0: Tensor, ngram: Tensor | 
 
 
 def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
-    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W, width]."""
+    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W,
+    width]."""
     return norm(F.linear(h, weight).view(len(h), 2, -1))
 
 
@@ -618,7 +652,8 @@ def gathered(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 def make_param(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -> nn.Parameter:
-    """A parameter with its role (a key of OptimizerConfig.rules) and, for Muon, the shape of the matrices it stacks."""
+    """A parameter with its role (a key of OptimizerConfig.rules) and, for Muon, the shape of the
+    matrices it stacks."""
     parameter = nn.Parameter(tensor)
     parameter.role, parameter.matrix = role, matrix
     return parameter
@@ -656,24 +691,29 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Draw the initial weights, given zeros, as `out` and `down` stay (record 5): at first a layer only injects."""
+        """Draw the initial weights, given zeros, as `out` and `down` stay (record 5): at first a
+        layer only injects."""
         for name, parameter in self.named_parameters():
             if name in ("qkv", "up"):  # a standard deviation of width^-1/2 / 2, as the public records, not tuned
                 bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
                 parameter.uniform_(-bound, bound, generator=generator)
 
-        # resid_lambda: record 45; x0_lambda: record 9; ngram_lambda: record 62; attn_scale: record 46, not tuned.
+        # resid_lambda: record 45; x0_lambda: record 9; ngram_lambda: record 62; attn_scale: record
+        # 46, not tuned.
         self.scalars.copy_(torch.tensor((1.1, 0.0, 0.1, 0.5)))
         if self.skip_weight is not None:
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
 
     def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars, skip: Tensor | None,
                 value: Tensor | None, documents: Documents, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
-        """The stream x [T, width] after attention and, apart, the MLP's output, which the next region adds:
+        """The stream x [T, width] after attention and, apart, the MLP's output, which the next
+        region adds:
 
             x = resid_lambda (x + mlp_out + σ(skip_weight) skip) + injected
             x = x + attn_scale attention(norm(x)) out
             mlp_out = mlp(norm(x))
+
+        `value` [T, attention_width or more] is what attention adds to V, if anything.
         """
         layer = self.layer
         entry = x, mlp_out, injected, scalars.resid_lambda, skip, self.skip_weight
@@ -765,7 +805,8 @@ class GPT(nn.Module):
         return list(dict.fromkeys(p for p in parameters if p is not None))
 
     def scalars_by_token(self, tokens: int) -> list[LayerScalars]:
-        """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums their gradients."""
+        """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums
+        their gradients."""
         stacked = torch.cat([block.scalars for block in self.blocks.values()])
         rows = stacked[:, None].expand(-1, tokens).unbind()
         return [LayerScalars(*rows[start:start + 4]) for start in range(0, len(rows), 4)]
@@ -788,8 +829,8 @@ class GPT(nn.Module):
         skips = {}
         for block, own_injected, own_scalars in zip(self.blocks.values(), injected, scalars):
             layer = block.layer
-            # Looked up here and not beforehand: autograd goes back in this order, so a table's gradient leaves while
-            # earlier layers still work.
+            # Looked up here and not beforehand: autograd goes back in this order, so a table's
+            # gradient leaves while earlier layers still work.
             value = None
             if layer.value_embedding == NGRAMS:
                 value = ngram
