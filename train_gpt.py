@@ -1,26 +1,25 @@
 """Train a GPT-2-small-class language model as fast as the machine allows, in one file.
 
-    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.215 in 45.1 s on one H200 (n = 3, torch 2.11, Triton 3.6); two states
-    before in 14.3 s on four and, 3.216, in 26.7 s on two; four before, 3.216 in 9.28 s on eight. Their scripts are in the folders of records/.
-    speedrun, FineWeb: not yet run.
+    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.215 in 45.1 s
+    on one H200 (n = 3, torch 2.11, Triton 3.6).
 
 Launch
-    ./run.sh                                                     the preset this machine can run, with what it has
-    torchrun --standalone --nproc_per_node=8 train_gpt.py        one node; 4, 2 or 1 GPU train on the same tokens, accumulated
-    python train_gpt.py --preset smoke                           any computer, no network: a minute or two on two CPU cores
-
-Options (--help): --seed N, --runs N, --profile A:B, --val-every N, --stop-after N, --check, --save FILE, --eval FILE, --sample FILE "text".
+    ./run.sh                                                the preset this machine can run, with what it has
+    torchrun --standalone --nproc_per_node=8 train_gpt.py   one node; 4, 2 or 1 GPU accumulate, on the same tokens
+    python train_gpt.py --preset smoke                      any computer, no network: a minute or two on two CPU cores
+    python train_gpt.py --help                              all options
 
 Map
-    1 imports, constants      2 configuration          3 schedule            4 model                  5 optimizer
-    6 training                7 data                   8 reference operators 9 Triton kernels        10 operator selection
-   11 runtime                12 run log               13 afterwards         14 main
+    1 imports, constants     2 configuration     3 schedule        4 model            5 optimizer
+    6 training               7 data              8 reference operators                9 Triton kernels
+   10 operator selection    11 runtime          12 run log        13 afterwards      14 main
 """
 
 # ==== 1. Imports, constants ===========================================================================================
 from __future__ import annotations
 
 import argparse
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -64,32 +63,45 @@ except ImportError:  # the reference operators need no Triton
     def jit(function):
         return function
 
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024  # llm.c's token files, see data/README.md
+# The header of llm.c's token files, see data/README.md.
+SHARD_MAGIC = 20240520
+SHARD_VERSION = 1
+SHARD_HEADER_BYTES = 1024
+
 BOS = 50256  # <|endoftext|>: opens every document
-CHUNKS = 8  # a step's batch is packed into 8 slots whatever the number of ranks, so every world size sees the same tokens
+CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that every world size sees the same tokens
 FP8_PARTS = "attention", "head", "mlp"  # whose matrix products can be FP8
-NGRAMS = -1  # as a layer's value embedding: none of its own, but what embeds the last few tokens
+NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
+
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
+
 # Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
-PEAK_TFLOPS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
+PEAK_TFLOPS = (
+    ("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0),
+    ("A100", 312.0), ("L40S", 362.0))
+
 
 # ==== 2. Configuration ================================================================================================
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One slot of the network. The table of layers is the only place that knows which layer does what."""
+    """One layer of the network. The table of layers is the only place that knows which layer does
+    what."""
     attention: bool = True
     mlp: bool = True
     window: str = "short"  # which of the stage's two windows its attention uses
-    key_offset: bool = False  # the channels of K that do not turn come from the token before: induction in one layer (record 49)
+    key_offset: bool = False  # K takes its stationary dims from the token before: induction in one layer (record 49)
     value_embedding: int | None = None  # the value-embedding table added to V, or NGRAMS
-    skip_from: int | None = None  # U-Net: the earlier slot whose output enters here through a sigmoid gate
+    skip_from: int | None = None  # U-Net: the index of an earlier layer whose output enters through a sigmoid gate
+
 
 class Softcap(NamedTuple):
-    """z = softcap · σ((logit + shift) / temperature): bounded by (0, softcap), so softmax needs no running maximum."""
+    """z = softcap · σ((logit + shift) / temperature): bounded by (0, softcap), so softmax needs no
+    running maximum."""
     softcap: float = 23.0
     shift: float = 5.0  # record 54
     temperature: float = 7.5
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -98,18 +110,24 @@ class ModelConfig:
     mlp_width: int
     layers: tuple[Layer, ...]
     value_embeddings: int
-    ngram_rows: int  # of the hashed table of the last two and three tokens, added in every layer (records 62, 92)
+    ngram_rows: int  # hashed pairs and triples of tokens, added in every layer (records 62, 92); 0: none
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
-    attention_scale: float = 0.1  # what multiplies normalised queries with keys, before YaRN; shorter ones want more
-    pointer_width: int = 128  # of the head that copies an earlier token of the document, see pointer_reference
-    pointer_scale: float = 0.1  # what multiplies its normalised queries with keys
-    gate_inputs: int = 16  # channels that gates read: of a layer's input, or half of them of its value embedding; of the final state
+    # Times normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels the loss
+    # is 0.005 lower at 0.13 than at 0.1, and 0.16 and 0.2 are alike.
+    attention_scale: float = 0.1
+    longest_suffix_match: bool = True  # adds a row of what followed the same tokens, see that function
+    pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
+    # Times these, normalised. With it, a window of 4096 and not 2048 tokens and the n-grams' learning
+    # rate the loss fell by 0.0025, together.
+    pointer_scale: float = 0.1
+    # Channels that a gate reads, half of them of the value embedding if there is one (record 70); not tuned.
+    gate_inputs: int = 16
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
     softcap: Softcap = Softcap()
     pointer_window_tokens: int = 4096  # how far back it may point
-    rotary_base: float = 1024.0
+    rotary_base: float = 1024.0  # as the public records
     dtype: str = "bfloat16"  # of weights and activations; scalars and gates are float32 always
 
     @property
@@ -118,48 +136,72 @@ class ModelConfig:
 
     @property
     def table_rows(self) -> int:
-        """Of the n-gram table: the hashed ones, then those of `longest_suffix_match`."""
-        return self.ngram_rows + 3 * self.padded_vocabulary + 32
+        """Rows of the n-gram table: the hashed ones, then those of `longest_suffix_match`. 0: there
+        is no table."""
+        return self.ngram_rows + self.longest_suffix_match * (3 * self.padded_vocabulary + 32)
 
-# Roles connect parameters to their optimizer: each parameter declares one, and each role has exactly one rule.
+
+# Each parameter declares a role, and each role has one rule: that is how the optimizer knows what
+# to do with it.
 @dataclasses.dataclass(frozen=True)
 class MuonRule:
-    """Hidden matrices, orthogonalised one by one; the parameter says of which shape they are."""
+    """Hidden matrices, orthogonalised one by one; the parameter says which shape they have."""
     learning_rate_multiplier: float
+
 
 @dataclasses.dataclass(frozen=True)
 class AdamRule:
     learning_rate_multiplier: float
     betas: tuple[float, float]
-    decay: float = 0.0  # cautious, times the rate squared
+    decay: float = 0.0  # share of a weight, times the square of the learning rate
     sharded: bool = False  # large tables: each rank updates a slice of the rows
-    sparse: bool = False  # larger ones: every rank updates the few rows that a step has read, without a first moment
+    sparse: bool = False  # larger ones: every rank updates the rows that a step has read; no first moment
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    muon_learning_rate: float = 0.023
-    muon_weight_decay: float = 1.2  # cautious, times the rate twice: it fades with the square of the schedule
-    muon_momentum: tuple[float, float] = (0.85, 0.93)  # warmed up from the first to the second, cooled down again at the end
-    momentum_warmup_steps: int = 300
-    momentum_cooldown_steps: int = 50
-    second_moment_decay: float | None = 0.95  # None: plain Muon, the baseline arm
+    """Differences in loss named here are of whole sprints, one run each (records/LOG.md): chance
+    alone makes 0.002."""
+    muon_learning_rate: float = 0.023  # 0.0265: +0.0027
+    muon_weight_decay: float = 1.2  # times the square of the learning rate, so it fades early (record 43)
+    # Momentum warms up from the first value to the second (record 9) and cools down at the end
+    # (record 39). Tried as the second: 0.91 +0.0008, 0.95 +0.0021, 0.97 +0.0109. The first is the
+    # public records', not tuned.
+    muon_momentum: tuple[float, float] = (0.85, 0.93)
+    momentum_warmup_steps: int = 300  # as the public records, not tuned
+    momentum_cooldown_steps: int = 50  # record 39, not tuned
+    second_moment_decay: float | None = 0.95  # 0.98: +0.0008. None: plain Muon, the baseline arm
     orthogonalization: str = "polar-express"
-    adam_learning_rate: float = 0.008
-    adam_epsilon: float = 1e-10
-    cooldown_fraction: float = 0.7
-    final_learning_rate: float = 0.25  # a multiplier like a stage's, no share of the peak; averaging does the rest
-    averaging_fraction: float = 0.25  # of the steps, the last: a running average of matrices and dense tables (record 92)
+    adam_learning_rate: float = 0.008  # as the public records; rules multiply it
+    adam_epsilon: float = 1e-10  # record 20
+    # Weights decay only where the update shrinks them too (records 43, 50). False: everywhere, as in AdamW.
+    cautious_decay: bool = True
+    cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
+    # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's.
+    # 0.15: +0.0033.
+    final_learning_rate: float = 0.25
+    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the
+    # same time.
+    averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
     averaging_rate: float = 0.0755
-    averaged_share: float = 0.5  # of the final weights
+    averaged_share: float = 0.5  # of the final weights; 0: no averages are kept
+    # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004;
+    # scalars' 5 +0.003. Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and
+    # gates: record 52. First betas of tables are the public records', not tuned; the n-grams have
+    # no first moment (record 92).
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
-        ("attention", MuonRule(2.0)), ("pointer", MuonRule(2.0)), ("mlp_up", MuonRule(2.0)), ("mlp_down", MuonRule(4.0)),
+        ("attention", MuonRule(2.0)),
+        ("pointer", MuonRule(2.0)),
+        ("mlp_up", MuonRule(2.0)),
+        ("mlp_down", MuonRule(4.0)),
         ("embedding", AdamRule(75.0, (0.65, 0.98), sharded=True)),
         ("value_embedding", AdamRule(75.0, (0.75, 0.98), decay=0.025, sharded=True)),
         ("ngram", AdamRule(30.0, (0.0, 0.95), sparse=True)),
-        ("head", AdamRule(1.0, (0.5, 0.98), decay=0.75, sharded=True)),
-        ("scalar", AdamRule(10.0, (0.9, 0.99))), ("gate", AdamRule(1.0, (0.9, 0.99))),
-    )
+        ("lm_head", AdamRule(1.0, (0.5, 0.98), decay=0.75, sharded=True)),
+        ("scalar", AdamRule(10.0, (0.9, 0.99))),
+        ("gate", AdamRule(1.0, (0.9, 0.99))))
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -170,14 +212,16 @@ class Stage:
     short_window_tokens: int
     long_window_tokens: int
     learning_rate_multiplier: float = 1.0
-    # Weights of the next, second next, ... token as targets, at the first and after the last step of the stage (record 53).
+    # Weights of the next, second next, ... token as targets, at the first and after the last step
+    # (record 53).
     targets: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
-    sampled_classes: int | None = None  # sampled softmax: columns of the head a slot uses, its targets among them; None: all
+    sampled_classes: int | None = None  # of the softmax, for each batch chunk, its targets included; None: all classes
     extension: bool = False  # after the scheduled steps, at the final learning rate
 
     @property
     def chunk_tokens(self) -> int:
         return self.batch_tokens // CHUNKS
+
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
@@ -199,9 +243,13 @@ class Preset:
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
 
-# Slot 0 is empty: the public records removed its MLP (record 30) and its attention (35); the numbers stay comparable.
+
+EMPTY = Layer(attention=False, mlp=False)
+
+# Layer 0 is empty: the public records removed its MLP (record 30) and its attention (35). The
+# numbers stay comparable.
 LAYERS = (
-    Layer(attention=False, mlp=False),
+    EMPTY,
     Layer(),
     Layer(value_embedding=0),
     Layer(value_embedding=1),
@@ -212,88 +260,176 @@ LAYERS = (
     Layer(),
     Layer(value_embedding=2),
     Layer(value_embedding=3),
-    Layer(value_embedding=4, window="long", key_offset=True),
-)
-GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**23)
-# One pass over 94 M tokens wants less (records/LOG.md): half the heads, narrower queries, keys and MLPs, three slots and one layer's attention fewer.
-GPT_SPRINT = ModelConfig(width=768, heads=3, key_width=64, attention_scale=0.16, mlp_width=2560, value_embeddings=3, ngram_rows=2**23, layers=(
-    LAYERS[0], LAYERS[1], LAYERS[2], LAYERS[0], LAYERS[4], Layer(attention=False), LAYERS[6], LAYERS[7], LAYERS[0],
-    Layer(value_embedding=1), LAYERS[0], Layer(value_embedding=2, window="long", key_offset=True)))
-GPT_TINY = ModelConfig(width=128, heads=2, key_width=64, head_width=64, mlp_width=512, pointer_width=64, value_embeddings=3, layers=(
-    Layer(value_embedding=0), Layer(value_embedding=1, window="long", key_offset=True), Layer(attention=False, skip_from=1),
-    *2 * [Layer(value_embedding=NGRAMS)], Layer(value_embedding=2, window="long", key_offset=True)), ngram_rows=2**14, dtype="float32")
+    Layer(value_embedding=4, window="long", key_offset=True))
 
-def three_stages(steps: tuple[int, int, int], extension_steps: int, batch_tokens: tuple[int, int, int], rates: tuple[float, float, float],
-                 cap_tokens: int, sampled_classes: tuple[int | None, int | None, int | None]) -> tuple[Stage, ...]:
-    """Batches, windows and rates grow by stage (record 46) while the second and third next token fade as targets (53); then the extension (35)."""
+GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**23)
+
+# One pass over 94 M tokens wants less (records/LOG.md): half the heads, narrower queries, keys and
+# MLPs, and layers 3, 8 and 10 empty. Layer 5 has no attention.
+GPT_SPRINT = dataclasses.replace(
+    GPT_SMALL, heads=3, key_width=64, attention_scale=0.16, mlp_width=2560, value_embeddings=3,
+    layers=(
+        *LAYERS[:3],
+        EMPTY,
+        LAYERS[4],
+        Layer(attention=False),
+        *LAYERS[6:8],
+        EMPTY,
+        Layer(value_embedding=1),
+        EMPTY,
+        Layer(value_embedding=2, window="long", key_offset=True)))
+
+GPT_TINY = ModelConfig(
+    width=128, heads=2, key_width=64, head_width=64, mlp_width=512, pointer_width=64, value_embeddings=3,
+    ngram_rows=2**14, dtype="float32",
+    layers=(
+        Layer(value_embedding=0),
+        Layer(value_embedding=1, window="long", key_offset=True),
+        Layer(attention=False, skip_from=1),
+        Layer(value_embedding=NGRAMS),
+        Layer(value_embedding=NGRAMS),
+        Layer(value_embedding=2, window="long", key_offset=True)))
+
+
+def three_stages(steps: Sequence[int], extension_steps: int, batch_tokens: Sequence[int], rates: Sequence[float],
+                 cap_tokens: int, sampled_classes: Sequence[int | None]) -> tuple[Stage, ...]:
+    """Batches, windows and learning rates grow by stage (record 46), while the second and third
+    next token fade as targets (record 53). The extension follows (record 35)."""
     windows = (128, 384), (384, 896), (640, 1408)
-    targets = ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)), ((1.0, 0.3), (1.0, 0.0)), ((1.0,), (1.0,))
-    return (*(Stage(n, batch, cap_tokens, *window, rate, target, drawn)
-              for n, batch, window, rate, target, drawn in zip(steps, batch_tokens, windows, rates, targets, sampled_classes)),
-            Stage(extension_steps, batch_tokens[-1], cap_tokens, 768, 1664, rates[-1], sampled_classes=sampled_classes[-1], extension=True))
+    targets = (
+        ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)),  # at 0.3 and not 0.5 the loss is 0.0012 lower, fading faster
+        ((1.0, 0.3), (1.0, 0.0)),
+        ((1.0,), (1.0,)))
+
+    stages = []
+    for n, batch, window, rate, target, classes in zip(steps, batch_tokens, windows, rates, targets, sampled_classes):
+        stages.append(Stage(n, batch, cap_tokens, *window, rate, target, classes))
+    extension = dataclasses.replace(
+        stages[-1], steps=extension_steps, short_window_tokens=768, long_window_tokens=1664, extension=True)
+    return (*stages, extension)
+
 
 PRESETS = {preset.name: preset for preset in (
-    Preset("speedrun", GPT_SMALL, three_stages((400, 400, 400), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072, (10_240, 14_336, 28_672)),
-           train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28, status="speedrun: not yet run on FineWeb"),
-    # One pass over 94 M tokens. Half the batch of the speedrun: twice the steps lower the loss by 0.04 at the same time on one GPU (records/LOG.md).
-    Preset("sprint", GPT_SPRINT, three_stages((239, 239, 229), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072, (6144, 10_240, 14_336)),
-           train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
-    Preset("smoke", GPT_TINY, (Stage(30, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), sampled_classes=4096),
-                               Stage(27, 1024, 256, 128, 256, sampled_classes=8192), Stage(3, 1024, 256, 128, 256, extension=True)),
-           OptimizerConfig(momentum_warmup_steps=30, momentum_cooldown_steps=8, cooldown_fraction=0.55, averaging_interval_steps=1), "data/sample",
-           train_tokens=10_000_000, val_tokens=8192, val_window_tokens=2048, val_windows_tokens=(128, 512), log_every_steps=10,
-           status="smoke: practice on a small public-domain sample, never on a leaderboard"),
-    Preset("smoke-gpu", dataclasses.replace(GPT_SMALL, ngram_rows=2**20), (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
-           OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5), "data/sample", train_tokens=10_000_000,
-           val_tokens=65_536, val_window_tokens=65_536, val_windows_tokens=(384, 1408), log_every_steps=5,
-           status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
+    Preset(
+        "speedrun", GPT_SMALL,
+        three_stages((400, 400, 400), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072,
+                     (10_240, 14_336, 28_672)),
+        train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28,
+        status="speedrun: not yet run on FineWeb"),
+    # One pass over 94 M tokens in half the speedrun's batches: twice the steps lower the loss by
+    # 0.04 at the same time on one GPU (records/LOG.md).
+    Preset(
+        "sprint", GPT_SPRINT,
+        three_stages((239, 239, 229), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072,
+                     (6144, 10_240, 14_336)),
+        train_tokens=94_000_000, val_tokens=2_097_152,
+        status="sprint: at most one pass over one shard"),
+    Preset(
+        "smoke", GPT_TINY,
+        (Stage(30, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), sampled_classes=4096),
+         Stage(27, 1024, 256, 128, 256, sampled_classes=8192),
+         Stage(3, 1024, 256, 128, 256, extension=True)),
+        OptimizerConfig(momentum_warmup_steps=30, momentum_cooldown_steps=8, cooldown_fraction=0.55,
+                        averaging_interval_steps=1),
+        "data/sample", train_tokens=10_000_000, val_tokens=8192, val_window_tokens=2048,
+        val_windows_tokens=(128, 512), log_every_steps=10,
+        status="smoke: practice on a small public-domain sample, never on a leaderboard"),
+    Preset(
+        "smoke-gpu", dataclasses.replace(GPT_SMALL, ngram_rows=2**20),
+        (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
+        OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5),
+        "data/sample", train_tokens=10_000_000, val_tokens=65_536, val_window_tokens=65_536,
+        val_windows_tokens=(384, 1408), log_every_steps=5,
+        status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
 )}
+
 
 # ==== 3. Schedule: pure functions of the step =========================================================================
 def stage_index(preset: Preset, step: int) -> int:
-    return [index for index, stage in enumerate(preset.stages) for _ in range(stage.steps)][step]
+    """The index of the stage that holds a step (0-based); IndexError after the last step."""
+    ends = list(itertools.accumulate(stage.steps for stage in preset.stages))
+    if step >= ends[-1]:
+        raise IndexError(f"step {step} of {ends[-1]}")
+    return bisect.bisect_right(ends, step)
+
 
 def learning_rate(preset: Preset, step: int) -> float:
-    """Relative rate: the stage's multiplier, then a linear cool-down to the final rate, which the extension keeps."""
-    config, stage = preset.optimizer, preset.stages[stage_index(preset, step)]
-    left = 0.0 if stage.extension else min((1 - step / sum(s.steps for s in preset.stages if not s.extension)) / config.cooldown_fraction, 1.0)
-    return stage.learning_rate_multiplier * left + config.final_learning_rate * (1 - left)
+    """Relative rate: the stage's multiplier, then a linear cooldown to the final rate, which the
+    extension keeps."""
+    config = preset.optimizer
+    stage = preset.stages[stage_index(preset, step)]
+
+    share = 0.0  # of the stage's multiplier; the rest is the final rate's
+    if not stage.extension:
+        scheduled = sum(s.steps for s in preset.stages if not s.extension)
+        share = min((1 - step / scheduled) / config.cooldown_fraction, 1.0)
+    return stage.learning_rate_multiplier * share + config.final_learning_rate * (1 - share)
+
 
 def muon_momentum(preset: Preset, step: int) -> float:
     """Low while gradients still turn quickly (start) and while they are averaged anyway (end)."""
-    config, (low, high) = preset.optimizer, preset.optimizer.muon_momentum
-    warm, cool = step / config.momentum_warmup_steps, (preset.steps - step) / config.momentum_cooldown_steps
+    config = preset.optimizer
+    low, high = config.muon_momentum
+    warm = step / config.momentum_warmup_steps
+    cool = (preset.steps - step) / config.momentum_cooldown_steps
     return low + (high - low) * min(warm, cool, 1.0)
 
+
 def step_rates(preset: Preset, step: int) -> dict[str, float]:
-    """Everything an optimizer step reads: its number, Muon's rate and momentum, and Adam's step size by role, bias corrections included."""
-    config, scale = preset.optimizer, learning_rate(preset, step)
+    """What an optimizer step reads: its number, Muon's learning rate and momentum, and for each
+    role with an AdamRule the step size, bias corrections included, and the share of a weight that
+    decays."""
+    config = preset.optimizer
+    scale = learning_rate(preset, step)
     rates = {"step": step + 1.0, "muon": config.muon_learning_rate * scale, "momentum": muon_momentum(preset, step)}
+
     for role, rule in config.rules:
         if isinstance(rule, AdamRule):
             beta1, beta2 = rule.betas
-            correction = math.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
+            bias_correction = math.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
             rate = config.adam_learning_rate * rule.learning_rate_multiplier * scale
-            rates |= {role: rate * correction, f"{role} decay": rate**2 * rule.decay}
+            rates[role] = rate * bias_correction
+            rates[f"{role} decay"] = rate**2 * rule.decay
     return rates
 
+
 def averaging(preset: Preset, step: int) -> tuple[float, float]:
-    """What Optimizer.average takes after a step: a rate, 1 for the first weights that enter and 0 between two; a share, 0 until the last step."""
+    """(rate, share) of Optimizer.average after a step. The average moves by `rate` to the weights,
+    which enter it first with rate 1. After the last step the weights move by `share` to the
+    average. (0, 0): nothing to do."""
     config = preset.optimizer
     since = step - math.ceil((1 - config.averaging_fraction) * preset.steps)
-    enters = since >= 0 and since % config.averaging_interval_steps == 0
-    return (config.averaging_rate if since else 1.0) * enters, config.averaged_share * (since >= 0 and step + 1 == preset.steps)
+    if since < 0:
+        return 0.0, 0.0
+
+    rate = 0.0
+    if since == 0:
+        rate = 1.0
+    elif since % config.averaging_interval_steps == 0:
+        rate = config.averaging_rate
+    share = config.averaged_share if step + 1 == preset.steps else 0.0
+    return rate, share
+
 
 def target_weights(preset: Preset, step: int) -> list[float]:
     """Weights of the coming tokens as targets: linear between the two ends of the stage."""
-    stage = preset.stages[index := stage_index(preset, step)]
-    passed = (step - sum(s.steps for s in preset.stages[:index])) / stage.steps
+    index = stage_index(preset, step)
+    stage = preset.stages[index]
+    steps_before = sum(s.steps for s in preset.stages[:index])
+    passed = (step - steps_before) / stage.steps
     return [start + passed * (end - start) for start, end in zip(*stage.targets)]
 
+
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
-    """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage. Half of the channels turn, in pairs. At each
-    change of the long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens the softmax (arXiv 2309.00071)."""
-    frequency, scale = preset.model.rotary_base ** -np.linspace(0, 1, preset.model.key_width // 4), preset.model.attention_scale
+    """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage.
+
+    Half of the channels are rotary dims, in pairs; the others are stationary. At each change of the
+    long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens
+    the softmax (arXiv 2309.00071)."""
+    model = preset.model
+    frequency = model.rotary_base ** -np.linspace(0, 1, model.key_width // 4)
+    scale = model.attention_scale
+
     windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
     for old, new in zip(windows, windows[1:]):
         turns = old * frequency / (2 * math.pi)
@@ -302,120 +438,198 @@ def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
         scale *= 0.2 * math.log(new / old) + 1
     return frequency, scale
 
+
 def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int], positions: int, dtype: torch.dtype,
                     device: torch.device) -> Geometry:
-    """Geometry with cosines and sines for `positions` positions; the channels that do not turn get angle 0."""
+    """Geometry with cosines and sines for `positions` positions; the stationary dims get angle
+    0."""
     angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
-    cos, sin = (torch.from_numpy(table).to(device, dtype) for table in (np.cos(angle), np.sin(angle)))
+    cos = torch.from_numpy(np.cos(angle)).to(device, dtype)
+    sin = torch.from_numpy(np.sin(angle)).to(device, dtype)
     return Geometry(dict(zip(("short", "long"), windows)), scale, cos, sin)
 
-def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device, windows: tuple[int, int] | None = None) -> Geometry:
-    """Attention's geometry in a stage, or with other `windows`: the final validation looks further back (record 33)."""
+
+def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device,
+                    windows: tuple[int, int] | None = None) -> Geometry:
+    """Attention's geometry in a stage, or with other `windows`: the final validation looks further
+    back (record 33)."""
     stage = preset.stages[index]
     windows = windows or (stage.short_window_tokens, stage.long_window_tokens)
-    return geometry_tables(*rotary_frequencies(preset, index), windows, positions, getattr(torch, preset.model.dtype), device)
+    frequency, scale = rotary_frequencies(preset, index)
+    return geometry_tables(frequency, scale, windows, positions, getattr(torch, preset.model.dtype), device)
+
 
 # ==== 4. Model ========================================================================================================
 class Targets(NamedTuple):
-    """What the head has to predict, on the device; all int32 but weights and log_copy. columns [T]: where in the head the next token is
-    (-1: nowhere). positions [T], to find the tokens after the next in the same document. weights [K] float32: of the next token, the one after it,
-    ... candidates [S, P]: ids of the only columns of the head that the S equal parts of the batch use (the columns above index these); None: all.
-    certain [S]: so many, the first, are targets; each other one, met on a walk over the vocabulary, stands for (V - certain) / (P - certain) columns.
-    log_copy [T] float32, of pointer_reference, or None: the next token's share of column `spare`; p[next] gains p[spare] exp(log_copy)."""
-    class_index: Tensor
-    positions: Tensor
-    weights: Tensor
-    classes: Tensor | None = None
-    num_always: Tensor | None = None
-    log_copy: Tensor | None = None
-    spare: int = 0
+    """What the head has to predict for T tokens. A class index counts rows of lm_head or, if
+    sampled, of `classes`.
+
+    Sampled softmax: each of the batch's S chunks has P classes of its own. The first num_always are
+    always included: copy token and targets. The others are sampled and carry the importance weight
+    (V - num_always) / (P - num_always), so that the partition function is unbiased.
+
+    Copying (pointer sentinel mixture, arXiv 1609.07843): what the softmax gives to the copy token,
+    the pointer hands on to tokens that the document holds already, so p[next] gains p[copy_token]
+    exp(log_copy)."""
+    class_index: Tensor  # int32 [T], of the next token; -1: none
+    positions: Tensor  # int32 [T], in the document, to find the tokens after the next in the same one
+    weights: Tensor  # float32 [K], of the next token, the one after it, ...
+    classes: Tensor | None = None  # int32 [S, P], ids of the sampled softmax; None: all
+    num_always: Tensor | None = None  # int32 [S]
+    log_copy: Tensor | None = None  # float32 [T], ln of the next token's share of the copy token, see pointer_reference
+    copy_token: int = 0  # its class index
 
     def ahead(self, k: int) -> Tensor:
-        """Columns [T] of the token k further than the next, -1 where the document ends before."""
-        columns, later = (F.pad(x[k:], (0, min(k, len(x))), value=-1) for x in (self.class_index, self.positions))
-        return torch.where(later == self.positions + k, columns, -1)
+        """Class index [T] of the token k further than the next, -1 where the document ends
+        before."""
+        def later(x: Tensor) -> Tensor:
+            return F.pad(x[k:], (0, min(k, len(x))), value=-1)
+
+        return torch.where(later(self.positions) == self.positions + k, later(self.class_index), -1)
 
     def parts(self, size: int | None = None) -> list[tuple[slice, Targets]]:
-        """Rows of each part of the batch, and its targets, with candidates [P] and certain [1]; without them parts of `size` rows, None: one part."""
-        size = (size or len(self.class_index)) if self.classes is None else len(self.class_index) // len(self.classes)
-        rows = [slice(start, start + size) for start in range(0, len(self.class_index), size)]
-        sampled = [(None, None)] * len(rows) if self.classes is None else zip(self.classes, self.num_always[:, None])
-        copies = [None if self.log_copy is None else self.log_copy[r] for r in rows]
-        return [(r, Targets(self.class_index[r], self.positions[r], self.weights, *s, c, self.spare)) for r, s, c in zip(rows, sampled, copies)]
+        """The tokens and the targets of each chunk of a sampled softmax, with classes [P] and
+        num_always [1]. Without sampling: of each `size` tokens, or of all."""
+        tokens = len(self.class_index)
+        size = size or tokens
+        if self.classes is not None:
+            size = tokens // len(self.classes)
+
+        parts = []
+        for chunk, start in enumerate(range(0, tokens, size)):
+            span = slice(start, start + size)
+            part = self._replace(class_index=self.class_index[span], positions=self.positions[span])
+            if self.classes is not None:
+                part = part._replace(classes=self.classes[chunk], num_always=self.num_always[chunk, None])
+            if self.log_copy is not None:
+                part = part._replace(log_copy=self.log_copy[span])
+            parts.append((span, part))
+        return parts
+
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """A packed batch of T tokens on the device; every tensor is int32. tokens [T]: rows of the embedding tables; order [T] and starts [rows + 1]
-    group them, see sort_ids. ngrams [T, 3]: rows of the n-gram table. columns, candidates, certain: see Targets. positions, remaining [T]: how many
-    tokens of its document (or of the part of it that this batch holds) are before a token, and after it."""
-    tokens: Tensor
-    order: Tensor
-    starts: Tensor
-    ngrams: Tensor
-    class_index: Tensor
-    positions: Tensor
-    remaining: Tensor
+    """A packed batch of T tokens on the device; every tensor is int32."""
+    tokens: Tensor  # [T], ids
+    order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
+    starts: Tensor  # [ids + 1], where each id's group starts in `order`
+    ngrams: Tensor  # [T, 0 to 3], rows of the n-gram table: two hashed ones, one of the longest suffix match
+    class_index: Tensor  # see Targets, as `classes` and `num_always`
+    positions: Tensor  # [T], how many tokens of its document are before a token
+    remaining: Tensor  # [T], how many are after it; the batch may hold only a part of a document, which then counts
     classes: Tensor | None
     num_always: Tensor | None
 
+
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """What attention needs from the schedule: windows in tokens, softmax scale, rotary tables [positions, key_width / 2]."""
-    windows: dict[str, int]  # "short" and "long"
-    scale: float
-    cos: Tensor
-    sin: Tensor
+    """What attention needs from the schedule."""
+    windows: dict[str, int]  # "short" and "long", in tokens
+    scale: float  # of the softmax
+    cos: Tensor  # [positions, key_width / 2]
+    sin: Tensor  # alike
 
-# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
-# regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
-def updated(x: Tensor, update: Tensor | None) -> Tensor:
-    """The residual stream after a layer. Who reads it next adds the MLP's update: no kernel of its own."""
-    return x if update is None else x + update
 
-def scaled(weight: Tensor, x: Tensor) -> Tensor:
-    """x [T, width] times a weight given by rows [T], float32: its gradient is then summed by rows, in the kernel of x's, which reads both anyway."""
-    return weight[:, None] * x
+class LayerScalars(NamedTuple):
+    """A layer's four learned scalars, each expanded to one value a token, [T].
 
-def layer_inputs(x0: Tensor, ngram: Tensor, *weights: Tensor) -> list[Tensor]:
-    """What each layer adds to its stream, of the embedding x0 and that of the last few tokens: at once, so that one kernel sums their gradients."""
-    return [(scaled(w, x0) + scaled(v, ngram)).to(x0.dtype) for w, v in zip(weights[::2], weights[1::2])]
+    So their gradients are sums over a row, made by the kernel of the activation's gradient, which reads
+    both operands anyway."""
+    resid_lambda: Tensor  # of the residual stream
+    x0_lambda: Tensor  # of the token embedding
+    ngram_lambda: Tensor  # of the n-grams' embedding; unused without that table
+    attn_scale: Tensor  # of attention's output
 
-def enter_layer(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
-    """Residual stream at the start of a layer: the U-Net skip, then layer_inputs' mix."""
-    x = updated(x, update)
+
+# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients
+# become ready between regions (so hooks fire during the backward pass), and attention runs between
+# them with its window as a run-time value.
+def add_mlp(x: Tensor, mlp_out: Tensor | None) -> Tensor:
+    """The residual stream after a layer. The next region that reads it adds the MLP's output: no
+    kernel of its own."""
+    return x if mlp_out is None else x + mlp_out
+
+
+def scaled(scalar: Tensor, x: Tensor) -> Tensor:
+    """x [T, width] times one of LayerScalars [T], in float32."""
+    return scalar[:, None] * x
+
+
+def injections(x0: Tensor, ngram: Tensor | None, *lambdas: Tensor) -> list[Tensor]:
+    """What enters each layer of the embeddings of the token and of the last few tokens, given
+    (x0_lambda, ngram_lambda) of each. All layers in one region, so that one kernel sums their
+    gradients."""
+    injected = []
+    for x0_lambda, ngram_lambda in zip(lambdas[::2], lambdas[1::2]):
+        total = scaled(x0_lambda, x0)
+        if ngram is not None:
+            total = total + scaled(ngram_lambda, ngram)
+        injected.append(total.to(x0.dtype))
+    return injected
+
+
+def enter_layer(x: Tensor, mlp_out: Tensor | None, injected: Tensor, resid_lambda: Tensor, skip: Tensor | None,
+                skip_weight: Tensor | None) -> Tensor:
+    """x = resid_lambda (x + mlp_out + σ(skip_weight) skip) + injected."""
+    x = add_mlp(x, mlp_out)
     if skip is not None:
         x = x + scaled(torch.sigmoid(skip_weight).expand(len(x)), skip)
-    return (scaled(weight, x) + mix).to(mix.dtype)
+    return (scaled(resid_lambda, x) + injected).to(injected.dtype)
 
-def attention_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None, value: Tensor | None,
-                 scale: Tensor, gate: Tensor):
-    """Up to the projection: residual stream and normalised [T, width], gates [T, H] of heads' outputs and value embedding. The layer's scale
-    [T], by rows as `weight` is, is on the outputs' gates, which must be > 0: on the weights (record 47) it would take passes over them."""
-    x = enter_layer(x, update, mix, weight, skip, skip_weight)
-    h, inputs = norm(x), gate.size(1)  # value is read without a gradient, which would be a pass over all of it
-    read = h[:, :inputs] if value is None else torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)
-    gates, *value_gates = torch.sigmoid(F.linear(read, gate.to(h.dtype))).chunk(1 if value is None else 2, dim=1)
-    return x, h, (scale.abs()[:, None] * gates).clamp(min=2.0 ** -20), 4 * value_gates[0] if value_gates else None  # attention divides by the former
+
+def attention_in(attn_scale: Tensor, gate: Tensor, value: Tensor | None, *entry: Tensor | None):
+    """A layer up to its projection, given the operands of enter_layer as `entry`: the stream and
+    its norm [T, width], the gates [T, H] of the heads' outputs and of the value embedding. gate [H,
+    inputs], or [2 H, inputs] for both.
+
+    attn_scale multiplies the gates of the outputs: on weights (record 47) it would take passes over
+    them. Attention's backward pass divides by these gates, so they are kept from zero."""
+    x = enter_layer(*entry)
+    h = norm(x)
+
+    inputs = gate.size(1)
+    if value is None:
+        gate_inputs = h[:, :inputs]
+    else:  # detached: a gradient through the gates would be a pass over the whole value embedding
+        gate_inputs = torch.cat([h[:, :inputs // 2], value[:, :inputs // 2].detach()], dim=1)
+    gates = torch.sigmoid(F.linear(gate_inputs, gate.to(h.dtype)))
+
+    value_gates = None
+    if value is not None:
+        gates, value_gates = gates.chunk(2, dim=1)
+        value_gates = 4 * value_gates
+    return x, h, scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20), value_gates
+
 
 def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Output projection, out [H D, width], of the gated heads' outputs y [T, H, D], residual: the stream, and normalised for the MLP."""
+    """The stream after attention, x + y out, and its norm for the MLP; y [T, H, D] gated heads, out
+    [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
     return x, norm(x)
 
-def mlp_in(x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, skip: Tensor | None, skip_weight: Tensor | None):
-    """A layer without attention up to its MLP: the stream, and normalised, both [T, width]."""
-    x = enter_layer(x, update, mix, weight, skip, skip_weight)
+
+def mlp_in(*entry: Tensor | None):
+    """A layer without attention up to its MLP: the stream and its norm, both [T, width]."""
+    x = enter_layer(*entry)
     return x, norm(x)
 
-def final_states(x: Tensor, update: Tensor | None, x0: Tensor, ngram: Tensor, gate: Tensor) -> Tensor:
-    """RMSNorm [T, width] of the stream, with embedding and n-grams once more, by weights that its first channels, normalised, give each token."""
-    x = updated(x, update)
+
+def final_states(x: Tensor, mlp_out: Tensor | None, x0: Tensor, ngram: Tensor | None, gate: Tensor) -> Tensor:
+    """Normalised final states [T, width]. Both embeddings enter once more, by weights that the
+    first channels of the stream give each token."""
+    x = add_mlp(x, mlp_out)
     weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
-    return norm(x + weights[:, :1] * x0 + weights[:, 1:] * ngram)
+    x = x + weights[:, :1] * x0
+    if ngram is not None:
+        x = x + weights[:, 1:] * ngram
+    return norm(x)
+
 
 def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
-    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W, width]."""
+    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W,
+    width]."""
     return norm(F.linear(h, weight).view(len(h), 2, -1))
+
 
 class EmbeddingLookup(torch.autograd.Function):
     """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to table.receive;
@@ -430,6 +644,7 @@ class EmbeddingLookup(torch.autograd.Function):
         ctx.table.receive(grad, *ctx.lookup)
         return (None,) * (2 + len(ctx.lookup))
 
+
 def gathered(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter, once the other ranks' parts of its last update are here."""
     if owner := getattr(parameter, "owner", None):
@@ -437,122 +652,214 @@ def gathered(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 def make_param(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -> nn.Parameter:
-    """A parameter with its role (a key of OptimizerConfig.rules) and, for Muon, the shape of the matrices it stacks."""
+    """A parameter with its role (a key of OptimizerConfig.rules) and, for Muon, the shape of the
+    matrices it stacks."""
     parameter = nn.Parameter(tensor)
     parameter.role, parameter.matrix = role, matrix
     return parameter
 
+
 class Block(nn.Module):
-    """The parameters of one layer and the order of its regions. Gives the stream and, apart, the MLP's update, see `updated`."""
-    def __init__(self, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
+    """The parameters of one layer and the order of its regions."""
+    def __init__(self, index: int, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
         super().__init__()
-        self.layer, self.ops, self.heads = layer, ops, config.heads
-        width, matrix = config.width, (config.heads * math.gcd(config.key_width, config.head_width), config.width)
-        self.weights = make_param("scalar", empty(4, dtype=torch.float32))  # of the stream, x0, the n-grams, attention
-        self.skip_weight = make_param("scalar", empty((), dtype=torch.float32)) if layer.skip_from is not None else None
+        self.index = index
+        self.layer = layer
+        self.ops = ops
+        self.heads = heads = config.heads
+        width = config.width
+
+        self.scalars = make_param("scalar", empty(4, dtype=torch.float32))  # LayerScalars
+        self.skip_weight = None
+        if layer.skip_from is not None:
+            self.skip_weight = make_param("scalar", empty((), dtype=torch.float32))
         if layer.attention:
-            self.qkv = make_param("attention", empty(2 * config.heads * config.key_width + config.attention_width, width), matrix)
-            self.out = make_param("attention", empty(config.attention_width, width), matrix)  # as q, k, v lie: one bank for all
-            gates = config.heads * (1 if layer.value_embedding is None else 2)  # of the heads' outputs, then of the value embedding
+            matrix = heads * math.gcd(config.key_width, config.head_width), width  # one bank for q, k, v and out
+            qkv_width = 2 * heads * config.key_width + config.attention_width
+            self.qkv = make_param("attention", empty(qkv_width, width), matrix)
+            self.out = make_param("attention", empty(config.attention_width, width), matrix)
+            gates = heads if layer.value_embedding is None else 2 * heads
             self.gate = make_param("gate", empty(gates, config.gate_inputs, dtype=torch.float32))
         if layer.mlp:
-            self.up = make_param("mlp_up", empty(config.mlp_width, width), (config.mlp_width, width))
-            self.down = make_param("mlp_down", empty(config.mlp_width, width), (config.mlp_width, width))
-        self.attention_in, self.attention_out, self.mlp_in = map(ops.compile, (attention_in, attention_out, mlp_in))
+            shape = config.mlp_width, width
+            self.up = make_param("mlp_up", empty(shape), shape)
+            self.down = make_param("mlp_down", empty(shape), shape)
+
+        self.attention_in = ops.compile(attention_in)
+        self.attention_out = ops.compile(attention_out)
+        self.mlp_in = ops.compile(mlp_in)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        initial = {"weights": (1.1, 0.0, 0.1, 0.5), "skip_weight": -1.5}  # the others 0
+        """Draw the initial weights, given zeros, as `out` and `down` stay (record 5): at first a
+        layer only injects."""
         for name, parameter in self.named_parameters():
-            if name in ("qkv", "up"):
+            if name in ("qkv", "up"):  # a standard deviation of width^-1/2 / 2, as the public records, not tuned
                 bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
                 parameter.uniform_(-bound, bound, generator=generator)
-            else:
-                parameter.copy_(torch.tensor(initial.get(name, 0.0)))
 
-    def forward(self, x: Tensor, update: Tensor | None, mix: Tensor, weight: Tensor, scale: Tensor, skip: Tensor | None,
+        # resid_lambda: record 45; x0_lambda: record 9; ngram_lambda: record 62; attn_scale: record
+        # 46, not tuned.
+        self.scalars.copy_(torch.tensor((1.1, 0.0, 0.1, 0.5)))
+        if self.skip_weight is not None:
+            self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
+
+    def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars, skip: Tensor | None,
                 value: Tensor | None, documents: Documents, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+        """The stream x [T, width] after attention and, apart, the MLP's output, which the next
+        region adds:
+
+            x = resid_lambda (x + mlp_out + σ(skip_weight) skip) + injected
+            x = x + attn_scale attention(norm(x)) out
+            mlp_out = mlp(norm(x))
+
+        `value` [T, attention_width or more] is what attention adds to V, if anything.
+        """
         layer = self.layer
+        entry = x, mlp_out, injected, scalars.resid_lambda, skip, self.skip_weight
+
         if layer.attention:
-            x, h, gates, value_gates = self.attention_in(x, update, mix, weight, skip, self.skip_weight, value, scale, self.gate)
-            turn = documents.positions, geometry.cos, geometry.sin
-            q, k, v = self.ops.project_heads(h, gathered(self.qkv), value, value_gates, *turn, self.heads, layer.key_offset)
-            y = self.ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
+            x, h, gates, value_gates = self.attention_in(scalars.attn_scale, self.gate, value, *entry)
+            q, k, v = self.ops.project_heads(
+                h, gathered(self.qkv), value, value_gates, documents.positions, geometry.cos, geometry.sin,
+                self.heads, layer.key_offset)
+            window = geometry.windows[layer.window]
+            y = self.ops.attention(q, k, v, documents, window, geometry.scale, gates)
             x, h = self.attention_out(x, y, gathered(self.out))
         else:
-            x, h = self.mlp_in(x, update, mix, weight, skip, self.skip_weight)
-        return x, self.ops.mlp(h, gathered(self.up), gathered(self.down)) if layer.mlp else None
+            x, h = self.mlp_in(*entry)
+
+        mlp_out = None
+        if layer.mlp:
+            mlp_out = self.ops.mlp(h, gathered(self.up), gathered(self.down))
+        return x, mlp_out
+
 
 class GPT(nn.Module):
     """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch."""
     def __init__(self, config: ModelConfig, ops: Ops, device: torch.device):
         super().__init__()
-        self.config, self.ops = config, ops
-        if config.attention_width > config.width:  # values of n-grams are channels of the stream
-            fail("heads * head_width", f"at most the model's width, {config.width}", config.attention_width, "fewer heads, or narrower ones")
-        empty = functools.partial(torch.empty, device=device)
-        weight = functools.partial(empty, dtype=getattr(torch, config.dtype))
+        self.config = config
+        self.ops = ops
+        width = config.width
+        if config.attention_width > width:  # values of n-grams are channels of the stream
+            fail("heads * head_width", f"at most the model's width, {width}", config.attention_width,
+                 "fewer heads, or narrower ones")
+
+        weight = functools.partial(torch.empty, device=device, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)
-        self.embedding = make_param("embedding", table(config.width))
-        self.ngram = make_param("ngram", weight(config.table_rows, config.width))
+        self.embedding = make_param("embedding", table(width))
+        self.ngram = make_param("ngram", weight(config.table_rows, width)) if config.table_rows else None
+        self.blocks = nn.ModuleDict()
+        for index, layer in enumerate(config.layers):
+            if layer.value_embedding == NGRAMS and not config.ngram_rows:
+                layer = dataclasses.replace(layer, value_embedding=None)
+            if layer.attention or layer.mlp:
+                self.blocks[str(index)] = Block(index, layer, config, weight, ops)
         self.skip_sources = {layer.skip_from for layer in config.layers}
-        self.blocks = nn.ModuleDict({str(slot): Block(layer, config, weight, ops)
-                                     for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp})
-        self.value_embeddings = nn.ParameterList(make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
-        self.head = make_param("head", table(config.width))
-        self.pointer = make_param("pointer", weight(2 * config.pointer_width, config.width), (config.pointer_width, config.width))
-        self.final_gate = make_param("gate", empty(2, config.gate_inputs, dtype=torch.float32))
-        self.norm, self.layer_inputs, self.final_states, self.pointer_in = map(ops.compile, (norm, layer_inputs, final_states, pointer_in))
-        self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))  # 2^31 elements and more
+        self.value_embeddings = nn.ParameterList(
+            make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
+        self.lm_head = make_param("lm_head", table(width))
+        self.pointer = None
+        if config.pointer_width:
+            shape = config.pointer_width, width
+            self.pointer = make_param("pointer", weight(2 * config.pointer_width, width), shape)
+        embeddings = 2 if config.table_rows else 1
+        self.final_gate = make_param("gate", weight(embeddings, config.gate_inputs, dtype=torch.float32))
+
+        self.norm = ops.compile(norm)
+        self.injections = ops.compile(injections)
+        self.final_states = ops.compile(final_states)
+        self.pointer_in = ops.compile(pointer_in)
+        # 64-bit ids: the table has more than 2^31 elements.
+        self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
         """Draw the initial weights: the same on every rank."""
-        generator = torch.Generator(self.head.device).manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.zero_()  # what is not drawn or set below
+
+        generator = torch.Generator(self.lm_head.device).manual_seed(seed)
         self.embedding.normal_(generator=generator)
-        for parameter in self.value_embeddings:
-            parameter.normal_(std=0.01, generator=generator)
+        for table in self.value_embeddings:
+            table.normal_(std=0.01, generator=generator)  # record 70
         for block in self.blocks.values():
             block.reset(generator)
-        self.ngram.zero_()
-        self.final_gate.zero_()
-        self.head.normal_(std=0.005, generator=generator)
-        # Keys as queries: from the first step on the pointer points at states like its own.
-        self.pointer.copy_(self.pointer.chunk(2)[0].normal_(std=0.5 * self.config.width ** -0.5, generator=generator).repeat(2, 1))
+        self.lm_head.normal_(std=0.005, generator=generator)  # as the public records
+
+        if self.pointer is not None:  # keys as queries: from the first step on it points at states like its own
+            queries, keys = self.pointer.chunk(2)
+            queries.normal_(std=0.5 * self.config.width ** -0.5, generator=generator)
+            keys.copy_(queries)
 
     def in_order(self) -> list[nn.Parameter]:
-        """The parameters that ranks gather, as the forward pass comes to them."""
-        tables = dict(enumerate(self.value_embeddings))
-        layers = (p for block in self.blocks.values() for p in (tables.get(block.layer.value_embedding), *block.parameters()) if p is not None)
-        return [*dict.fromkeys([self.embedding, *layers, *tables.values(), self.pointer, self.head])]
+        """The parameters that ranks gather, in the order in which the forward pass reads them."""
+        parameters = [self.embedding]
+        for block in self.blocks.values():
+            table = block.layer.value_embedding
+            if table not in (None, NGRAMS):
+                parameters.append(self.value_embeddings[table])
+            parameters.extend(block.parameters())
+        parameters += [*self.value_embeddings, self.pointer, self.lm_head]  # and tables that no layer reads
+        return list(dict.fromkeys(p for p in parameters if p is not None))
+
+    def scalars_by_token(self, tokens: int) -> list[LayerScalars]:
+        """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums
+        their gradients."""
+        stacked = torch.cat([block.scalars for block in self.blocks.values()])
+        rows = stacked[:, None].expand(-1, tokens).unbind()
+        return [LayerScalars(*rows[start:start + 4]) for start in range(0, len(rows), 4)]
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
-        """Final hidden states [T, width], normalised, ready for the head."""
+        """Normalised final states [T, width], ready for the head."""
         x = x0 = self.norm(self.ops.embed(gathered(self.embedding), documents))
-        ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)  # second: its gradient is first, and has the longest way
-        skips: dict[int | None, Tensor | None] = {None: None}
-        # Weights by rows: of all the gradients over the tokens one kernel makes the sums.
-        rows = torch.cat([block.weights for block in self.blocks.values()])[:, None].expand(-1, len(x)).unbind()
-        update, streams, inputs, scales = None, rows[::4], list(zip(rows[1::4], rows[2::4])), rows[3::4]
-        # Without gradients a mix at a time: windows are long.
-        mixes = self.layer_inputs(x0, ngram, *sum(inputs, ())) if torch.is_grad_enabled() else (self.layer_inputs(x0, ngram, *i)[0] for i in inputs)
-        for (slot, block), mix, weight, scale in zip(self.blocks.items(), mixes, streams, scales):
-            # Looked up here, not beforehand: autograd goes back in this order, and the table's gradient leaves while earlier layers still work.
-            of = block.layer.value_embedding
-            value = ngram if of == NGRAMS else None if of is None else self.ops.embed(gathered(self.value_embeddings[of]), documents)
-            x, update = block(x, update, mix, weight, scale, skips[block.layer.skip_from], value, documents, geometry)
-            if int(slot) in self.skip_sources:
-                skips[int(slot)], update = (x := updated(x, update)), None  # one sum, and one gradient, for both that read it
-        return self.final_states(x, update, x0, ngram, self.final_gate)
+        ngram = None
+        if self.ngram is not None:  # the second lookup, so that its gradient, which has the longest way, is first
+            ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
 
-    def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
-        """What the loss takes. What the softmax gives to the first id past the vocabulary, the pointer may give to other tokens."""
-        h, config = self.features(documents, geometry), self.config
-        qk = self.pointer_in(h, gathered(self.pointer))
-        log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
-        spare = config.vocabulary if documents.classes is None else 0
-        targets = Targets(documents.class_index, documents.positions, weights, documents.classes, documents.num_always, log_copy, spare)
-        return h, gathered(self.head), targets, config.softcap
+        scalars = self.scalars_by_token(len(x))
+        lambdas = [(s.x0_lambda, s.ngram_lambda) for s in scalars]
+        if torch.is_grad_enabled():
+            injected = self.injections(x0, ngram, *itertools.chain(*lambdas))
+        else:  # one layer at a time: windows of the validation are long
+            injected = (self.injections(x0, ngram, *pair)[0] for pair in lambdas)
+
+        mlp_out = None
+        skips = {}
+        for block, own_injected, own_scalars in zip(self.blocks.values(), injected, scalars):
+            layer = block.layer
+            # Looked up here and not beforehand: autograd goes back in this order, so a table's
+            # gradient leaves while earlier layers still work.
+            value = None
+            if layer.value_embedding == NGRAMS:
+                value = ngram
+            elif layer.value_embedding is not None:
+                value = self.ops.embed(gathered(self.value_embeddings[layer.value_embedding]), documents)
+            skip = None if layer.skip_from is None else skips[layer.skip_from]
+
+            x, mlp_out = block(x, mlp_out, own_injected, own_scalars, skip, value, documents, geometry)
+            if block.index in self.skip_sources:  # two will read the sum: so it is made once, and so is its gradient
+                x = add_mlp(x, mlp_out)
+                mlp_out = None
+                skips[block.index] = x
+        return self.final_states(x, mlp_out, x0, ngram, self.final_gate)
+
+    def predictions(self, documents: Documents, geometry: Geometry,
+                    weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
+        """The operands of the loss: final states, head, targets with their weights [K], softcap."""
+        config = self.config
+        h = self.features(documents, geometry)
+        log_copy = None
+        if self.pointer is not None:
+            qk = self.pointer_in(h, gathered(self.pointer))
+            log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
+
+        # The copy token is the first id past the vocabulary; among sampled classes it comes first.
+        copy_token = config.vocabulary if documents.classes is None else 0
+        targets = Targets(documents.class_index, documents.positions, weights, documents.classes, documents.num_always,
+                          log_copy, copy_token)
+        return h, gathered(self.lm_head), targets, config.softcap
 
     def forward(self, documents: Documents, geometry: Geometry, target_weights: Tensor) -> Tensor:
         return self.ops.head_loss(*self.predictions(documents, geometry, target_weights))
@@ -560,17 +867,24 @@ class GPT(nn.Module):
     @torch.no_grad()
     def evaluate(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Summed cross-entropy without gradients, full vocabulary, float32 log-probabilities."""
-        return self.ops.head_loss_eval(*self.predictions(documents, geometry, torch.ones(1, device=self.head.device)))
+        weights = torch.ones(1, device=self.lm_head.device)
+        return self.ops.head_loss_eval(*self.predictions(documents, geometry, weights))
 
     @torch.no_grad()
     def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Probabilities [padded vocabulary], float32, of what follows a single document."""
-        h, spare = self.features(documents, geometry), self.config.vocabulary
-        p = softcapped(F.linear(h[-1], self.head).float(), self.config.softcap).softmax(-1)
-        q, k = pointer_in(h[-1 - self.config.pointer_window_tokens:], self.pointer).float().unbind(1)
-        shares = F.pad(self.config.pointer_scale * (k[:-1] @ q[-1]), (0, 1)).softmax(-1)
-        ids = F.pad(documents.class_index[-len(k):-1], (0, 1), value=spare)
-        return p.index_fill(0, ids[-1:].long(), 0).index_add(0, ids, p[spare] * shares)
+        config = self.config
+        h = self.features(documents, geometry)
+        p = softcapped(F.linear(h[-1], self.lm_head).float(), config.softcap).softmax(-1)
+        if self.pointer is None:
+            return p
+
+        q, k = pointer_in(h[-1 - config.pointer_window_tokens:], self.pointer).float().unbind(1)
+        scores = config.pointer_scale * (k[:-1] @ q[-1])
+        shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
+        copied = F.pad(documents.class_index[-len(k):-1], (0, 1), value=config.vocabulary)
+        return p.index_fill(0, copied[-1:].long(), 0).index_add(0, copied, p[config.vocabulary] * shares)
+
 
 # ==== 5. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
 # Phases: begin (of sparse tables: exchange the rows to be read), gather_ (of the others: collect what ranks updated; `wait_gather` waits), reduce_
@@ -606,7 +920,7 @@ def nesterov_momentum(buffer: Tensor, received: Tensor, momentum: Tensor) -> Ten
     return (g + momentum * (average - g)).to(received.dtype)
 
 def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_moment: Tensor | None, multiplier: Tensor,
-                   rate: Tensor, decay: float, beta2: float | None) -> None:
+                   rate: Tensor, decay: float, beta2: float | None, cautious: bool = True) -> None:
     """Apply orthogonalised updates [N, rows, columns] to the weights in place. NorMuon divides by a running root mean square per output (rows, or
     columns where a matrix is wide) and restores each matrix's norm; without `second_moment` this is Muon. The cautious decay shrinks weights only
     where the update does too. Sources: NorMuon arXiv 2510.05491; public records 41-43 and 48."""
@@ -622,20 +936,26 @@ def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_mo
         update = update * (scale * norm_ratio)
     value = weight if low is None else join_float32(weight, low)
     step = rate * multiplier
-    shrink = (update * value >= 0) * (decay * rate * step)
+    shrink = decay * rate * step
+    if cautious:  # only where the update shrinks the weight too
+        shrink = (update * value >= 0) * shrink
     value = value - value * shrink - update * step
     for target, part in zip((weight, low), [value] if low is None else split_float32(value)):
         target.copy_(part)
 
 def adam_update(weight: Tensor, received: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
-                beta1: float, beta2: float, epsilon: float) -> None:
-    """One Adam step in place, in float32. step_size: rate and bias corrections. A share `shrink` decays where the update shrinks too (record 50)."""
+                beta1: float, beta2: float, epsilon: float, cautious: bool = True) -> None:
+    """One Adam step in place, in float32. step_size: rate and bias corrections. A share `shrink` of the weights decays;
+    if cautious, only where the update shrinks them too (record 50)."""
     g = mean_gradient(received)
     m, v = torch.lerp(mean.float(), g, 1 - beta1), torch.lerp(square.float(), g * g, 1 - beta2)
     mean.copy_(m)
     square.copy_(v)
     update, value = step_size * m / (v.sqrt() + epsilon), weight.float()
-    weight.copy_(value - update - shrink * value * (update * value > 0))
+    decay = shrink * value
+    if cautious:
+        decay = decay * (update * value > 0)
+    weight.copy_(value - update - decay)
 
 class Stateful:
     """Optimizer state by name; `kept` says which attributes belong to it. `low`: see join_float32; `average`: see average_."""
@@ -700,7 +1020,8 @@ class MatrixBank(Stateful):
         self.groups = [MatrixGroup([p for p, start in zip(parameters, starts) if start // size == index], ranks, *parts)
                        for index, parts in enumerate(zip(self.weights.split(size), self.grads.split(size), self.received.unbind(1)))]
         self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
-        self.momentum, self.average = (torch.zeros_like(self.shard, dtype=torch.float32) for _ in range(2))
+        self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
+        self.average = torch.zeros_like(self.momentum) if config.averaged_share else None
         reduced = (rows, 1) if rows >= columns else (1, columns)
         self.second_moment = None if config.second_moment_decay is None else torch.zeros(*self.shard.shape[:2], *reduced, device=ranks.device)
         multipliers = [rules[p.role].learning_rate_multiplier for p in parameters for _ in range(p.numel() // (rows * columns))]
@@ -714,7 +1035,7 @@ class MatrixBank(Stateful):
         update = self.nesterov(self.momentum, self.received, rates["momentum"])
         update = self.ops.orthogonalize(update.flatten(0, 1), RECIPES[self.config.orthogonalization]).view(self.shard.shape)
         self.update(update, self.shard, self.low, self.second_moment, self.multiplier, rates["muon"],
-                    self.config.muon_weight_decay, self.config.second_moment_decay)
+                    self.config.muon_weight_decay, self.config.second_moment_decay, self.config.cautious_decay)
 
 class AdamTable(Stateful, Gathered):
     """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
@@ -727,7 +1048,7 @@ class AdamTable(Stateful, Gathered):
         parameter.grad_view = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copy_stream else None
         self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copy_stream else None
         self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
-        self.average = torch.zeros_like(self.shard, dtype=torch.float32)
+        self.average = torch.zeros_like(self.shard, dtype=torch.float32) if config.averaged_share else None
         self.update = ops.compile(adam_update)
 
     def receive(self, grad: Tensor, *lookup: Tensor) -> None:
@@ -746,7 +1067,7 @@ class AdamTable(Stateful, Gathered):
         wait, received = vars(self).pop("reduced")  # not kept: NCCL's handle keeps the gradient alive
         wait()
         self.update(self.shard, received, self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
-                    *self.rule.betas, self.config.adam_epsilon)
+                    *self.rule.betas, self.config.adam_epsilon, self.config.cautious_decay)
         self.parameter.grad = None
 
 class SparseTable(Stateful):
@@ -784,7 +1105,8 @@ class SparseTable(Stateful):
         wait()
         self.grouped()
         self.ops.sparse_adam(grads, self.lookup, self.weights, self.square, self.last, rates["step"], rates[self.role], rates[f"{self.role} decay"],
-                             self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world)  # the mean over ranks
+                             self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world,  # the mean over ranks
+                             cautious=self.config.cautious_decay)
 
 class AdamScalars(Stateful):
     """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
@@ -810,7 +1132,7 @@ class AdamScalars(Stateful):
         self.reduced()
         for role, part in self.parts.items():
             self.update(self.weights[part], self.grads[None, part], self.mean[part], self.square[part], rates[role], rates[f"{role} decay"],
-                        *self.rules[role].betas, self.config.adam_epsilon)
+                        *self.rules[role].betas, self.config.adam_epsilon, self.config.cautious_decay)
 
 class Optimizer:
     """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, in the
@@ -827,7 +1149,7 @@ class Optimizer:
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
         self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
         self.sparse, self.dense = ([table for table in self.tables if table.rule.sparse == sparse] for sparse in (True, False))
-        self.averaged = [*self.banks, *self.dense]
+        self.averaged = [*self.banks, *self.dense] if config.averaged_share else []
         self.owners = [p.owner for p in model.in_order() if hasattr(p, "owner")]  # a group, once for each of its parameters
         first = next((at for at, owner in enumerate(self.owners) if owner not in self.dense), 0)
         self.early, self.late = self.owners[:first], [*dict.fromkeys(self.owners[first:])]
@@ -918,7 +1240,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     # Gradients, at most: where autograd leaves them, where they meet, what others sent; what SparseTable gathers. Then what average_ holds.
     state += sum(item.weights.nbytes for item in (2 + several) * [optimizer.scalars, *optimizer.banks] + (1 + 2 * several) * optimizer.dense)
     gathered = 2 * preset.model.width * (sum if several else max)({stage.batch_tokens for stage in preset.stages})
-    state += gathered + 4 * max(item.average.nbytes for item in optimizer.averaged)
+    state += gathered * len(optimizer.sparse) + 4 * max((item.average.nbytes for item in optimizer.averaged), default=0)
     slot = max(stage.chunk_tokens for stage in preset.stages)
     head = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)  # logits and their gradient
     for recompute, per_token in ((False, head + {"fp8": 303_000, "bf16": 359_000}.get(ops.names["mlp"], 849_000)), (True, head + 61_000)):
@@ -1153,7 +1475,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
 
 def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
     """Tokens a second and, where the peak is known, MFU: 6 operations a matrix weight and token, the whole head's too, though most is not sampled."""
-    weights = sum(p.numel() for p in trainer.model.parameters() if p.matrix is not None) + trainer.model.head.numel()
+    weights = sum(p.numel() for p in trainer.model.parameters() if p.matrix is not None) + trainer.model.lm_head.numel()
     device = machine_facts(trainer.ranks.device)["device"]
     peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), math.nan)
     mfu = 6 * weights * tokens / elapsed_ms / 1e9 / peak / trainer.ranks.world
@@ -1440,14 +1762,18 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
     remaining = np.repeat(lengths, lengths) - 1 - positions
 
     order, starts = sort_ids(tokens, model.padded_vocabulary)
-    hashed = hash_ngrams(tokens, positions, model.ngram_rows)
-    matched = model.ngram_rows + longest_suffix_match(tokens, positions, model.padded_vocabulary)
+    ngrams = np.empty((len(tokens), 0), int)
+    if model.ngram_rows:
+        ngrams = hash_ngrams(tokens, positions, model.ngram_rows)
+    if model.longest_suffix_match:
+        matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
+        ngrams = np.column_stack([ngrams, model.ngram_rows + matches])
 
     fields = {
         "tokens": tokens,
         "order": order,
         "starts": starts,
-        "ngrams": np.column_stack([hashed, matched]),
+        "ngrams": ngrams,
         "positions": positions,
         "remaining": remaining,
         **pack_targets(chunks, model, sampled_classes),
@@ -1468,7 +1794,7 @@ def pack_targets(chunks: dict[int, list[np.ndarray]], model: ModelConfig,
     if not sampled_classes:
         return {"class_index": np.concatenate(targets)}
 
-    always = [model.vocabulary]  # the copy token
+    always = [model.vocabulary] if model.pointer_width else []  # the copy token
     samples = [sample_classes(ids, sampled_classes, model.padded_vocabulary, number, always)
                for number, ids in zip(chunks, targets)]
     classes, num_always, class_index = map(np.array, zip(*samples))
@@ -1707,7 +2033,7 @@ def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softca
         log_p_targets = log_p.gather(1, class_index.clamp_min(0).long())
         if log_copy is not None:
             # The pointer gives a share of the copy token's probability to the next token.
-            log_p_next = torch.logaddexp(log_p_targets[:, 0], log_p[:, targets.spare] + log_copy)
+            log_p_next = torch.logaddexp(log_p_targets[:, 0], log_p[:, targets.copy_token] + log_copy)
             log_p_targets = torch.cat([log_p_next[:, None], log_p_targets[:, 1:]], 1)
         return -(targets.weights.to(log_p.dtype) * log_p_targets * (class_index >= 0)).sum()
 
@@ -1737,7 +2063,7 @@ def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
     return dense.index_add_(0, tokens.long(), wide).to(dtype or grad.dtype)
 
 
-def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale):
+def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, cautious=True):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
 
     ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
@@ -1757,7 +2083,9 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
     update = lr * g / (v.sqrt() + epsilon)[:, None]
     value = weights[rows].to(wide)
-    decay = wd * value * (update * value > 0)  # cautious: only where the update shrinks the weight too
+    decay = wd * value
+    if cautious:
+        decay = decay * (update * value > 0)
     weights[rows] = (value - update - decay).to(weights.dtype)
     exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
     last_step[rows] = step
@@ -2444,7 +2772,7 @@ def row_losses(logits, targets, vocabulary, cap, fast=False):
     T, V = logits.shape
     losses, lse, copied = (logits.new_empty(T, dtype=torch.float32) for _ in range(3))
     copied = copied if targets.log_copy is not None else None
-    _row_loss_kernel[(T,)](logits, *targets[:3], targets.num_always, targets.log_copy, losses, lse, copied, T, V, vocabulary, targets.spare, *cap,
+    _row_loss_kernel[(T,)](logits, *targets[:3], targets.num_always, targets.log_copy, losses, lse, copied, T, V, vocabulary, targets.copy_token, *cap,
                            K=len(targets.weights), FAST=fast, BLOCK=2048, num_warps=4)
     return losses, lse, copied
 
@@ -2458,7 +2786,7 @@ def head_grad(logits, targets, vocabulary, lse, copied, factor, cap, dtype, fast
         out_t, rows, cols = out.new_empty(V, T), 32, 64  # of seven shapes the fastest
         bits, bits_t = out.view(torch.int8), TensorDescriptor.from_tensor(out_t.view(torch.int8), [cols, rows])
     _head_grad_kernel[triton.cdiv(V, cols), triton.cdiv(T, rows)](
-        logits, *targets[:3], targets.num_always, lse, copied, factor, bits, bits_t, T, V, vocabulary, targets.spare, *cap,
+        logits, *targets[:3], targets.num_always, lse, copied, factor, bits, bits_t, T, V, vocabulary, targets.copy_token, *cap,
         K=len(targets.weights), FAST=fast, PTX=logits.is_cuda, ROWS=rows, COLS=cols, num_warps=4)
     return out, out_t
 
@@ -2640,7 +2968,8 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, each=8, ROWS=4, 
 
 @jit
 def _sparse_adam_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ptr, weights_ptr, square_ptr, last_ptr, step_ptr, rate_ptr, shrink_ptr,
-                        beta2, epsilon, scale, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+                        beta2, epsilon, scale, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+                        CAUTIOUS: tl.constexpr):
     """One program a sorted id, idle unless it is the last of its group. Moves 4TD + 4UD bytes in bf16 for U rows. See sparse_adam_reference."""
     at, cols = tl.program_id(0), tl.arange(0, BLOCK_D)
     begin, end, row = tl.load(starts_ptr + at), tl.load(starts_ptr + at + 1), tl.load(sorted_ptr + at).to(tl.int64)
@@ -2651,7 +2980,10 @@ def _sparse_adam_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ptr
         g = scale * _sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, D, PER, RUN, ROWS, BLOCK_D)
         v = tl.exp2((step - last) * tl.log2(beta2)) * v + (1 - beta2) * tl.sum(g * g, axis=0) / D
         update = tl.load(rate_ptr) * g / (tl.sqrt(v) + epsilon)
-        value -= update + tl.load(shrink_ptr) * tl.where(update * value > 0, value, 0.0)
+        decaying = value
+        if CAUTIOUS:
+            decaying = tl.where(update * value > 0, value, 0.0)
+        value -= update + tl.load(shrink_ptr) * decaying
         tl.store(places, value.to(weights_ptr.dtype.element_ty), inside)
         tl.store(square_ptr + row, v)
         tl.store(last_ptr + row, step)
@@ -2662,9 +2994,9 @@ def group_ids(ids):
     found, order = ids.flatten().sort(stable=True)
     return ids, order, F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found)), found
 
-def sparse_adam(grad, lookup, *state, ROWS=1, num_warps=2):
+def sparse_adam(grad, lookup, *state, cautious=True, ROWS=1, num_warps=2):
     """sparse_adam_reference; 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens, an H200, with group_ids (under 0.1). More ROWS are slower."""
-    launch_groups(_sparse_adam_kernel, grad, *lookup, *state, each=1, ROWS=ROWS, num_warps=num_warps)
+    launch_groups(_sparse_adam_kernel, grad, *lookup, *state, each=1, ROWS=ROWS, num_warps=num_warps, CAUTIOUS=cautious)
 
 # ==== 10. Operator selection ==========================================================================================
 @dataclasses.dataclass(frozen=True)
@@ -3071,6 +3403,7 @@ def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dic
     numbers = attention["scale"], *attention["frequency"], *config.softcap, config.pointer_scale
     used, values = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp], (None, NGRAMS, *range(config.value_embeddings))
     return (len(counts) == 6 and all(type(n) is int and n > 0 for n in counts) and config.vocabulary < config.padded_vocabulary
+            and (config.ngram_rows == 0 or config.ngram_rows > 3)  # each half of them needs one that means: no such n-gram
             and len(numbers) == 5 + config.key_width // 4 and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
             and all(layer.skip_from in (None, *(s for s in used if s < slot)) and layer.value_embedding in values
                     for slot, layer in enumerate(config.layers)) and isinstance(validation["data"], str))
@@ -3102,7 +3435,7 @@ def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
 def saved_geometry(content: dict[str, Any], model: GPT, positions: int) -> Geometry:
     attention = content["attention"]
     return geometry_tables(np.array(attention["frequency"]), attention["scale"], tuple(attention["windows"]), positions,
-                           model.head.dtype, model.head.device)
+                           model.lm_head.dtype, model.lm_head.device)
 
 def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     """Validation loss of a saved model on the windows and tokens it was validated with."""

@@ -88,7 +88,7 @@ def time_pieces(T, x, weight, targets):
     if not DRY:  # the interpreter knows no inline assembly
         piece("row losses, hardware tanh", lambda: tg.row_losses(logits, targets, V, CAP, True), 2 * T * V / 1e9)
     piece("row losses, exact", lambda: tg.row_losses(logits, targets, V, CAP), 2 * T * V / 1e9)
-    pointed = targets._replace(log_copy=torch.full((T,), -2.0, device=DEVICE), spare=V - 1)
+    pointed = targets._replace(log_copy=torch.full((T,), -2.0, device=DEVICE), copy_token=V - 1)
     piece("row losses, exact, with a pointer", lambda: tg.row_losses(logits, pointed, V, CAP), 2 * T * V / 1e9)
     for K in (1, 3):
         several = targets._replace(weights=torch.ones(K, device=DEVICE))

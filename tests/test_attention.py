@@ -205,8 +205,8 @@ def test_the_layers_gates_are_positive(embedded, scale):
     x, value = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     gate = torch.full((heads * (1 + embedded), inputs), -30.0)
     gate[1] = 1
-    rest = x, torch.ones(tokens), None, None, value if embedded else None  # mix, weight, skip and its weight
-    _, _, gates, value_gates = tg.attention_in(x, None, *rest, torch.full((tokens,), scale), gate)
+    entry = x, None, x, torch.ones(tokens), None, None  # injected, resid_lambda, no skip
+    _, _, gates, value_gates = tg.attention_in(torch.full((tokens,), scale), gate, value if embedded else None, *entry)
     assert gates.shape == (tokens, heads) and (gates >= 2.0**-20).all() and (value_gates is not None) == embedded
 
 

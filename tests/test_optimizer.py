@@ -165,9 +165,9 @@ def test_running_average(dtype):
     """Three weights enter, the first whole; then they move half of the way, each row as long as before. A row of zeros stays."""
     torch.manual_seed(5)
     matrix = tg.make_param("mlp_up", torch.zeros(2 * 12, 8, dtype=dtype), (12, 8))
-    table = tg.make_param("head", torch.zeros(16, 8, dtype=dtype))
+    table = tg.make_param("lm_head", torch.zeros(16, 8, dtype=dtype))
     bank = tg.MatrixBank([matrix], RULES, tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
-    owners = bank, tg.AdamTable(table, RULES["head"], tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
+    owners = bank, tg.AdamTable(table, RULES["lm_head"], tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
     averages = [0.0, 0.0]
     for rate, share in ((1.0, 0.0), (0.2, 0.0), (0.3, 0.0), (0.0, 0.5)):
         for i, owner in enumerate(owners):
@@ -245,7 +245,7 @@ def test_adam_is_torchs(roles):
     assert all(relative(mine, theirs) < 1e-5 for mine, theirs in zip(parameters, reference))
 
 
-@pytest.mark.parametrize("role", ["head", "value_embedding", "gate"])
+@pytest.mark.parametrize("role", ["lm_head", "value_embedding", "gate"])
 def test_cautious_decay(role):
     """One number at a time in plain Python: the decay acts only where the update shrinks the weight, and with the rate squared."""
     torch.manual_seed(5)

@@ -170,7 +170,7 @@ def random_model(config=DOUBLE):
     """With a good part of the softmax in the pointer's hands, or an error would not show."""
     model = tg.GPT(config, tg.select_ops(CPU), CPU)
     helpers.randomise(model)
-    model.head[config.vocabulary].detach().copy_(model.head[:9].detach().mean(0))
+    model.lm_head[config.vocabulary].detach().copy_(model.lm_head[:9].detach().mean(0))
     return model.requires_grad_(False)
 
 
@@ -231,11 +231,11 @@ def test_gradients_of_the_whole(tiny):
     model = random_model()
     batch = packed([document(14, 5, names=4), document(6, 6)], sampled_classes=12)
     batch.class_index[7] = -1
-    values = [model.pointer.detach().clone(), model.head.detach()[:, :3].clone()]
+    values = [model.pointer.detach().clone(), model.lm_head.detach()[:, :3].clone()]
 
     def loss(pointer, columns):
-        head = torch.cat([columns, model.head.detach()[:, 3:]], 1)
-        return torch.func.functional_call(model, {"pointer": pointer, "head": head}, (batch, geometry_of(60), torch.tensor([1.0, 0.5])))
+        head = torch.cat([columns, model.lm_head.detach()[:, 3:]], 1)
+        return torch.func.functional_call(model, {"pointer": pointer, "lm_head": head}, (batch, geometry_of(60), torch.tensor([1.0, 0.5])))
 
     assert torch.autograd.gradcheck(loss, [value.requires_grad_() for value in values], fast_mode=True)
 

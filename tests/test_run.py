@@ -509,9 +509,9 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "missing": (lambda path: path.unlink(), "No such file"),
     "another program's": (lambda path: torch.save({"weights": torch.zeros(3)}, path), "KeyError: 'model'"),
     "a tensor": (lambda path: torch.save(torch.zeros(3), path), "found"),
-    "missing a weight": (edit(lambda content: content["weights"].pop("head")), "state_dict"),
-    "of another shape": (edit(lambda content: content["weights"].update(head=torch.zeros(3, 3))), "state_dict"),
-    "claiming another size": (edit(lambda content: content["weights"].update(head=torch.zeros(1).expand(512, 10**12))), "weights larger than the file"),
+    "missing a weight": (edit(lambda content: content["weights"].pop("lm_head")), "state_dict"),
+    "of another shape": (edit(lambda content: content["weights"].update(lm_head=torch.zeros(3, 3))), "state_dict"),
+    "claiming another size": (edit(lambda content: content["weights"].update(lm_head=torch.zeros(1).expand(512, 10**12))), "weights larger than the file"),
     "of a thousand million tables": (edit(lambda content: content.update(model=content["model"].replace('"value_embeddings": 2', '"value_embeddings": 1000000000'))),
                                      "weights larger than the file"),
     "without its validation": (edit(lambda content: content.pop("validation")), "KeyError: 'validation'"),
@@ -544,8 +544,8 @@ def test_bad_model_files(saved, corpus, capsys, monkeypatch, tmp_path, name):
 
 def test_wrong_weights_are_named(saved, corpus, capsys):
     path, _ = saved
-    edit(lambda content: content["weights"].pop("head"))(path)
-    assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 2 and 'Missing key(s) in state_dict: "head"' in capsys.readouterr().err
+    edit(lambda content: content["weights"].pop("lm_head"))(path)
+    assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 2 and 'Missing key(s) in state_dict: "lm_head"' in capsys.readouterr().err
 
 
 def test_sampling_without_tiktoken(saved, monkeypatch, capsys):

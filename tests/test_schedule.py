@@ -17,7 +17,7 @@ CONFIG = tg.OptimizerConfig(
     muon_momentum=(0.85, 0.95), momentum_warmup_steps=300, momentum_cooldown_steps=50, muon_learning_rate=0.023, adam_learning_rate=0.008,
     cooldown_fraction=0.55, final_learning_rate=0.1,
     rules=(("matrix", tg.MuonRule(2.0)), ("table", tg.AdamRule(75.0, (0.65, 0.95), decay=0.025, sharded=True)),
-           ("head", tg.AdamRule(1.0, (0.5, 0.95), decay=0.75, sharded=True)), ("gate", tg.AdamRule(1.0, (0.9, 0.99)))))
+           ("lm_head", tg.AdamRule(1.0, (0.5, 0.95), decay=0.75, sharded=True)), ("gate", tg.AdamRule(1.0, (0.9, 0.99)))))
 LONG, SHORT = (replace(SPEEDRUN, optimizer=CONFIG, stages=tg.three_stages(steps, extension, (131_072, 262_144, 393_216), (1.0, 1.51, 1.93), 3072, (None,) * 3))
                for steps, extension in (((707, 707, 706), 40), ((112, 111, 112), 5)))
 # 2120 scheduled steps in thirds and 40 more. Rate: 1, 1.51, 1.93 with the batch; from step 954 = .45 * 2120 a line down to .1 at 2120:
@@ -131,12 +131,12 @@ def test_step_rates():
     first = tg.step_rates(LONG, 0)
     assert first["muon"] == pytest.approx(0.023) and first["momentum"] == pytest.approx(0.85)
     assert first["table"] == pytest.approx(0.008 * 75 * math.sqrt(1 - 0.95) / (1 - 0.65)) and first["table decay"] == pytest.approx(0.36 * 0.025)
-    assert first["head"] == pytest.approx(0.008 * math.sqrt(1 - 0.95) / (1 - 0.5)) and first["head decay"] == pytest.approx(0.000064 * 0.75)
+    assert first["lm_head"] == pytest.approx(0.008 * math.sqrt(1 - 0.95) / (1 - 0.5)) and first["lm_head decay"] == pytest.approx(0.000064 * 0.75)
     assert first["gate"] == pytest.approx(0.008 * math.sqrt(1 - 0.99) / (1 - 0.9)) and first["gate decay"] == 0
     later = tg.step_rates(LONG, 707)  # at 1.51 times the rate; update number 708
     assert later["muon"] == pytest.approx(0.023 * 1.51) and "matrix" not in later
     assert later["gate"] == pytest.approx(0.008 * 1.51 * math.sqrt(1 - 0.99 ** 708) / (1 - 0.9 ** 708))
-    assert later["head decay"] == pytest.approx((0.008 * 1.51) ** 2 * 0.75)
+    assert later["lm_head decay"] == pytest.approx((0.008 * 1.51) ** 2 * 0.75)
     assert tg.step_rates(LONG, 1)["table"] == pytest.approx(0.6 * math.sqrt(1 - 0.95 ** 2) / (1 - 0.65 ** 2))
 
 

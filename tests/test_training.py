@@ -74,7 +74,7 @@ REACHES = {  # how far a table of layers sees with windows of 3 and 7
 @pytest.mark.parametrize("layers, reach", REACHES.values(), ids=REACHES)
 def test_windows_bound_what_is_seen(tiny, layers, reach, monkeypatch):
     """The reach of the network is the sum of its layers', and two for the token triples; what is recalled may lie anywhere before."""
-    monkeypatch.setattr(tg, "recall", lambda tokens, positions, vocabulary: 0 * positions)
+    monkeypatch.setattr(tg, "longest_suffix_match", lambda tokens, positions, vocabulary: 0 * positions)
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
     seen = influence(replace(DOUBLE, layers=layers, value_embeddings=1, ngram_rows=2**16), [40], windows=(3, 7))  # no two triples in one row
     assert seen.equal((distance >= 0) & (distance <= reach + 2))
@@ -95,7 +95,7 @@ def test_layers_use_what_their_table_says(tiny):
     base = features()
     assert base.equal(features())
     for name, parameter in random_model(MODEL).named_parameters():
-        if name in ("head", "pointer"):  # they come after the features
+        if name in ("lm_head", "pointer"):  # they come after the features
             continue
 
         def zero(model):
@@ -158,7 +158,7 @@ def plain_features(model, documents, geometry):
         block = model.blocks[str(slot)]
         if layer.skip_from is not None:
             x = x + block.skip_weight.sigmoid() * after[layer.skip_from]
-        x = block.weights[0] * x + block.weights[1] * x0 + block.weights[2] * ngram
+        x = block.scalars[0] * x + block.scalars[1] * x0 + block.scalars[2] * ngram
         if layer.attention:
             h, half, of = norm(x), config.gate_inputs // 2, layer.value_embedding
             value = None if of is None else ngram if of == tg.NGRAMS else model.value_embeddings[of][tokens]
@@ -167,7 +167,7 @@ def plain_features(model, documents, geometry):
             q, k, v = tg.split_heads_reference(h @ block.qkv.T, value, 4 * gates[:, heads:], documents.positions, geometry.cos, geometry.sin,
                                                heads, layer.key_offset)
             y = tg.attention_reference(q, k, v, documents.positions, geometry.windows[layer.window], geometry.scale)
-            x = x + ((block.weights[3].abs() * gates[:, :heads])[:, :, None] * y).flatten(1) @ block.out
+            x = x + ((block.scalars[3].abs() * gates[:, :heads])[:, :, None] * y).flatten(1) @ block.out
         if layer.mlp:
             x = x + (norm(x) @ block.up.T).relu().square() @ block.down
         after[slot] = x
@@ -179,14 +179,14 @@ def test_initial_weights(tiny):
     """As the records have them: of each layer what it adds starts at nothing, but for the mixes."""
     model = tg.GPT(replace(DOUBLE, width=128, heads=8, mlp_width=256), tg.select_ops(CPU), CPU)
     model.reset(0)
-    spread = {"qkv": 0.5 * 128 ** -0.5, "up": 0.5 * 128 ** -0.5, "embedding": 1.0, "value_embeddings": 0.01, "head": 0.005, "pointer": 0.5 * 128 ** -0.5}
+    spread = {"qkv": 0.5 * 128 ** -0.5, "up": 0.5 * 128 ** -0.5, "embedding": 1.0, "value_embeddings": 0.01, "lm_head": 0.005, "pointer": 0.5 * 128 ** -0.5}
     for path, parameter in model.named_parameters():
         name, values = next(part for part in reversed(path.split(".")) if not part.isdigit()), parameter.detach()
         if name in spread:
             assert float(values.std()) == pytest.approx(spread[name], rel=0.03), path
             assert name not in ("qkv", "up") or float(values.abs().max()) <= 3 ** 0.5 * spread[name], path
         else:
-            assert values.equal(torch.tensor({"weights": (1.1, 0.0, 0.1, 0.5), "skip_weight": -1.5}.get(name, 0.0)).expand_as(values)), path
+            assert values.equal(torch.tensor({"scalars": (1.1, 0.0, 0.1, 0.5), "skip_weight": -1.5}.get(name, 0.0)).expand_as(values)), path
 
 
 @pytest.mark.parametrize("key_width", [16, 8])
@@ -203,7 +203,7 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
     found = plain_gradients_of(found, (features[0] * weights).sum())
     (features[1] * weights).sum().backward()
     for name, parameter in want.named_parameters():
-        if name not in ("head", "pointer"):
+        if name not in ("lm_head", "pointer"):
             assert relative(found[name], parameter.grad) < 1e-6, name  # gates and scalars, and their gradients, are float32
 
 
@@ -360,7 +360,7 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
         assert {id(table) for table, *_ in events} == {id(table) for table in tables}
         assert all(grads.equal(final[table]) for table, _, _, _, grads in events), "what left was complete"
         (embedding,) = [grads for table, grads in final.items() if table.role == "embedding"]
-        assert events[0][0].role == "head", "the head's left before the embedding's was there"
+        assert events[0][0].role == "lm_head", "the head's left before the embedding's was there"
         assert slots == 8 and events[0][3] is None or slots == 2 and not events[0][3].equal(embedding)
         assert later == [(tg.SparseTable, len(tables) - 1, "running"), (tg.AdamScalars, len(tables), "done")], "the n-grams' before the embedding's"
         assert not sparse_table(trainer).received

@@ -1,0 +1,226 @@
+"""The parts that a preset can leave out by one value: each trains without it, alone and all together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import helpers
+from helpers import BOS, CPU, MODEL, PRESET, relative, tg
+
+SWITCHES = {
+    "no pointer": {"pointer_width": 0},
+    "no n-grams": {"ngram_rows": 0},
+    "no longest suffix match": {"longest_suffix_match": False},
+    "no averages": {"averaged_share": 0.0},
+    "plain decay": {"cautious_decay": False},
+}
+SWITCHES["no table"] = SWITCHES["no n-grams"] | SWITCHES["no longest suffix match"]
+SWITCHES["everything off"] = {name: value for switch in SWITCHES.values() for name, value in switch.items()}
+
+
+def switched(name, preset=PRESET, **more):
+    """The preset with a switch, each value of it in whichever configuration has such a field."""
+    def changed(config):
+        fields = {field.name for field in dataclasses.fields(config)}
+        return replace(config, **{key: value for key, value in SWITCHES[name].items() if key in fields})
+
+    return replace(preset, model=changed(preset.model), optimizer=changed(preset.optimizer), **more)
+
+
+each_switch = pytest.mark.parametrize("name", SWITCHES)
+
+
+def packed(preset, length=40, **options):
+    piece = np.concatenate([[BOS], np.random.default_rng(3).integers(0, 9, length)]).astype(np.uint16)
+    return tg.pack({0: [piece]}, preset.model, pin=False, **options).to(CPU)
+
+
+# ---- what is left out ------------------------------------------------------------------------------------------------
+@each_switch
+def test_parameters_and_state_are_gone(name):
+    model = tg.GPT(switched(name).model, tg.select_ops(CPU), CPU)
+    optimizer = tg.Optimizer(model, switched(name).optimizer, tg.Ranks(0, 1, CPU), tg.select_ops(CPU))
+    names, off = {n for n, _ in model.named_parameters()}, SWITCHES[name]
+    hashed, suffix = 0 if "ngram_rows" in off else 1024, 0 if "longest_suffix_match" in off else 3 * 512 + 32
+    assert ("pointer" in names) == ("pointer_width" not in off)
+    assert ("ngram" in names) == (hashed + suffix > 0) and model.config.table_rows == hashed + suffix
+    assert not hashed + suffix or len(model.ngram) == hashed + suffix
+    assert len(model.final_gate) == 1 + (hashed + suffix > 0)
+    # The last layer's values are the n-grams, where there are any: then it has a second gate for each head.
+    assert len(model.blocks["6"].gate) == (MODEL.heads * 2 if hashed else MODEL.heads)
+    assert any(key.endswith("average") for key in optimizer.state()) == ("averaged_share" not in off)
+    assert bool(optimizer.averaged) == ("averaged_share" not in off) and bool(optimizer.sparse) == (hashed + suffix > 0)
+
+
+@each_switch
+def test_the_loader_prepares_only_what_is_read(name):
+    off, (full, part) = SWITCHES[name], [packed(preset, sampled_classes=128) for preset in (PRESET, switched(name))]
+    kept = [column for column in range(3) if ("ngram_rows" if column < 2 else "longest_suffix_match") not in off]
+    shift = 1024 if "ngram_rows" in off else 0
+    assert part.ngrams.shape == (40, len(kept))
+    for column, at in enumerate(kept):
+        assert part.ngrams[:, column].equal(full.ngrams[:, at] - shift * (at == 2))
+    assert (int(part.classes[0, 0]) == MODEL.vocabulary) == ("pointer_width" not in off), "the copy token is a class only for a pointer"
+    assert int(full.num_always[0] - part.num_always[0]) == ("pointer_width" in off)
+    assert part.classes[0, part.class_index.long()].equal(full.classes[0, full.class_index.long()])
+
+
+def test_the_memory_plan_counts_no_averages(monkeypatch, tiny):
+    needs = {}
+    for name in (None, "no averages", "everything off"):
+        preset = switched(name) if name else PRESET
+        needs[name] = tg.memory_plan(preset, tg.Ranks(0, 1, CPU), tg.select_ops(CPU), room_bytes=2.0**36)[2]
+    assert needs["everything off"] < needs["no averages"] < needs[None]
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+@each_switch
+def test_training_learns(corpus, tiny, name):
+    preset = switched(name, train_tokens=12_000, stages=(tg.Stage(20, 256, 48, 16, 32, sampled_classes=256), tg.Stage(6, 512, 48, 16, 32)))
+    trainer = helpers.make_trainer(corpus, preset)
+    trainer.initialise(0)
+    start = trainer.validate(trainer.final_geometry)
+    for step, batches in enumerate(helpers.all_batches(trainer)):
+        assert math.isfinite(trainer.training_step(step, batches))
+        if any(shares := tg.averaging(preset, step)):
+            trainer.optimizer.average(*shares)
+    trainer.optimizer.gather()
+    assert trainer.validate(trainer.final_geometry) < start - 0.4
+    assert all(tensor.isfinite().all() for tensor in trainer.optimizer.state().values())
+
+
+def test_compiled_steps_are_eager_ones(corpus, tiny):
+    """Everything off: regions without the table and the pointer."""
+    losses = []
+    for compile in (False, True):
+        ops = tg.select_ops(CPU)
+        if compile:
+            ops = replace(ops, compile=tg.compile_dynamic)
+        trainer = helpers.make_trainer(corpus, switched("everything off"), ops)
+        trainer.initialise(1)
+        losses.append([float(trainer.training_step(step, batches)) for step, batches in enumerate(helpers.all_batches(trainer))])
+        losses[-1].append(trainer.validate(trainer.final_geometry))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_two_ranks_train_as_one(corpus, tmp_path):
+    """Everything off, through main(): logged, validated, the same parameters."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, __file__, str(corpus), str(tmp_path)], env=environment, timeout=200, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr + "".join(path.read_text() for path in sorted(tmp_path.glob("*.out")))
+    alone, first, second = (torch.load(tmp_path / f"{ranks}.pt") for ranks in ("1-0", "2-0", "2-1"))
+    assert alone["loss"] == pytest.approx(first["loss"], rel=1e-5) and first["loss"] == second["loss"]
+    compared = 0
+    for name, expected in alone["state"].items():
+        if name.endswith("weights"):
+            found = first["state"][name][:len(expected)]
+            assert relative(found, expected[:len(found)]) < 1e-5, name
+            compared += 1
+    assert compared >= 4
+
+
+# ---- what a saved model says -----------------------------------------------------------------------------------------
+@each_switch
+def test_saved_loaded_and_sampled(corpus, tiny, tmp_path, monkeypatch, name):
+    """A file of such a model is read again, its loss is the trainer's, and next_token's probabilities are those of the loss and add up."""
+    preset = switched(name)
+    trainer = helpers.make_trainer(corpus, preset)
+    trainer.initialise(2)
+    helpers.randomise(trainer.model, size=0.1)
+    loss = trainer.validate(trainer.final_geometry)
+    tg.save_model(tmp_path / "model.pt", trainer, loss, seed=2)
+    assert tg.evaluate_file(tmp_path / "model.pt", corpus, CPU) == pytest.approx(loss, rel=1e-5)
+
+    model, content = tg.load_model(tmp_path / "model.pt", CPU)
+    geometry = tg.saved_geometry(content, model, 60)
+    whole, cut = packed(preset, 40), packed(preset, 39)
+    p = model.next_token(whole, geometry)
+    assert float(p.sum()) == pytest.approx(1, abs=1e-5) and (p >= 0).all()
+    last = float(model.evaluate(whole, geometry) - model.evaluate(cut, geometry))  # the loss of the last target
+    assert cut.tokens.equal(whole.tokens[:-1])
+    assert math.exp(-last) == pytest.approx(float(p[int(whole.class_index[-1])]), rel=1e-3)
+
+
+def test_rows_that_cannot_be_halved_are_no_setting(corpus, tiny, tmp_path):
+    trainer = helpers.make_trainer(corpus, replace(PRESET, model=replace(MODEL, ngram_rows=4)))
+    tg.save_model(tmp_path / "model.pt", trainer, 1.0, seed=0)
+    tg.load_model(tmp_path / "model.pt", CPU)
+    attention, validation = (torch.load(tmp_path / "model.pt")[key] for key in ("attention", "validation"))
+    fits = [rows for rows in range(-4, 6) if tg.settings_fit(replace(MODEL, ngram_rows=rows), attention, validation)]
+    assert fits == [0, 4, 5]
+
+
+# ---- decay -----------------------------------------------------------------------------------------------------------
+def plain(weight, update, shrink):
+    """AdamW's decoupled decay."""
+    return (1 - shrink) * weight - update
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_decay_of_adam(cautious):
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient, mean, square = torch.randn(4, 8, 6, generator=generator)
+    start, square = weight.clone(), square.abs()
+    m, v = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient**2
+    tg.adam_update(weight, gradient[None], mean, square, torch.tensor(0.01), torch.tensor(0.1), 0.9, 0.95, 1e-8, cautious)
+    update = 0.01 * m / (v.sqrt() + 1e-8)
+    shrinking = update * start > 0
+    expected = plain(start, update, 0.1 * shrinking if cautious else 0.1)
+    assert relative(weight, expected) < 1e-6 and 10 < shrinking.sum() < 38
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_decay_of_normuon(cautious):
+    generator = torch.Generator().manual_seed(1)
+    weight, update = torch.randn(2, 3, 8, 6, generator=generator)
+    start, multiplier = weight.clone(), torch.tensor([1.0, 2.0, 4.0])[:, None, None]
+    tg.normuon_update(update, weight, None, None, multiplier, torch.tensor(0.02), 1.5, None, cautious)
+    eta = 0.02 * multiplier
+    shrinking = update * start >= 0
+    expected = plain(start, eta * update, 1.5 * 0.02 * eta * (shrinking if cautious else 1))
+    assert relative(weight, expected) < 1e-6 and 30 < shrinking.sum() < 114
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_decay_of_sparse_adam(cautious):
+    """The reference, by hand for one row; test_loss.py has the kernel against it."""
+    weights, square, last = torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([4.0, 9.0]), torch.tensor([1.0, 0.0])
+    lookup = tg.group_ids(torch.tensor([[0], [0]], dtype=torch.int32))
+    gradient = torch.tensor([[1.0, 1.0], [2.0, 3.0]])
+    step, rate, shrink = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(0.1)
+    tg.sparse_adam_reference(gradient, lookup, weights, square, last, step, rate, shrink, 0.9, 1e-8, 1.0, cautious)
+    v = 0.9**2 * 4.0 + 0.1 * (3.0**2 + 4.0**2) / 2
+    update = [0.5 * g / math.sqrt(v) for g in (3.0, 4.0)]
+    decay = [0.1 * 1.0, 0.0 if cautious else 0.1 * -2.0]  # the update shrinks the first weight, not the second
+    assert weights[0].tolist() == pytest.approx([1.0 - decay[0] - update[0], -2.0 - decay[1] - update[1]], rel=1e-5)
+    assert weights[1].tolist() == [3.0, 4.0] and square.tolist() == pytest.approx([v, 9.0])
+
+
+def test_the_preset_decides_for_every_parameter(corpus, tiny):
+    """One step with each decay, of all roles: every parameter of many entries has some that only the plain one shrinks."""
+    moved = {}
+    for name in (None, "plain decay"):
+        rules = tuple((role, replace(rule, decay=0.5) if isinstance(rule, tg.AdamRule) else rule) for role, rule in PRESET.optimizer.rules)
+        preset = replace(PRESET, optimizer=replace(PRESET.optimizer, rules=rules))
+        trainer = helpers.make_trainer(corpus, switched(name, preset) if name else preset)
+        trainer.initialise(0)
+        helpers.randomise(trainer.model)
+        trainer.training_step(0, helpers.all_batches(trainer)[0])
+        moved[name] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    different = {n for n in moved[None] if not moved[None][n].equal(moved["plain decay"][n])}
+    assert different >= {n for n, p in moved[None].items() if p.numel() > 1}, "matrices, tables, sparse rows, gates and scalars"
+
+
+if __name__ == "__main__":
+    helpers.PRESET = switched("everything off")
+    sys.exit(helpers.fork_worlds(Path(sys.argv[1]), Path(sys.argv[2]), "", (1, 2)))
