@@ -334,7 +334,7 @@ def test_impossible_world_sizes(corpus, tiny, monkeypatch, capsys, world):
 
 def test_ranks_that_are_no_numbers(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "x")
-    assert tg.main([]) == 2 and "RANK, WORLD_SIZE, LOCAL_RANK: expected numbers, as torchrun sets them, found" in capsys.readouterr().err
+    assert tg.main([]) == 2 and "WORLD_SIZE: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
 
 
 def test_variables_left_over_from_torchrun(monkeypatch, capsys):
@@ -385,7 +385,7 @@ def test_a_broken_device_does_not_end_the_watchdog(monkeypatch):
 
     ended = threading.Event()
     monkeypatch.setattr(tg.os, "_exit", lambda code: ended.set())
-    watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.2, lambda text: None)
+    watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.2, tg.RunLog(None))
     watchdog.events.append(types.SimpleNamespace(query=query))
     assert ended.wait(20)
     watchdog.done.set()
@@ -517,8 +517,9 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "without its validation": (edit(lambda content: content.pop("validation")), "KeyError: 'validation'"),
     "without its attention": (edit(lambda content: content.pop("attention")), "KeyError: 'attention'"),
     "with an empty validation": (edit(lambda content: content["validation"].clear()), "KeyError"),
-    **{f"with attention's {name}": (edit(lambda content, name=name, value=value: content["attention"].update({name: value})), "settings missing or out of range")
-       for name, value in (("frequency", [1.0]), ("windows", (1,)), ("windows", (0, 8)), ("scale", math.nan), ("scale", "1"))},
+    **{f"with attention's {name} {value}": (edit(lambda content, name=name, value=value: content["attention"].update({name: value})), "settings missing or out of range")
+       for name, value in (("frequency", [1.0]), ("windows", (1,)), ("windows", (0, 8)), ("scale", math.nan))},
+    "with a scale that is text": (edit(lambda content: content["attention"].update(scale="1")), "TypeError: must be real number"),
     **{f"with validation's {name} {value}": (edit(lambda content, name=name, value=value: content["validation"].update({name: value})), "out of range")
        for name, value in (("tokens", "x"), ("tokens", 0), ("tokens", -1), ("window", 0), ("window", -4), ("data", None))},
     **{f"of {text}": (edit(lambda content, old=old, text=text: content.update(model=content["model"].replace(old, text))), "out of range")
@@ -551,7 +552,8 @@ def test_wrong_weights_are_named(saved, corpus, capsys):
 def test_sampling_without_tiktoken(saved, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     assert tg.main(["--sample", str(saved[0]), "Once"]) == 2
-    assert capsys.readouterr().err == "train_gpt: tiktoken: expected an installed package, found none; fix: pip install tiktoken\n"
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"train_gpt: tiktoken: expected the package and its gpt2 vocabulary, found ModuleNotFoundError; fix: pip install .*\n", said)
 
 
 @pytest.mark.parametrize("option, value", [("--seed", "9" * 20), ("--seed", "-1"), ("--stall-limit", "0"), ("--stall-limit", "nan"), ("--runs", "0")])
