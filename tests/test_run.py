@@ -316,7 +316,25 @@ def test_options_reach_the_optimizer(run):
     assert log[-1]["loss"] != run("--seed", 3).logs[0][-1]["loss"]
 
 
-@pytest.mark.parametrize("options", [["--preset", "huge"], ["--runs", "0"], ["--stop-after", "-1"], ["--profile", "x"], ["--sed", "1"]])
+def test_a_longer_and_a_shorter_schedule(run):
+    """--length 2 and 0.5 of 2, 2 and 1 steps; the log has the option and the scaled steps, and the run may be a record."""
+    for length, steps in (("2", [4, 4, 2]), ("0.5", [1, 1, 1])):
+        (log,) = run("--seed", 3, "--length", length).logs
+        head, end = log[0], log[-1]
+        assert float(head["settings"]["length"]) == float(length) and [stage["steps"] for stage in head["preset"]["stages"]] == steps
+        assert only(log, "step")[-1]["step"] == sum(steps) and end["state"] == "ok"
+        assert head["consumed_tokens"] == 512 * steps[0] + 1024 * (steps[1] + steps[2])
+    assert "length" not in run("--seed", 3, "--length", 1).logs[0][0]["settings"]
+
+
+def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(tg, "memory_plan", lambda *_: pytest.fail("the tokens come first"))
+    result = run("--seed", 3, "--length", 10)
+    assert result.code == 2 and not (tmp_path / "logs").exists()
+    assert re.fullmatch(r"train_gpt: training tokens: expected 40,961 for the schedule, found 15,\d{3} in 3 shards; fix: .*\n", result.err)
+
+
+@pytest.mark.parametrize("options", [["--preset", "huge"], ["--length", "0"], ["--length", "101"], ["--length", "nan"], ["--length", "x"], ["--runs", "0"], ["--stop-after", "-1"], ["--profile", "x"], ["--sed", "1"]])
 def test_wrong_options_exit_with_2(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:
         tg.main(options)
