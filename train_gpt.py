@@ -2507,9 +2507,7 @@ class Ranks:
         self.nccl = world > 1 and device.type == "cuda"
         self.copy_stream = None  # on which `fetch` copies, where memory can be shared
         self.peers = {}  # address of a shared tensor or part -> its handle, and every rank's version of it
-        self.side_streams = []
-        if device.type == "cuda":
-            self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)]
+        self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if device.type == "cuda" else []
         self.processes = [os.getpid()]
         self.stop_asked = False
         self.heartbeat = lambda *_: None  # the watchdog's, while one watches
@@ -2522,8 +2520,9 @@ class Ranks:
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
         if world > 1 and "MASTER_ADDR" not in os.environ:
-            fix = "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun"
-            fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none", fix)
+            fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none",
+                 "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
+
         device = pick_device(torchrun_number("LOCAL_RANK", "0"))
         if world == 1:
             return Ranks(rank, world, device)
@@ -2570,7 +2569,7 @@ class Ranks:
         return memory
 
     def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable[[], None]:
-        """Copy from the other ranks' versions of a shared tensor. Returns the wait, which blocks the stream, not the host.
+        """Copy from other ranks' versions of a shared tensor. Returns the wait, which blocks the stream, not the host.
 
         Without `received` this is an all-gather in place: each rank's own shard comes from that rank. With `received`
         [world, ...] it is the exchange of a reduce-scatter: every rank's version of this rank's shard goes there.
@@ -2689,8 +2688,8 @@ class Ranks:
 class Watchdog:
     """Ends this process with exit code 4 when nothing progresses for `limit_s`.
 
-    It is needed because a collective waits for a dead rank for ever. Progress is a heartbeat, or that the device reaches
-    the point queued at one: the host may be far ahead and then wait.
+    It is needed because a collective waits for a dead rank for ever. Progress is a heartbeat, or that the device
+    reaches the point queued at one: the host may be far ahead and then wait.
     """
 
     def __init__(self, ranks: Ranks, limit_s: float, log: RunLog):
@@ -2788,7 +2787,7 @@ def process_age_seconds() -> float:
     try:
         started = int(process_fields("self")[19]) / os.sysconf("SC_CLK_TCK")
         return float(Path("/proc/uptime").read_text().split()[0]) - started
-    except (OSError, ValueError, IndexError):
+    except OSError:
         return 0.0
 
 
@@ -2803,20 +2802,20 @@ def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
     if isinstance(error, torch.OutOfMemoryError):
         return Failure("GPU memory", "enough", found, "end other programs on this GPU (nvidia-smi)", EXIT_HARDWARE)
     if isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
-        fix = "start again; if it stays, --reference, and test the GPU"
-        return Failure("GPU", "to run this", found, fix, EXIT_HARDWARE)
+        return Failure("GPU", "to run this", found,
+                       "start again; if it stays, --reference, and test the GPU", EXIT_HARDWARE)
     if ranks and ranks.world > 1 and (isinstance(error, dist.DistError) or "gloo" in text):
         return Failure("other ranks", f"an answer{ranks.lost()}", found, "see what they said first", EXIT_HARDWARE)
     return None
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """CUDA's compute capability; (0, 0) of a CPU."""
+    """CUDA's compute capability (major, minor); (0, 0) on a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at the same time; 4 of a CPU, where Triton's interpreter needs a number."""
+    """How many multiprocessors the GPU has; 4 on a CPU, where Triton's interpreter needs some number."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -2847,7 +2846,7 @@ class RunLog:
         self.queue.put({"kind": kind, **fields})
 
     def say(self, text: str, bar: str = "") -> None:
-        """Text for the person who watches; the log does not keep it. On a terminal `bar` stays below until the next one."""
+        """Text for the person who watches; the log does not keep it. A terminal shows `bar` below until the next text."""
         if self.path:
             self.queue.put(f"\r\033[K{text}\n{bar}" if self.terminal else f"{text}\n")
 
@@ -3035,8 +3034,8 @@ def sample_text(path: str, prompt: str, device: torch.device) -> str:
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2")
     except (ImportError, OSError) as error:
-        fix = "pip install tiktoken; connect to the network once, or set TIKTOKEN_CACHE_DIR"
-        fail("tiktoken", "the package and its gpt2 vocabulary", type(error).__name__, fix)
+        fail("tiktoken", "the package and its gpt2 vocabulary", type(error).__name__,
+             "pip install tiktoken; connect to the network once, or set TIKTOKEN_CACHE_DIR")
 
     model, content = load_model(Path(path), device)
     ids = [BOS, *encoding.encode_ordinary(prompt)]
@@ -3139,13 +3138,15 @@ def check_folder(folder: Path, needed_mb: int) -> str:
         place = place.parent
     free_mb = shutil.disk_usage(place).free // 1_000_000
     if not place.is_dir() or not os.access(place, os.W_OK) or free_mb < needed_mb:
-        expected = f"a writable folder with {needed_mb} MB free"
-        fail(f"saving in {folder}", expected, f"{place} with {free_mb:,} MB", "choose another place")
+        fail(f"saving in {folder}", f"a writable folder with {needed_mb} MB free", f"{place} with {free_mb:,} MB",
+             "choose another place")
     return f"{free_mb:,} MB free for {folder}"
 
 
-def check_model_file(path: Path, model: ModelConfig) -> str:
+def check_model_file(path: Path | None, model: ModelConfig) -> str:
     """Fails unless a model can be saved there. Its n-gram table takes most of the room, 2 bytes a number."""
+    if path is None:
+        return "not kept"
     if path.is_dir():
         fail(f"saving {path}", "the name of a file", "a folder", "add a name")
     return check_folder(path.parent, 1000 + model.table_rows * model.width // 500_000)
@@ -3158,7 +3159,7 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
         "memory": lambda: check_memory(preset, ranks, ops),
         "data": lambda: check_data(preset, arguments.data or Path(preset.data)),
         "log": lambda: check_folder(arguments.log_dir, 10),
-        "model": lambda: check_model_file(arguments.save, preset.model) if arguments.save else "not kept",
+        "model": lambda: check_model_file(arguments.save, preset.model),
     }
     code = 0
     for name, check in checks.items():
@@ -3230,8 +3231,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
     if arguments.check:
         return preflight(arguments, preset, ranks, ops)
     check_versions()
-    if arguments.save:
-        check_model_file(arguments.save, preset.model)
+    check_model_file(arguments.save, preset.model)
 
     trainer = Trainer(preset, ranks, ops, Clock(ranks.device), arguments.data or Path(preset.data))
     for run_seed in range(seed, seed + arguments.runs):
