@@ -2846,7 +2846,7 @@ class RunLog:
         self.queue.put({"kind": kind, **fields})
 
     def say(self, text: str, bar: str = "") -> None:
-        """Text for the person who watches; the log does not keep it. A terminal shows `bar` below until the next text."""
+        """Text for the person who watches; the log does not keep it. A terminal shows `bar` below until the next."""
         if self.path:
             self.queue.put(f"\r\033[K{text}\n{bar}" if self.terminal else f"{text}\n")
 

@@ -273,7 +273,7 @@ def test_every_track_and_its_preset_agree():
 
 
 def test_the_track_of_webmix(tmp_path):
-    """One pass over 24 shards of 10.13 M tokens, each; no further shard is listed."""
+    """One pass over 24 shards of 10.13 M tokens each; no further shard is listed."""
     track = record.TRACKS["speedrun-webmix"]
     assert (track.corpus, track.target_loss, track.alpha, track.least_runs, track.practice) == ("webmix", 3.1029, None, 3, False)
     header = struct.pack("<3i", 20240520, 1, 10_133_000)

@@ -334,7 +334,8 @@ def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
     assert re.fullmatch(r"train_gpt: training tokens: expected 40,961 for the schedule, found 15,\d{3} in 3 shards; fix: .*\n", result.err)
 
 
-@pytest.mark.parametrize("options", [["--preset", "huge"], ["--length", "0"], ["--length", "101"], ["--length", "nan"], ["--length", "x"], ["--runs", "0"], ["--stop-after", "-1"], ["--profile", "x"], ["--sed", "1"]])
+@pytest.mark.parametrize("options", [["--preset", "huge"], ["--runs", "0"], ["--stop-after", "-1"], ["--profile", "x"], ["--sed", "1"],
+                                     ["--length", "0"], ["--length", "101"], ["--length", "nan"], ["--length", "x"]])
 def test_wrong_options_exit_with_2(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:
         tg.main(options)
