@@ -30,7 +30,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import platform
 import queue
 import secrets
@@ -457,6 +456,30 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
     windows = windows or (stage.short_window_tokens, stage.long_window_tokens)
     frequency, scale = rotary_frequencies(preset, index)
     return geometry_tables(frequency, scale, windows, positions, getattr(torch, preset.model.dtype), device)
+
+
+def scaled_preset(preset: Preset, length: float) -> Preset:
+    """`preset` with `length` times the steps: one preset serves a longer or a shorter corpus (--length).
+
+    Every stage, the extension, and the warm-up and cool-down of the momentum keep their shares of the schedule, rounded, but
+    take at least one step. Training tokens grow by what the schedule takes more, so that enough shards are opened.
+    """
+    def scaled(steps: int) -> int:
+        return max(1, round(length * steps))
+
+    stages = tuple(dataclasses.replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
+    optimizer = dataclasses.replace(
+        preset.optimizer,
+        momentum_warmup_steps=scaled(preset.optimizer.momentum_warmup_steps),
+        momentum_cooldown_steps=scaled(preset.optimizer.momentum_cooldown_steps))
+    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
+    return dataclasses.replace(preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)
+
+
+# The speedrun's own model and schedule where FineWeb is not to be had: one pass over the 243 M tokens of webmix.
+PRESETS["speedrun-webmix"] = dataclasses.replace(
+    scaled_preset(PRESETS["speedrun"], 0.735), name="speedrun-webmix", data="data/webmix", train_tokens=243_000_000,
+    val_tokens=4_194_304, target_loss=3.1029, status="speedrun-webmix: at most one pass over 24 shards")
 
 
 # ==== 4. Model ========================================================================================================
@@ -3054,123 +3077,186 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 
 # ==== 11. Runtime =====================================================================================================
 class Failure(Exception):
-    """An error the user can act on: one line that says what, expected, found and the fix; `code` is the exit status."""
-    def __init__(self, message: str, code: int):
-        super().__init__(message)
+    """An error that the user can act on, in one line: what, expected, found and the fix. `code` is the exit status."""
+
+    def __init__(self, what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE):
+        super().__init__(f"{what}: expected {expected}, found {found}; fix: {fix}")
         self.code = code
 
-def fail(what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE) -> NoReturn:
-    raise Failure(f"{what}: expected {expected}, found {found}; fix: {fix}", code)
+
+def fail(*arguments: Any) -> NoReturn:
+    """Raise Failure(what, expected, found, fix, code)."""
+    raise Failure(*arguments)
+
+
+def torchrun_number(name: str, default: str) -> int:
+    """A variable of torchrun; without torchrun its value for a single process."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        fail(name, "a number, as torchrun sets it", text, "unset it, or start with torchrun")
+    return int(text)
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The GPU of this process, made the current one and given a stream of its own; without any GPU the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        fail("GPUs on this machine", f"at least {local_rank + 1}", count, "start fewer processes", EXIT_HARDWARE)
+
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    if capability(device)[0] == 9:  # measured there: with a workspace cuBLASLt clears some bytes before each product
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured in a graph
+    return device
+
 
 class Ranks:
-    """The processes of one run, one device each. With one rank every collective is a no-op. Tensors that are `shared` are fetched by copy engines,
-    where GPUs reach each other's memory: NCCL's kernels would take multiprocessors from what runs beside them."""
+    """The processes of one run, one device each. With one rank every collective does nothing.
+
+    Where GPUs reach each other's memory, copy engines fetch the tensors that are `shared`: NCCL's kernels would take
+    multiprocessors from what runs at the same time.
+    """
+
     def __init__(self, rank: int, world: int, device: torch.device):
-        self.rank, self.world, self.device = rank, world, device
-        self.copy_stream, self.peers = None, {}  # where memory can be shared: stream of `fetch`; of each shared tensor, by address, all ranks' parts
+        self.rank = rank
+        self.world = world
+        self.device = device
+        self.nccl = world > 1 and device.type == "cuda"
+        self.copy_stream = None  # on which `fetch` copies, where memory can be shared
+        self.peers = {}  # address of a shared tensor or part -> its handle, and every rank's version of it
         self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if device.type == "cuda" else []
-        self.processes, self.stop_asked = [os.getpid()], False
-        self.heartbeat: Callable[..., None] = lambda *_: None  # the watchdog's while one watches
+        self.processes = [os.getpid()]
+        self.stop_asked = False
+        self.heartbeat = lambda *_: None  # the watchdog's, while one watches
 
     @staticmethod
     def start() -> Ranks:
         """Read torchrun's variables, pick the device and join the process group."""
-        given = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))]
-        if not all(text.isdecimal() for text in given):
-            fail("RANK, WORLD_SIZE, LOCAL_RANK", "numbers, as torchrun sets them", given, "unset them, or start with torchrun")
-        rank, world, local = map(int, given)
+        rank = torchrun_number("RANK", "0")
+        world = torchrun_number("WORLD_SIZE", "1")
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
         if world > 1 and "MASTER_ADDR" not in os.environ:
-            fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none", "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
-        device = torch.device("cpu")
-        if torch.cuda.is_available():
-            if local >= torch.cuda.device_count():
-                fail("GPUs on this machine", f"at least {local + 1}", torch.cuda.device_count(), "start fewer processes", EXIT_HARDWARE)
-            device = torch.device("cuda", local)
-            torch.cuda.set_device(device)
-            if torch.cuda.get_device_capability(device)[0] == 9:  # measured there: with a workspace cuBLASLt clears some bytes before each product
-                os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
-            torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured in a graph
-        if world > 1:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+            fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none",
+                 "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
+
+        device = pick_device(torchrun_number("LOCAL_RANK", "0"))
+        if world == 1:
+            return Ranks(rank, world, device)
+
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            dist.init_process_group("gloo")
         ranks = Ranks(rank, world, device)
         ranks.processes = ranks.gather_objects(os.getpid())
-        if world > 1:
-            signal.signal(signal.SIGINT, ranks.ask_to_stop)
-        if world > 1 and device.type == "cuda" and os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-            ranks.copy_stream = torch.cuda.Stream()
-            with contextlib.suppress(RuntimeError):  # the GPUs, the driver or the container may not let them
-                ranks.shared(torch.zeros(world, device=device))
-            ranks.copy_stream = ranks.copy_stream if all(ranks.gather_objects(bool(ranks.peers))) else None
+        signal.signal(signal.SIGINT, ranks.ask_to_stop)
+        if ranks.nccl and os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # all on this host
+            ranks._share_memory()
         return ranks
 
+    def _share_memory(self) -> None:
+        """Set `copy_stream`, and keep it if a first shared tensor works on every rank."""
+        self.copy_stream = torch.cuda.Stream()
+        with contextlib.suppress(RuntimeError):  # the GPUs, the driver or the container may not allow it
+            self.shared(torch.zeros(self.world, device=self.device))
+        if not all(self.gather_objects(bool(self.peers))):
+            self.copy_stream = None
+
     def shared(self, tensor: Tensor, parts: int = 1) -> Tensor:
-        """`tensor`, moved to memory that other ranks can read, if there is some. A collective; never freed; `fetch` takes each of its `parts`."""
-        if self.copy_stream:
-            # torch (to 2.13; its issue 181086) clears this memory, and writes the addresses that barriers read, on a stream that no other waits for:
-            # first everything queued must end, as it may still write to where the addresses come; then that, before any rank uses either.
-            given, tensor = tensor, symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            torch.cuda.synchronize(self.device)
-            handle = symmetric_memory.rendezvous(tensor, dist.group.WORLD.group_name)
-            torch.cuda.synchronize(self.device)
-            tensor.copy_(given)
-            for part in tensor.chunk(parts):
-                where = part.shape, part.dtype, part.storage_offset()
-                self.peers[part.data_ptr()] = handle, [handle.get_buffer(r, *where).view(self.world, -1) for r in range(self.world)]
-        return tensor
+        """`tensor`, moved to memory that the other ranks can read, if there is such memory.
+
+        Every rank must call it. The memory is never freed. `fetch` takes each of the `parts` by itself.
+        """
+        if not self.copy_stream:
+            return tensor
+        # torch (to 2.13; its issue 181086) clears this memory, and writes the addresses that barriers read, on a stream
+        # for which no other stream waits. So all queued work must end first, as it may still write to where the
+        # addresses will be; then torch's own work must end, before any rank uses the memory or a barrier.
+        memory = symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        torch.cuda.synchronize(self.device)
+        handle = symmetric_memory.rendezvous(memory, dist.group.WORLD.group_name)
+        torch.cuda.synchronize(self.device)
+        memory.copy_(tensor)
+
+        for part in memory.chunk(parts):
+            place = part.shape, part.dtype, part.storage_offset()
+            versions = [handle.get_buffer(rank, *place).view(self.world, -1) for rank in range(self.world)]
+            self.peers[part.data_ptr()] = handle, versions
+        return memory
 
     def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable[[], None]:
-        """Copy from other ranks' parts of a shared tensor: their own shards, in place (all-gather), or each one's version of this rank's shard, to
-        `received`. All on one stream, in one order on every rank: past a barrier, all have read what was given before."""
-        handle, peers = self.peers[full.data_ptr()]
+        """Copy from other ranks' versions of a shared tensor. Returns the wait, which blocks the stream, not the host.
+
+        Without `received` this is an all-gather in place: each rank's own shard comes from that rank. With `received`
+        [world, ...] it is the exchange of a reduce-scatter: every rank's version of this rank's shard goes there.
+        All copies are on one stream, in one order on every rank. So once a barrier is passed, every rank has read
+        what it fetched before that barrier.
+        """
+        handle, versions = self.peers[full.data_ptr()]
+        first = 1 if received is None else 0  # an all-gather skips its own shard
         self.copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copy_stream):
             if barrier:
                 handle.barrier()
-            for other in ((self.rank + i) % self.world for i in range(received is None, self.world)):  # at no time do two read from the same rank
-                target, part = (peers[self.rank], other) if received is None else (received, self.rank)
-                target[other].view(-1).copy_(peers[other][part], non_blocking=True)
+            for distance in range(first, self.world):
+                other = (self.rank + distance) % self.world  # so no two ranks read from the same one at the same time
+                if received is None:
+                    versions[self.rank][other].copy_(versions[other][other], non_blocking=True)
+                else:
+                    received[other].view(-1).copy_(versions[other][self.rank], non_blocking=True)
         return self.copy_stream.record_event().wait
 
     def on_side_stream(self, work: Callable[[], Any], side: int = 0) -> Callable[[], None]:
-        """Queue `work` on one of two streams of their own, whose kernels go first where there is room for one only. Returns the wait for it."""
+        """Queue `work` on one of two side streams, whose kernels go first where room is scarce. Returns the wait."""
         if not self.side_streams:
             work()
             return lambda: None
-        self.side_streams[side].wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side_streams[side]):
+        stream = self.side_streams[side]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             work()
-            return torch.cuda.current_stream().record_event().wait
+        return stream.record_event().wait
 
     def shard(self, full: Tensor) -> Tensor:
         """This rank's equal part of `full` along its first dimension, a view."""
         return full.view(self.world, -1, *full.shape[1:])[self.rank]
 
     def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable[[], None]:
-        """Every rank's version of this rank's shard of `full`, for the caller to average: `received` is [world, ...] if `full` is shared, else
-        [1, ...], a view of the shard, averaged already. Returns the wait (it blocks the stream, not the host)."""
+        """Bring every rank's version of this rank's shard of `full` to `received`. Returns the wait.
+
+        If `full` is shared, `received` is [world, ...] and the caller averages. Else it is [1, ...], a view of the
+        shard, which is averaged already.
+        """
         if full.data_ptr() in self.peers:
             return self.fetch(full, received)
-        if self.world > 1 and self.device.type == "cuda":
+        if self.nccl:
             return dist.reduce_scatter_tensor(received[0], full, op=dist.ReduceOp.AVG, async_op=True).wait
         return self.all_reduce_mean(full)
 
     def all_reduce_mean(self, tensor: Tensor) -> Callable[[], None]:
-        if self.world > 1 and self.device.type == "cuda":
+        """Average `tensor` over the ranks, in place. Returns the wait."""
+        if self.nccl:
             return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True).wait
         if self.world > 1:  # gloo has no mean
             self.sum(tensor).div_(self.world)
         return lambda: None
 
     def all_gather(self, full: Tensor, barrier: bool = True) -> Callable[[], None]:
-        """Fill `full` from every rank's shard of it, in place. No barrier is needed if there was one since the ranks wrote their shards."""
+        """Fill `full` from every rank's shard of it, in place. Returns the wait.
+
+        No barrier is needed if there was one since the ranks wrote their shards.
+        """
         if self.world == 1:
             return lambda: None
         if full.data_ptr() in self.peers:
             return self.fetch(full, None, barrier)
-        # gloo reads its input while it writes the output, NCCL knows the in-place form
-        shard = self.shard(full) if self.device.type == "cuda" else self.shard(full).clone()
+        shard = self.shard(full)
+        if not self.nccl:
+            shard = shard.clone()  # gloo reads its input while it writes the output; NCCL knows the in-place form
         return dist.all_gather_into_tensor(full, shard, async_op=True).wait
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -3180,89 +3266,115 @@ class Ranks:
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of the ranks."""
         values = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
 
     def ask_to_stop(self, *_: Any) -> None:
-        """Ctrl-C finds ranks between different collectives: the first one only asks, and they agree at a flush; the second acts at once."""
+        """Handle Ctrl-C. The first one only asks, as ranks are between different collectives; the second acts at once.
+
+        The ranks agree to stop when they flush a logged step (Meter.flush).
+        """
         self.stop_asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def lost(self) -> str:
-        """Which ranks' processes have ended or stand still, in words for a message; only Linux tells."""
+        """Which ranks' processes have ended or stand still, in words for a message. Only Linux tells."""
+        if process_stopped(os.getpid()):  # nothing tells here
+            return ""
         for _ in range(10):  # a dying process closes its connections before it counts as ended
-            states = {}
-            for rank, process in enumerate(self.processes):
-                with contextlib.suppress(OSError):
-                    states[rank] = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-            if lost := [str(rank) for rank in range(self.world) if states.get(rank, "X") in "XZTt"]:
-                break
+            lost = [str(rank) for rank, process in enumerate(self.processes) if process_stopped(process)]
+            if lost:
+                return f" (rank {', '.join(lost)} has ended or stands still)"
             threading.Event().wait(0.1)
-        return f" (rank {', '.join(lost)} has ended or stands still)" if states and lost else ""
+        return ""
 
     def finish(self, code: int) -> None:
-        if self.world > 1 and dist.is_initialized():
-            if code:  # neither NCCL nor the end of the interpreter may wait for a rank that has failed
-                if code == EXIT_BUG:
-                    traceback.print_exc()
-                os._exit(code)
-            dist.destroy_process_group()
+        """Leave the process group, or after a failure end the process at once.
+
+        Neither NCCL nor the end of the interpreter may wait for a rank that has failed.
+        """
+        if self.world == 1 or not dist.is_initialized():
+            return
+        if code == EXIT_BUG:
+            traceback.print_exc()
+        if code:
+            os._exit(code)
+        dist.destroy_process_group()
+
 
 class Watchdog:
-    """Ends this process with exit code 4 when nothing progresses for `limit_s`: a collective waits for a dead rank for ever.
-    Progress is a beat, or the device reaching the point that was queued at one: the host may be far ahead and then wait."""
-    def __init__(self, ranks: Ranks, limit_s: float, last_words: Callable[[str], None]):
-        self.ranks, self.limit_s, self.last_words, self.events = ranks, limit_s, last_words, collections.deque()
-        self.done, ranks.heartbeat = threading.Event(), self.heartbeat
+    """Ends this process with exit code 4 when nothing progresses for `limit_s`.
+
+    It is needed because a collective waits for a dead rank for ever. Progress is a heartbeat, or that the device
+    reaches the point queued at one: the host may be far ahead and then wait.
+    """
+
+    def __init__(self, ranks: Ranks, limit_s: float, log: RunLog):
+        self.ranks = ranks
+        self.limit_s = limit_s
+        self.log = log
+        self.events = collections.deque()
+        self.done = threading.Event()
+        ranks.heartbeat = self.heartbeat
         self.heartbeat("the start")
-        threading.Thread(target=self._work, name="watchdog", daemon=True).start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def heartbeat(self, doing: str, patience: float = 1.0) -> None:
-        """This rank goes on, with something that may take `patience` times the limit."""
-        self.doing, self.patience, self.idle_s = doing, patience, 0.0
-        if self.ranks.device.type == "cuda" and patience == 1:  # not in the warm-up: a query while a graph is captured breaks it
+        """Say that this rank goes on, with something that may take `patience` times the limit."""
+        self.doing = doing
+        self.patience = patience
+        self.idle_s = 0.0
+        if self.ranks.device.type == "cuda" and patience == 1:  # in the warm-up a query would break a graph's capture
             self.events.append(torch.cuda.current_stream().record_event())
 
-    def _work(self) -> None:
-        wait_s = min(1.0, self.limit_s / 8)  # counted, so the time in which the process is suspended is none
+    def _watch(self) -> None:
+        wait_s = min(1.0, self.limit_s / 8)
         while not self.done.wait(wait_s):
-            self.idle_s += wait_s
+            self.idle_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
             with contextlib.suppress(RuntimeError):  # a broken device: the main thread meets the same error and says so
                 while self.events and self.events[0].query():
                     self.events.popleft()
                     self.idle_s = 0.0
-            if self.idle_s > (limit_s := self.limit_s * self.patience):
-                message = (f"rank {self.ranks.rank}: expected progress within {limit_s:g} s, found none since {self.doing}{self.ranks.lost()}; "
+            limit_s = self.limit_s * self.patience
+            if self.idle_s > limit_s:
+                message = (f"rank {self.ranks.rank}: expected progress within {limit_s:g} s, "
+                           f"found none since {self.doing}{self.ranks.lost()}; "
                            "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
                 print(f"train_gpt: {message}", file=sys.stderr, flush=True)
-                self.last_words(message)
+                self.log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE)
+                self.log.close()
                 os._exit(EXIT_HARDWARE)
 
+
 class Clock:
-    """The only reader of time. Runs from the synchronise before the first step to the one after the last, minus named pauses."""
+    """The only reader of time. It runs from the synchronise before the first step to the one after the last, minus
+    named pauses."""
+
     def __init__(self, device: torch.device):
         self.device = device
         self.origin = time.perf_counter() - process_age_seconds()
-        self.intervals: list[dict[str, Any]] = []  # {"on": bool, "reason": str, "start_ms": float, "end_ms": float}
+        self.intervals = []  # dictionaries {"on": bool, "reason": str, "start_ms": float, "end_ms": float}
 
     def since_start(self) -> float:
         """Seconds since the process started; for messages, never for results."""
         return time.perf_counter() - self.origin
 
     def date(self) -> str:
-        """Now, in UTC, to the millisecond: tells in which order runs were made."""
+        """Now, in UTC, to the millisecond: it tells in which order runs were made."""
         now = time.time()
-        return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+        return f"{seconds}.{int(now % 1 * 1000):03d}Z"
 
     def switch(self, reason: str | None) -> None:
-        """From now on the time is for `reason`, and counts if that is "training"; None stops the clock. Waits for the device."""
+        """Wait for the device. From then on time passes for `reason` and counts if that is "training"; None stops."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = 1e3 * self.since_start()
-        if self.intervals and "end_ms" not in self.intervals[-1]:
-            self.intervals[-1]["end_ms"] = now
+        if self.intervals:
+            self.intervals[-1].setdefault("end_ms", now)
         if reason is not None:
             self.intervals.append({"on": reason == "training", "reason": reason, "start_ms": now})
 
@@ -3271,115 +3383,168 @@ class Clock:
         now = 1e3 * self.since_start()
         return sum(i.get("end_ms", now) - i["start_ms"] for i in self.intervals if i["on"])
 
+
 def aligned(size: int) -> int:
-    """A multiple of 4 numbers of 4 bytes: compiled code may load 16 bytes at a time."""
+    """`size` rounded up to a multiple of 4 numbers of 4 bytes, because compiled code may load 16 bytes at a time."""
     return -(-size // 4) * 4
 
-def process_age_seconds() -> float:
-    """Age of this process, interpreter start and imports included; 0 where /proc does not tell."""
+
+def process_fields(process: int | str) -> list[str]:
+    """Fields of Linux's /proc/PID/stat after the name: state at [0], start at [19]. OSError where there is none."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def process_stopped(process: int) -> bool:
+    """Whether a process has ended or stands still: Linux calls it dead (X), zombie (Z), stopped (T) or traced (t)."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+        return process_fields(process)[0] in "XZTt"
+    except OSError:
+        return True
+
+
+def process_age_seconds() -> float:
+    """Age of this process, with the start of the interpreter and imports; 0 where /proc does not tell."""
+    try:
+        started = int(process_fields("self")[19]) / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - started
+    except OSError:
         return 0.0
+
 
 def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
     """The Failure that an error of a file, the device or another rank amounts to; None for a bug or an interruption."""
-    code, found = EXIT_HARDWARE, str(error).partition("\n")[0]
     if isinstance(error, Failure):
         return error
+    text = str(error).partition("\n")[0]
+    found = f"'{text}'"
     if isinstance(error, OSError):
-        what, fix, code = "file: expected to be there and to work", "check the path, its permissions and the disk", EXIT_USAGE
-    elif isinstance(error, torch.OutOfMemoryError):
-        what, fix = "GPU memory: expected enough", "end other programs on this GPU (nvidia-smi)"
-    elif isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
-        what, fix = "GPU: expected to run this", "start again; if it stays, --reference, and test the GPU"
-    elif ranks is not None and ranks.world > 1 and (isinstance(error, dist.DistError) or "gloo" in found):
-        what, fix = f"other ranks: expected an answer{ranks.lost()}", "see what they said first"
-    else:
-        return None
-    return Failure(f"{what}, found '{found}'; fix: {fix}", code)
+        return Failure("file", "to be there and to work", found, "check the path, its permissions and the disk")
+    if isinstance(error, torch.OutOfMemoryError):
+        return Failure("GPU memory", "enough", found, "end other programs on this GPU (nvidia-smi)", EXIT_HARDWARE)
+    if isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
+        return Failure("GPU", "to run this", found,
+                       "start again; if it stays, --reference, and test the GPU", EXIT_HARDWARE)
+    if ranks and ranks.world > 1 and (isinstance(error, dist.DistError) or "gloo" in text):
+        return Failure("other ranks", f"an answer{ranks.lost()}", found, "see what they said first", EXIT_HARDWARE)
+    return None
+
 
 def capability(device: torch.device) -> tuple[int, int]:
+    """CUDA's compute capability (major, minor); (0, 0) on a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
+
 def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the GPU has; 4 on a CPU, where Triton's interpreter needs some number."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
 
 # ==== 12. Run log =====================================================================================================
 class RunLog:
-    """One JSON line an event, each carrying a hash of itself and the line before. A thread writes, so the clock never waits."""
-    def __init__(self, path: Path | None, quiet: bool = False):
-        self.path, self.quiet, self.file, self.chain, self.terminal = path, quiet, None, "", sys.stdout.isatty()
+    """One JSON line an event, with a hash of itself and the line before. A thread writes, so the clock never waits.
+
+    Without a path, as on all ranks but the first, nothing is written and nothing is shown.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.file = None
+        self.chain = ""
+        self.terminal = sys.stdout.isatty()
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = path.open("x")
             except OSError as error:
                 self._give_up(error)
-        self.queue: queue.SimpleQueue = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._write, name="run log", daemon=True)
+        self.queue = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name="run log", daemon=True)
         self.thread.start()
 
-    def _give_up(self, error: OSError) -> None:
-        print(f"run log: expected to write {self.path}, found '{error}'; fix: free or permit that folder. The run goes on UNLOGGED.",
-              file=sys.stderr, flush=True)
-        self.file = None
-
     def line(self, kind: str, **fields: Any) -> None:
+        """An event for the log."""
         self.queue.put({"kind": kind, **fields})
 
     def say(self, text: str, bar: str = "") -> None:
-        """Text for the person who watches; the log does not keep it. On a terminal the bar stays under it until the next text."""
-        self.queue.put(f"\r\033[K{text}\n{bar}" if self.terminal else f"{text}\n")
-
-    def _write(self) -> None:
-        while (item := self.queue.get()) is not None:
-            if isinstance(item, str):
-                try:
-                    print("" if self.quiet else item, end="", flush=True)
-                except OSError:  # nobody reads any more, or the disk is full: the log goes on
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            elif self.file is not None:
-                text = json.dumps(item)
-                self.chain = hashlib.sha256((self.chain + text).encode()).hexdigest()[:16]
-                try:
-                    self.file.write(f'{text[:-1]}, "chain": "{self.chain}"}}\n')
-                    self.file.flush()
-                except OSError as error:
-                    self._give_up(error)
+        """Text for the person who watches; the log does not keep it. A terminal shows `bar` below until the next."""
+        if self.path:
+            self.queue.put(f"\r\033[K{text}\n{bar}" if self.terminal else f"{text}\n")
 
     def close(self) -> None:
+        """Write what is queued, then end the thread."""
         self.queue.put(None)
         self.thread.join(timeout=10)
         if self.file is not None:
             self.file.close()
 
+    def _work(self) -> None:
+        while (item := self.queue.get()) is not None:
+            if isinstance(item, str):
+                self._show(item)
+            elif self.file is not None:
+                self._append(json.dumps(item))
+
+    def _show(self, text: str) -> None:
+        try:
+            print(text, end="", flush=True)
+        except OSError:  # nobody reads any more, or the disk is full: the log goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _append(self, text: str) -> None:
+        self.chain = hashlib.sha256((self.chain + text).encode()).hexdigest()[:16]
+        try:
+            self.file.write(f'{text[:-1]}, "chain": "{self.chain}"}}\n')
+            self.file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        print(f"run log: expected to write {self.path}, found '{error}'; "
+              "fix: free or permit that folder. The run goes on UNLOGGED.", file=sys.stderr, flush=True)
+        self.file = None
+
+
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware. `machine` names the host and its devices without telling who they are: equal = same machine."""
-    facts = {"python": platform.python_version(), "torch": str(torch.__version__), "triton": triton.__version__ if triton else None,
-             "numpy": np.__version__, "platform": platform.platform(), "device": platform.processor() or platform.machine(), "gpus": []}
-    names = [platform.node(), str(os.cpu_count())]
+    """Versions and hardware. `machine` is equal on the same machine, and does not tell which machine that is."""
+    facts = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": triton.__version__ if triton else None,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "device": platform.processor() or platform.machine(),
+        "gpus": [],
+    }
+    identity = [platform.node(), str(os.cpu_count())]
     if device.type == "cuda":
-        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        facts |= {"device": devices[0].name, "gpus": [d.name for d in devices], "cuda": torch.version.cuda}
-        names += [str(getattr(d, "uuid", d.name)) for d in devices]
-    return facts | {"machine": hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]}
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        facts |= {"device": gpus[0].name, "gpus": [gpu.name for gpu in gpus], "cuda": torch.version.cuda}
+        identity += [str(getattr(gpu, "uuid", gpu.name)) for gpu in gpus]
+    return facts | {"machine": hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16]}
+
 
 def files_hash(paths: Sequence[Path]) -> str:
-    """SHA-256 over what `sha256sum` would print of files, in order: records need no more. A SHA256SUMS beside a file must agree, if it names it."""
+    """SHA-256 over what `sha256sum` would print of files, in order: records need no more to check it.
+
+    Fails if a file differs from what a SHA256SUMS beside it states.
+    """
     lines = []
     for path in paths:
         with path.open("rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        line = f"{digest}  {path.name}\n"
+        lines.append(line)
+
         sums = path.with_name("SHA256SUMS")
-        if sums.exists() and f"  {path.name}\n" in (stated := sums.read_text(errors="replace")) and lines[-1] not in stated:
-            fail(f"{path}: SHA-256", "what SHA256SUMS states", lines[-1][:64], "fetch this file again")
+        stated = sums.read_text(errors="replace") if sums.exists() else ""
+        if f"  {path.name}\n" in stated and line not in stated:
+            fail(f"{path}: SHA-256", "what SHA256SUMS states", digest, "fetch this file again")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
 
 # ==== 13. Afterwards: save, load, evaluate, sample ====================================================================
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
-    """One file with plain names: weights, configuration, how to validate, provenance. Written aside, then renamed."""
+    """Write weights, configuration, how to validate and provenance to one file: aside, then renamed."""
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
     content = {
@@ -3387,7 +3552,10 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
         "model": json.dumps(dataclasses.asdict(preset.model)),
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_windows_tokens},
         "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
-        "provenance": dict(val_loss=loss, seed=seed, preset=preset.name, script=files_hash([Path(__file__)]), **machine_facts(trainer.ranks.device))}
+        "provenance": {
+            "val_loss": loss, "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]),
+            **machine_facts(trainer.ranks.device)},
+    }
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -3397,225 +3565,338 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
         aside.unlink(missing_ok=True)
         fail(f"saving {path}", "a writable folder with space", error, "choose another place for --save")
 
+
 def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dict[str, Any]) -> bool:
-    """Whether a model file's settings can be used, as far as the shapes of its weights do not prove it."""
-    counts = *attention["windows"], validation["tokens"], validation["window"], config.pointer_window_tokens, config.vocabulary
-    numbers = attention["scale"], *attention["frequency"], *config.softcap, config.pointer_scale
-    used, values = [slot for slot, layer in enumerate(config.layers) if layer.attention or layer.mlp], (None, NGRAMS, *range(config.value_embeddings))
-    return (len(counts) == 6 and all(type(n) is int and n > 0 for n in counts) and config.vocabulary < config.padded_vocabulary
-            and (config.ngram_rows == 0 or config.ngram_rows > 3)  # each half of them needs one that means: no such n-gram
-            and len(numbers) == 5 + config.key_width // 4 and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
-            and all(layer.skip_from in (None, *(s for s in used if s < slot)) and layer.value_embedding in values
-                    for slot, layer in enumerate(config.layers)) and isinstance(validation["data"], str))
+    """Whether the settings of a model file can be used, as far as the shapes of its weights do not prove it."""
+    counts = [validation["tokens"], validation["window"], config.pointer_window_tokens, config.vocabulary]
+    counts += attention["windows"]
+    if len(counts) != 6 or not all(type(count) is int and count > 0 for count in counts):
+        return False
+
+    if config.ngram_rows != 0 and config.ngram_rows < 2 * len(NGRAM_MULTIPLIERS):
+        return False  # the part of each order needs a row for n-grams and one for none
+
+    numbers = [attention["scale"], *attention["frequency"], *config.softcap, config.pointer_scale]
+    if len(numbers) != 5 + config.key_width // 4 or not all(map(math.isfinite, numbers)):
+        return False
+
+    sources = {None}  # what a skip connection may come from: an earlier layer that is not empty
+    value_embeddings = {None, NGRAMS, *range(config.value_embeddings)}
+    for index, layer in enumerate(config.layers):
+        if layer.skip_from not in sources or layer.value_embedding not in value_embeddings:
+            return False
+        if layer.attention or layer.mlp:
+            sources.add(index)
+    return config.vocabulary < config.padded_vocabulary and isinstance(validation["data"], str)
+
+
+def read_model_file(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Configuration and content of a model file, checked. Only tensors and plain data are read. Raises any error."""
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(content, dict):
+        raise TypeError(f"a {type(content).__name__}")
+    stated = json.loads(content["model"])
+    # This comes before anything is allocated: a view of one element can claim any size.
+    weights = content["weights"].values()
+    if sum(weight.nbytes for weight in weights) > path.stat().st_size or stated["value_embeddings"] > len(weights):
+        raise ValueError("weights larger than the file")
+
+    layers = tuple(Layer(**layer) for layer in stated["layers"])
+    config = ModelConfig(**{**stated, "layers": layers, "softcap": Softcap(*stated["softcap"])})
+    complete = json.loads(json.dumps(dataclasses.asdict(config))) == stated
+    if not complete or not settings_fit(config, content["attention"], content["validation"]):
+        raise ValueError("settings missing or out of range")
+    return config, content
+
 
 def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
-    """A saved model with reference operators (so it runs on any device) and the rest of the file. Only tensors and plain data are read."""
+    """A saved model with reference operators, so that it runs on any device, and the content of its file."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(content, dict):
-            raise TypeError(f"a {type(content).__name__}")
-        weights, config, *settings = (content[key] for key in ("weights", "model", "attention", "validation"))
-        stated = json.loads(config)
-        # Before anything is allocated: a view of one element can claim any size.
-        if sum(weight.nbytes for weight in weights.values()) > path.stat().st_size or stated["value_embeddings"] > len(weights):
-            raise ValueError("weights larger than the file")
-        config = ModelConfig(**{**stated, "layers": tuple(Layer(**layer) for layer in stated["layers"]), "softcap": Softcap(*stated["softcap"])})
-        if json.loads(json.dumps(dataclasses.asdict(config))) != stated or not settings_fit(config, *settings):
-            raise ValueError("settings missing or out of range")
+        config, content = read_model_file(path)
         if device.type == "cpu":  # bfloat16 matrix products are slow there
             config = dataclasses.replace(config, dtype="float32")
-        for place in (torch.device("meta"), device):  # first the shapes alone
-            model = GPT(config, select_ops(device, fast=False), place)
-            model.load_state_dict(weights, strict=True, assign=place != device)
-    except (OSError, LookupError, TypeError, AttributeError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        found = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        ops = select_ops(device, fast=False)
+        # This compares the shapes before anything is allocated.
+        GPT(config, ops, torch.device("meta")).load_state_dict(content["weights"], assign=True)
+    except Exception as error:  # a foreign file can raise anything
+        text = " ".join(str(error).split())
+        found = f"{type(error).__name__}: {text[:200]}"
         fail(f"model file {path}", "a file written by --save", found, "train one with --save FILE")
+    model = GPT(config, ops, device)
+    model.load_state_dict(content["weights"])
     return model.requires_grad_(False), content
 
+
 def saved_geometry(content: dict[str, Any], model: GPT, positions: int) -> Geometry:
+    """The geometry with which a saved model was validated, for documents of up to `positions` tokens."""
     attention = content["attention"]
     return geometry_tables(np.array(attention["frequency"]), attention["scale"], tuple(attention["windows"]), positions,
                            model.lm_head.dtype, model.lm_head.device)
 
+
 def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
-    """Validation loss of a saved model on the windows and tokens it was validated with."""
+    """Validation loss of a saved model, in nats a token, on the windows and tokens with which it was validated."""
     model, content = load_model(path, device)
-    config, validation, total = model.config, content["validation"], 0.0
+    config = model.config
+    validation = content["validation"]
     shard = find_shards(data or Path(validation["data"]), "val")[0]
+    total = 0.0
     for pieces in validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary):
         geometry = saved_geometry(content, model, max(map(len, pieces)))
-        total += float(model.evaluate(pack({0: pieces}, config, pin=False).to(device), geometry))
+        batch = pack({0: pieces}, config, pin=False).to(device)
+        total += float(model.evaluate(batch, geometry))
     return total / validation["tokens"]
 
-def sample_text(path: Path, prompt: str, device: torch.device, tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
-    """Continue `prompt` token by token; each step runs the whole prefix, which is fine for a paragraph."""
+
+def sample_text(path: str, prompt: str, device: torch.device) -> str:
+    """Continue `prompt` by up to 64 tokens, at temperature 0.8, from a fixed seed.
+
+    Each token takes a run of the whole prefix, which is fine for a paragraph.
+    """
     try:
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2")
-    except ImportError:
-        fail("tiktoken", "an installed package", "none", "pip install tiktoken")
-    except OSError as error:
-        fail("tiktoken's gpt2 vocabulary", "a download or a copy in TIKTOKEN_CACHE_DIR", type(error).__name__, "connect to the network once")
-    model, content = load_model(path, device)
+    except (ImportError, OSError) as error:
+        fail("tiktoken", "the package and its gpt2 vocabulary", type(error).__name__,
+             "pip install tiktoken; connect to the network once, or set TIKTOKEN_CACHE_DIR")
+
+    model, content = load_model(Path(path), device)
     ids = [BOS, *encoding.encode_ordinary(prompt)]
-    geometry = saved_geometry(content, model, len(ids) + tokens)
-    generator = torch.Generator(device).manual_seed(seed)
-    for _ in range(tokens):
-        batch = pack({0: [np.array([*ids, BOS], dtype=np.uint16)]}, model.config, pin=False).to(device)
-        probabilities = model.next_token(batch, geometry)[:model.config.vocabulary] ** (1 / temperature)
-        ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    geometry = saved_geometry(content, model, len(ids) + 64)
+    torch.manual_seed(0)
+    for _ in range(64):
+        document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
+        batch = pack({0: [document]}, model.config, pin=False).to(device)
+        weights = model.next_token(batch, geometry)[:model.config.vocabulary] ** (1 / 0.8)
+        ids.append(int(torch.multinomial(weights, 1)))
         if ids[-1] == BOS:
             break
     return encoding.decode(ids[1:])
 
+
 # ==== 14. Main ========================================================================================================
+def step_span(text: str) -> tuple[int, int]:
+    """First and last step of "A:B"."""
+    first, last = map(int, text.split(":"))
+    return first, last
+
+
+def within(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """A reader of option values: numbers of a kind, from `least` to `most`."""
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= most:  # so that nan is refused too
+            raise argparse.ArgumentTypeError(f"expected a number from {least} to {most}, found {text}")
+        return value
+    return number
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    def span(text: str) -> tuple[int, int]:
-        first, _, last = text.partition(":")
-        return int(first), int(last or first)
-
-    def within(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
-        def number(text: str) -> Any:
-            if not least <= (value := kind(text)) <= most:
-                raise argparse.ArgumentTypeError(f"expected a number from {least} to {most}, found {text}")
-            return value
-        return number
-
+    positive = within(int, 1)
     parser = argparse.ArgumentParser(description="Train a small GPT as fast as the machine allows.", allow_abbrev=False)
-    parser.add_argument("--preset", choices=PRESETS, default="speedrun")
-    parser.add_argument("--data", type=Path, help="folder with *_train_*.bin and *_val_*.bin (default: the preset's)")
-    parser.add_argument("--seed", type=within(int, 0, 2**62), help="fixes the initial weights; drawn and logged without it")
-    parser.add_argument("--runs", type=within(int, 1), default=1, help="train this many times, seeds counting up, one log each")
-    parser.add_argument("--val-every", type=within(int, 1), metavar="N", help="validate every N steps too, off the clock")
-    parser.add_argument("--profile", type=span, metavar="A:B", help="write a Chrome trace of steps A to B; no record")
-    parser.add_argument("--stop-after", type=within(int, 1), metavar="N", help="end after N steps of the schedule; no record")
-    parser.add_argument("--log-dir", type=Path, default=Path("logs"))
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--no-graphs", action="store_true", help="launch every kernel of every step instead of replaying CUDA graphs")
-    parser.add_argument("--no-fp8", nargs="?", choices=(*FP8_PARTS, "all"), const="all", help="bfloat16 QKV projections, head, MLPs, or all")
-    parser.add_argument("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
-    parser.add_argument("--orthogonalize", choices=RECIPES, help="how Muon orthogonalises (default: the preset's)")
-    parser.add_argument("--muon", action="store_true", help="plain Muon: no variance normalisation")
-    parser.add_argument("--stall-limit", type=within(float, 0.1), default=120, metavar="SECONDS", help="exit code 4 if nothing progresses so long")
-    parser.add_argument("--check", action="store_true", help="what a start would check, one line an item, then exit")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the trained model of the last run")
-    parser.add_argument("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
-    parser.add_argument("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="speedrun")
+    add("--data", type=Path, help="folder with *_train_*.bin and *_val_*.bin (default: the preset's)")
+    add("--length", type=within(float, 0.001, 100), default=1.0, metavar="F", help="train F times the preset's steps")
+    add("--seed", type=within(int, 0, 2**62), help="fixes the initial weights; drawn and logged without it")
+    add("--runs", type=positive, default=1, help="train this many times, seeds counting up, one log each")
+    add("--val-every", type=positive, metavar="N", help="validate every N steps too, off the clock")
+    add("--profile", type=step_span, metavar="A:B", help="write a Chrome trace of steps A to B; no record")
+    add("--stop-after", type=positive, metavar="N", help="end after N steps of the schedule; no record")
+    add("--log-dir", type=Path, default=Path("logs"))
+    add("--eager", action="store_true", help="without torch.compile")
+    add("--no-graphs", action="store_true", help="launch every kernel of every step instead of replaying CUDA graphs")
+    add("--no-fp8", nargs="?", choices=(*FP8_PARTS, "all"), const="all",
+        help="bfloat16 QKV projections, head, MLPs, or all")
+    add("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
+    add("--orthogonalize", choices=RECIPES, help="how Muon orthogonalises (default: the preset's)")
+    add("--muon", action="store_true", help="plain Muon: no variance normalisation")
+    add("--stall-limit", type=within(float, 0.1), default=120, metavar="SECONDS",
+        help="exit code 4 if nothing progresses so long")
+    add("--check", action="store_true", help="what a start would check, one line an item, then exit")
+    add("--save", type=Path, metavar="FILE", help="write the trained model of the last run")
+    add("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
+    add("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
     return parser.parse_args(argv)
 
+
 def chosen_preset(arguments: argparse.Namespace) -> Preset:
-    preset = PRESETS[arguments.preset]
-    optimizer = dataclasses.replace(preset.optimizer, orthogonalization=arguments.orthogonalize or preset.optimizer.orthogonalization,
-                                    second_moment_decay=None if arguments.muon else preset.optimizer.second_moment_decay)
-    return dataclasses.replace(preset, optimizer=optimizer)
+    """The preset that the options name, with what they change in it."""
+    preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
+    changes = {}
+    if arguments.orthogonalize:
+        changes["orthogonalization"] = arguments.orthogonalize
+    if arguments.muon:
+        changes["second_moment_decay"] = None
+    return dataclasses.replace(preset, optimizer=dataclasses.replace(preset.optimizer, **changes))
+
 
 def check_versions() -> str:
-    if not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+    major_minor = tuple(map(int, torch.__version__.split(".")[:2]))
+    if not (2, 11) <= major_minor < (2, 14):
         fail("torch", ">= 2.11, < 2.14", torch.__version__, "pip install -r requirements.txt")
-    return f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}, Triton {triton.__version__ if triton else 'none'}"
+    found = getattr(triton, "__version__", "none")
+    return f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}, Triton {found}"
+
+
+def check_memory(preset: Preset, ranks: Ranks, ops: Ops) -> str:
+    recompute, tokens, needed = memory_plan(preset, ranks, ops)
+    if not needed:
+        return "no GPU whose memory to fit"
+    free = torch.cuda.mem_get_info(ranks.device)[0]
+    text = f"{needed / 2**30:.1f} of {free / 2**30:.1f} GiB that are free, micro-batches of up to {tokens:,} tokens"
+    return f"{text}, layers recomputed" if recompute else text
+
+
+def check_data(preset: Preset, folder: Path) -> str:
+    stream, *_, digest = open_corpus(preset, folder)
+    consumed = stream.consumed(preset.stages)
+    return f"{consumed:,} of {stream.length:,} training tokens in {len(stream.paths)} shards, SHA-256 {digest[:16]}"
+
 
 def check_folder(folder: Path, needed_mb: int) -> str:
     """Fails unless that much can be written to a folder, or to where it would be made."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free_mb = shutil.disk_usage(there).free // 1_000_000
-    if not (there.is_dir() and os.access(there, os.W_OK)) or free_mb < needed_mb:
-        fail(f"saving in {folder}", f"a writable folder with {needed_mb} MB free", f"{there} with {free_mb:,} MB", "choose another place")
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free_mb = shutil.disk_usage(place).free // 1_000_000
+    if not place.is_dir() or not os.access(place, os.W_OK) or free_mb < needed_mb:
+        fail(f"saving in {folder}", f"a writable folder with {needed_mb} MB free", f"{place} with {free_mb:,} MB",
+             "choose another place")
     return f"{free_mb:,} MB free for {folder}"
 
-def check_model_file(path: Path, model: ModelConfig) -> str:
+
+def check_model_file(path: Path | None, model: ModelConfig) -> str:
+    """Fails unless a model can be saved there. Its n-gram table takes most of the room, 2 bytes a number."""
+    if path is None:
+        return "not kept"
     if path.is_dir():
         fail(f"saving {path}", "the name of a file", "a folder", "add a name")
     return check_folder(path.parent, 1000 + model.table_rows * model.width // 500_000)
 
+
 def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: Ops) -> int:
-    """What a start checks, a line an item; returns the exit code of the first that fails."""
-    def memory() -> str:
-        recompute, tokens, needed = memory_plan(preset, ranks, ops)
-        return (f"{needed / 2**30:.1f} of {torch.cuda.mem_get_info(ranks.device)[0] / 2**30:.1f} GiB that are free, micro-batches of up to "
-                f"{tokens:,} tokens" + ", layers recomputed" * recompute) if needed else "no GPU whose memory to fit"
-
-    def data() -> str:
-        stream, *_, digest = open_corpus(preset, arguments.data or Path(preset.data))
-        return f"{stream.consumed(preset.stages):,} of {stream.length:,} training tokens in {len(stream.paths)} shards, SHA-256 {digest[:16]}"
-
-    checks = {"versions": check_versions, "memory": memory, "data": data, "log": lambda: check_folder(arguments.log_dir, 10),
-              "model": lambda: check_model_file(arguments.save, preset.model) if arguments.save else "not kept"}
+    """Print what a start checks, a line an item. Returns the exit code of the first item that fails, else 0."""
+    checks = {
+        "versions": check_versions,
+        "memory": lambda: check_memory(preset, ranks, ops),
+        "data": lambda: check_data(preset, arguments.data or Path(preset.data)),
+        "log": lambda: check_folder(arguments.log_dir, 10),
+        "model": lambda: check_model_file(arguments.save, preset.model),
+    }
     code = 0
     for name, check in checks.items():
         try:
             line = f"ok    {name:<9}  {check()}"
         except Exception as error:
-            if (failure := explained(error, ranks)) is None:
+            failure = explained(error, ranks)
+            if failure is None:
                 raise
-            line, code = f"FAIL  {name:<9}  {failure}", code or failure.code
+            line = f"FAIL  {name:<9}  {failure}"
+            code = code or failure.code
         if ranks.rank == 0:
             print(line, flush=True)
     return code
 
-def train_all(arguments: argparse.Namespace, ranks: Ranks, clock: Clock) -> int:
+
+def announce(preset: Preset, ranks: Ranks, ops: Ops) -> None:
+    """Say what will be trained, on which devices and with which operators."""
+    major, minor = capability(ranks.device)
+    gpu = f"capability {major}.{minor}" if major else "no GPU"
+    sharing = " that share memory" if ranks.copy_stream else ""
+    chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
+    print(preset.status)
+    print(f"{ranks.world} rank(s){sharing}, {machine_facts(ranks.device)['device']}, {gpu}, {chosen}", flush=True)
+
+
+def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps: int) -> float:
+    """One run under a watchdog, with a log that says how it ended. Returns the validation loss."""
+    ranks = trainer.ranks
+    name = f"{trainer.preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
+    trace = arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json"
+    complete = not (arguments.profile or arguments.stop_after)
+    options = RunOptions(steps, complete, arguments.val_every, arguments.profile, trace)
+    defaults = vars(parse_arguments([]))
+    settings = {option: str(value) for option, value in vars(arguments).items() if value != defaults[option]}
+
+    log = RunLog(arguments.log_dir / f"{name}.jsonl" if ranks.rank == 0 else None)
+    watchdog = Watchdog(ranks, arguments.stall_limit, log)
+    try:
+        return train(trainer, seed, log, options, settings)
+    except BaseException as error:
+        cause = explained(error, ranks) or error
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}"
+        log.line("end", state=state, code=getattr(cause, "code", None))
+        raise
+    finally:
+        watchdog.done.set()
+        log.close()
+
+
+def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
+    """Check what can be checked beforehand, then make every run that was asked for. Returns the exit code."""
     preset = chosen_preset(arguments)
-    seed = ranks.gather_objects(secrets.randbelow(2**31) if arguments.seed is None else arguments.seed)[0]
-    fast = not arguments.reference and capability(ranks.device) >= (8, 0)
-    ops = select_ops(ranks.device, fast, compile=not arguments.eager, graphs=not arguments.no_graphs,
-                     fp8=[part for part in FP8_PARTS if arguments.no_fp8 not in (part, "all") and preset.model.dtype == "bfloat16"])
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    seed = ranks.gather_objects(seed)[0]
+    fast = capability(ranks.device) >= (8, 0) and not arguments.reference
+    bfloat16 = preset.model.dtype == "bfloat16"
+    fp8 = [part for part in FP8_PARTS if bfloat16 and arguments.no_fp8 not in (part, "all")]
+    ops = select_ops(ranks.device, fast, compile=not arguments.eager, fp8=fp8, graphs=not arguments.no_graphs)
+
     steps = min(preset.steps, arguments.stop_after or preset.steps)
-    if arguments.profile and not 0 <= arguments.profile[0] <= arguments.profile[1] < steps:
-        fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", "{}:{}".format(*arguments.profile), "name steps that the run has")
-    if main_rank := ranks.rank == 0:
-        chosen, (major, minor) = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items()), capability(ranks.device)
-        device = machine_facts(ranks.device)["device"] + (f", capability {major}.{minor}" if major else ", no GPU")
-        print(f"{preset.status}\n{ranks.world} rank(s){' that share memory' * bool(ranks.copy_stream)}, {device}, {chosen}", flush=True)
+    if arguments.profile:
+        first, last = arguments.profile
+        if not 0 <= first <= last < steps:
+            fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", f"{first}:{last}", "name steps that the run has")
+
+    if ranks.rank == 0:
+        announce(preset, ranks, ops)
     if arguments.check:
         return preflight(arguments, preset, ranks, ops)
     check_versions()
-    if arguments.save:
-        check_model_file(arguments.save, preset.model)
-    trainer = Trainer(preset, ranks, ops, clock, arguments.data or Path(preset.data))
-    defaults = parse_arguments([])
-    settings = {key: str(value) for key, value in vars(arguments).items() if value != getattr(defaults, key)}
-    for run in range(arguments.runs):
-        name = f"{preset.name}-w{ranks.world}-s{seed + run}-{secrets.token_hex(3)}"
-        options = RunOptions(steps, not arguments.profile and arguments.stop_after is None, arguments.val_every, arguments.profile,
-                             arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json")
-        log = RunLog(arguments.log_dir / f"{name}.jsonl" if main_rank else None, quiet=not main_rank)
-        watchdog = Watchdog(ranks, arguments.stall_limit, lambda text: (log.line("end", state=f"failed: {text}", code=EXIT_HARDWARE), log.close()))
-        try:
-            loss = train(trainer, seed + run, log, options, settings)
-        except BaseException as error:
-            cause = explained(error, ranks) or error
-            log.line("end", state="interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}", code=getattr(cause, "code", None))
-            raise
-        finally:
-            watchdog.done.set()
-            log.close()
-    if arguments.save and main_rank:
-        save_model(arguments.save, trainer, loss, seed + arguments.runs - 1)
+    check_model_file(arguments.save, preset.model)
+
+    trainer = Trainer(preset, ranks, ops, Clock(ranks.device), arguments.data or Path(preset.data))
+    for run_seed in range(seed, seed + arguments.runs):
+        loss = train_once(arguments, trainer, run_seed, steps)
+    if arguments.save and ranks.rank == 0:
+        save_model(arguments.save, trainer, loss, run_seed)
     trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses
     return 0
 
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    ranks, code, message = None, EXIT_BUG, ""
+    ranks = None
+    code = EXIT_BUG  # unless something explains the end
+    message = ""
     try:
         ranks = Ranks.start()
         if arguments.eval:
             print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
+            code = 0
         elif arguments.sample:
-            print(sample_text(Path(arguments.sample[0]), arguments.sample[1], ranks.device))
-        code = 0 if arguments.eval or arguments.sample else train_all(arguments, ranks, Clock(ranks.device))
+            print(sample_text(*arguments.sample, ranks.device))
+            code = 0
+        else:
+            code = train_all(arguments, ranks)
     except KeyboardInterrupt:
-        code, message = 130, "interrupted"
+        code = 130
+        message = "interrupted"
     except Exception as error:
-        if (failure := explained(error, ranks)) is None:
+        failure = explained(error, ranks)
+        if failure is None:
             raise
-        code, message = failure.code, str(failure)
+        code = failure.code
+        message = str(failure)
     finally:
         if message:
             rank = f"rank {ranks.rank}: " if ranks and ranks.world > 1 else ""
             print(f"train_gpt: {rank}{message}", file=sys.stderr, flush=True)
-        if ranks is not None:
+        if ranks:
             ranks.finish(code)
     return code
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,8 @@ from runlog import Failure
 
 
 def command_new(arguments: argparse.Namespace) -> int:
-    path = record.new(arguments.name, arguments.track, arguments.parent, arguments.kind, arguments.n, arguments.world, arguments.data, arguments.retime)
+    path = record.new(arguments.name, arguments.track, arguments.parent, arguments.kind, arguments.n, arguments.world, arguments.data, arguments.retime,
+                      arguments.length)
     made = record.load(path).record
     print(f"{os.path.relpath(path)}: {made['track']}, {made['kind']}, parent {made['parent'] or 'none'}, {made['plan']['world']} GPU(s) or process(es)\n"
           f"plan {made['plan']['id']}: {' '.join(made['plan']['order'])}\nnext: python records run {os.path.relpath(path)}")
@@ -96,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--parent", help="record to beat, or none (default: the newest of the track)")
     new.add_argument("--kind", choices=KINDS, help="default: ml, or baseline without a parent")
     new.add_argument("--n", type=int, help="runs an arm, fixed from now on")
+    new.add_argument("--length", type=float, metavar="F", help="the trainer's --length in every run (default: the parent's, or 1)")
     new.add_argument("--world", type=int, choices=(1, 2, 4, 8), help="GPUs (default: as many as there are)")
     new.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
     new.add_argument("--retime", type=Path, metavar="RECORD", help="repeat that record's script and plan on this machine")

@@ -39,6 +39,7 @@ TRACKS = {
     "speedrun": Track("speedrun", "fineweb", "data/fineweb10B", 900_000_000, 10_485_760, 3.28, 0.01, 2, 8),
     "sprint-fineweb": Track("sprint", "fineweb", "data/fineweb10B", 100_000_000, 2_097_152, None, None, 3, 3),
     "sprint-webtext": Track("sprint", "webtext", "data/webtext", 100_000_000, 2_097_152, 3.22, None, 3, 3),
+    "speedrun-webmix": Track("speedrun-webmix", "webmix", "data/webmix", 243_000_000, 4_194_304, 3.1029, None, 3, 3),
     "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 8192, None, None, 1, 2, practice=True),
 }
 
@@ -85,7 +86,7 @@ SCHEMA = {
     "kind": f'"({"|".join(KINDS)})"',
     "scripts": rf'\{{"a": "{HEX}{{64}}"(, "b": "{HEX}{{64}}")?\}}',
     "data": many(rf'"\w+_(train|val)_\d{{6}}\.bin": "{HEX}{{64}}"', "{}"),
-    "plan": rf'\{{"id": "{HEX}{{16}}", "world": [1248], "seeds": {SEEDS}, "order": {ORDER}\}}',
+    "plan": rf'\{{"id": "{HEX}{{16}}", "world": [1248], ("length": [\d.]+, )?"seeds": {SEEDS}, "order": {ORDER}\}}',
     "runs": r"\{\}|" + many(rf'"{KEY}\.jsonl": "{HEX}{{64}}"', "{}"),
     "means": r"\{\}|" + many(r'"[ab]": \{"loss": [\d.]+, "ms": [\d.]+\}', "{}"),
 }
@@ -152,7 +153,7 @@ def plan_order(seeds: list[int], arms: str) -> list[str]:
 def plan_id(record: dict[str, Any]) -> str:
     """Names everything that is fixed before the first run. Each log carries it, so a plan cannot grow after a look at the results."""
     fixed = {key: record[key] for key in ("track", "parent", "kind", "scripts", "data")}
-    fixed |= {key: record["plan"][key] for key in ("world", "seeds", "order")}
+    fixed |= {key: record["plan"][key] for key in ("world", "length", "seeds", "order") if key in record["plan"]}
     return sha256(json.dumps(fixed, sort_keys=True))[:16]
 
 
@@ -229,15 +230,18 @@ def least_runs(track: Track, kind: str) -> int:
 
 
 def new(name: str, track_name: str | None, parent: str | None, kind: str | None, n: int | None, world: int | None, data: Path | None,
-        retime: Path | None = None, home: Path = HOME) -> Path:
-    """Make home/DATE_NAME with script, plan and hashes. `retime` repeats another record's plan. Returns the new folder."""
+        retime: Path | None = None, length: float | None = None, home: Path = HOME) -> Path:
+    """Make home/DATE_NAME with script, plan and hashes. `retime` repeats another record's plan. Returns the new folder.
+
+    Every run of both arms gets the trainer's option --length `length`, by default the parent's. A plan does not note 1.
+    """
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         fail("record name", "small letters, digits, - and .", name, "for example fp8-mlp-backward")
     source = home.parent / SCRIPT
     if retime is not None:
         old = load(retime)
         source, track_name, kind, n = old.path / SCRIPT, old.record["track"], old.record["kind"], len(old.record["plan"]["seeds"])
-        parent = old.record["parent"] or "none"
+        parent, length = old.record["parent"] or "none", old.record["plan"].get("length", 1)
     parent = choose_parent(home, parent or ("none" if kind == "baseline" else None), track_name)
     base = load(home / parent).record if parent else None
     track_name = track_name or (base["track"] if base else fail("track", f"one of {', '.join(TRACKS)}", "none", "add --track"))
@@ -247,6 +251,10 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
     kind = kind or ("ml" if parent else "baseline")
     if kind == "baseline" and parent or kind == "systems" and not parent:
         fail(f"parent of kind {kind}", "none" if parent else "a record", parent or "none", "change --parent or --kind")
+    if length is None:
+        length = base["plan"].get("length", 1) if base else 1
+    if not 0.001 <= length <= 100:
+        fail("length", "a number from 0.001 to 100", length, "change --length")
     n, least = track.usual_runs if n is None else n, least_runs(track, kind)
     if not least <= n <= 1000:
         fail("runs an arm", f"{least} to 1000 on {track_name}", n, "change --n")
@@ -260,10 +268,13 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
         fail("script", str(source), "none", "run this in a checkout of the repository")
     scripts = {"a": sha256(source.read_bytes())} | ({"b": sha256((home / parent / SCRIPT).read_bytes())} if parent else {})
     seeds = plan_seeds(scripts["a"], n)
+    plan = {"world": world}
+    if length != 1:
+        plan["length"] = length
+    plan |= {"seeds": seeds, "order": plan_order(seeds, "ab" if parent else "a")}
     record = {"schema": 1, "track": track_name, "date": date, "parent": parent, "kind": kind, "scripts": scripts,
-              "data": data_manifest(track, data or home.parent / track.data),
-              "plan": {"world": world, "seeds": seeds, "order": plan_order(seeds, "ab" if parent else "a")}, "runs": {}, "means": {}}
-    record["plan"] = {"id": plan_id(record), **record["plan"]}
+              "data": data_manifest(track, data or home.parent / track.data), "plan": plan, "runs": {}, "means": {}}
+    record["plan"] = {"id": plan_id(record), **plan}
     aside = Path(tempfile.mkdtemp(prefix=".new-", dir=home))
     try:
         shutil.copy2(source, aside / SCRIPT)

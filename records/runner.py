@@ -53,9 +53,11 @@ def local(folder: Folder, path: Path) -> str:
 
 def command(folder: Folder, key: str, data: Path) -> list[str]:
     arm, _, seed = key.partition("-s")
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={folder.record['plan']['world']}",
+    plan = folder.record["plan"]
+    length = ["--length", str(plan["length"])] if "length" in plan else []
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={plan['world']}",
             local(folder, folder.script(arm)), "--preset", folder.track.preset, "--seed", seed, "--data", local(folder, data),
-            "--log-dir", local(folder, log_dir(folder, key))]
+            "--log-dir", local(folder, log_dir(folder, key)), *length]
 
 
 def log_dir(folder: Folder, key: str) -> Path:

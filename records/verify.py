@@ -12,7 +12,8 @@ from record import SCRIPT, Folder, load, manifest_hash, least_runs, plan_id, pla
 from report import gain, means, numbers_block, read_block
 from runlog import Failure, Run, sha256
 
-FREE_SETTINGS = {"preset", "data", "seed", "log_dir", "val_every"}  # command-line options that may differ from their defaults in a record
+# Command-line options that may differ from their defaults in a record; a length must be the plan's.
+FREE_SETTINGS = {"preset", "data", "seed", "log_dir", "val_every", "length"}
 SAME_EVERYWHERE = ("machine", "gpus", "device", "world", "torch", "triton", "cuda", "driver", "python")
 UNTOUCHED = ("Configuration", "Model", "Data", "Schedule")  # sections that a systems record leaves as they are
 
@@ -114,7 +115,7 @@ def check_end(c: Context) -> Findings:
 
 
 def check_settings(c: Context) -> Findings:
-    """Each log is the planned run: script, seed, world, preset, default options, and the plan's id in its log folder."""
+    """Each log is the planned run: script, seed, world, preset, length, default options, and the plan's id in its log folder."""
     plan, bad = c.folder.record["plan"], []
     for key, run in c.runs.items():
         arm, _, seed = key.partition("-s")
@@ -126,6 +127,7 @@ def check_settings(c: Context) -> Findings:
             ("preset", c.folder.track.preset, preset.get("name")),
             ("validation tokens", c.folder.track.val_tokens, preset.get("val_tokens")),
             ("plan", f"{plan['id']}-{key}", Path(settings.get("log_dir", "")).name),
+            ("length", plan.get("length", 1), float(settings.get("length", 1))),
             ("options", [], sorted(set(settings) - FREE_SETTINGS)),
         ):
             bad += [] if found == expected else [f"{key}: {name}: expected {expected}, found {found}"]

@@ -121,8 +121,8 @@ def test_the_readme_has_every_message():
     """What a message begins with, file names aside, stands in "When something goes wrong"."""
     section = (helpers.ROOT / "README.md").read_text().partition("## When something goes wrong")[2].partition("\n## ")[0]
     source = ast.parse((helpers.ROOT / "train_gpt.py").read_text())
-    messages = [call.args[0] for call in ast.walk(source) if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "fail"]
-    messages += [node.value.elts[0] for node in ast.walk(source) if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "(what, fix)"]
+    calls = [call for call in ast.walk(source) if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("fail", "Failure")]
+    messages = [call.args[0] for call in calls]
     pieces = [[part.value if isinstance(part, ast.Constant) else "" for part in getattr(message, "values", [message])] for message in messages]
     words = {max(parts, key=len).strip(" :") for parts in pieces} - {""}
     assert len(words) > 20 and not [text for text in words if text not in section]

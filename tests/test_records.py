@@ -60,8 +60,8 @@ def sums(paths):
     return hashlib.sha256(text.encode()).hexdigest()
 
 parser = argparse.ArgumentParser()
-for name in ("preset", "data", "seed", "log-dir"):
-    parser.add_argument("--" + name)
+for name in ("preset", "data", "seed", "log-dir", "length"):
+    parser.add_argument("--" + name, default=argparse.SUPPRESS)
 options = parser.parse_args()
 chance, chain = random.Random(options.seed + str(LOSS)), ""
 folder = Path(options.log_dir)
@@ -223,7 +223,7 @@ def test_arms_are_interleaved(finished):
 
 @pytest.mark.parametrize("options, words", [
     ({"name": "Bad Name"}, "record name"), ({"track_name": None}, "track"), ({"n": 2, "track_name": "sprint-webtext", "kind": "ml"}, "runs an arm"),
-    ({"n": 0}, "runs an arm"), ({"n": 2_000_000}, "runs an arm"),
+    ({"length": 0.0}, "length"), ({"length": math.nan}, "length"), ({"n": 0}, "runs an arm"), ({"n": 2_000_000}, "runs an arm"),
     ({"data": Path("nowhere")}, "data"), ({"parent": "missing"}, "record"), ({"kind": "systems"}, "parent of kind systems"),
 ])
 def test_new_refuses_in_one_line_and_leaves_nothing(tmp_path, options, words):
@@ -240,6 +240,47 @@ def test_new_takes_the_newest_finished_record_as_parent(finished, copy):
     assert record.load(make(root, "third")).record["parent"] == copy.name
     assert record.load(make(root, "fourth")).record["parent"] == copy.name  # the third has no runs yet
     assert record.load(make(root, "alone", parent="none")).record["parent"] is None
+
+
+def test_a_length_is_part_of_the_plan(finished, copy):
+    """Fixed before the first run and passed to every run of both arms; a child and a retime inherit it."""
+    root = copy.parent.parent
+    shutil.copytree(finished[0] / "data", root / "data")
+    shutil.copy(finished[0] / "train_gpt.py", root)
+    base = make(root, "long", parent="none", n=1, length=1.5)
+    runner.run_plan(base, None)
+    child = make(root, "longer-child", parent=base.name, n=1)
+    runner.run_plan(child, None)
+    assert failed(base) == set() and failed(child) <= {"gain"}
+    assert [runlog.read_run(path).head["settings"]["length"] for path in sorted((child / "runs").iterdir())] == ["1.5", "1.5"]
+    assert record.load(make(root, "again", track_name=None, retime=base)).record["plan"]["length"] == 1.5
+    assert "length" not in record.load(make(root, "usual", parent="none", length=1.0)).record["plan"]
+
+    edit_json(base / "record.json", lambda r: r["plan"].update(length=2.0))
+    assert {"plan", "settings"} <= failed(base)
+    edit_json(base / "record.json", lambda r: r["plan"].pop("length"))
+    assert {"plan", "settings"} <= failed(base)
+
+
+def test_every_track_and_its_preset_agree():
+    """The trainer validates on as many tokens as the track says, opens no more shards, and looks for them in the same place."""
+    import train_gpt
+    for name, track in record.TRACKS.items():
+        preset = train_gpt.PRESETS[track.preset]
+        assert preset.val_tokens == track.val_tokens and preset.train_tokens <= track.shard_tokens, name
+        assert name.partition("-")[2] == "webtext" or preset.data == track.data, "one preset serves both tracks of the sprint"
+        assert preset.target_loss in (None, track.target_loss), name
+
+
+def test_the_track_of_webmix(tmp_path):
+    """One pass over 24 shards of 10.13 M tokens each; no further shard is listed."""
+    track = record.TRACKS["speedrun-webmix"]
+    assert (track.corpus, track.target_loss, track.alpha, track.least_runs, track.practice) == ("webmix", 3.1029, None, 3, False)
+    header = struct.pack("<3i", 20240520, 1, 10_133_000)
+    for number in range(1, 27):
+        (tmp_path / f"webmix_train_{number:06d}.bin").write_bytes(header)
+    (tmp_path / "webmix_val_000000.bin").write_bytes(header)
+    assert list(record.data_manifest(track, tmp_path)) == [*(f"webmix_train_{number:06d}.bin" for number in range(1, 25)), "webmix_val_000000.bin"]
 
 
 def test_a_baseline_has_no_parent(finished):
@@ -448,6 +489,7 @@ def change_end(events, **fields):
     ("end", lambda e: e.remove([x for x in e if x["kind"] == "step"][-1])),
     ("end", lambda e: [x for x in e if x["kind"] == "step"][1].update(step=10)),
     ("settings", lambda e: e[0]["settings"].update(muon="True")),
+    ("settings", lambda e: e[0]["settings"].update(length="0.5")),
     ("settings", lambda e: e[0].update(seed=1)),
     ("settings", lambda e: e[0].update(world=8)),
     ("settings", lambda e: e[0].update(script="0" * 64)),

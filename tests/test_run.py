@@ -316,7 +316,26 @@ def test_options_reach_the_optimizer(run):
     assert log[-1]["loss"] != run("--seed", 3).logs[0][-1]["loss"]
 
 
-@pytest.mark.parametrize("options", [["--preset", "huge"], ["--runs", "0"], ["--stop-after", "-1"], ["--profile", "x"], ["--sed", "1"]])
+def test_a_longer_and_a_shorter_schedule(run):
+    """--length 2 and 0.5 of 2, 2 and 1 steps; the log has the option and the scaled steps, and the run may be a record."""
+    for length, steps in (("2", [4, 4, 2]), ("0.5", [1, 1, 1])):
+        (log,) = run("--seed", 3, "--length", length).logs
+        head, end = log[0], log[-1]
+        assert float(head["settings"]["length"]) == float(length) and [stage["steps"] for stage in head["preset"]["stages"]] == steps
+        assert only(log, "step")[-1]["step"] == sum(steps) and end["state"] == "ok"
+        assert head["consumed_tokens"] == 512 * steps[0] + 1024 * (steps[1] + steps[2])
+    assert "length" not in run("--seed", 3, "--length", 1).logs[0][0]["settings"]
+
+
+def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(tg, "memory_plan", lambda *_: pytest.fail("the tokens come first"))
+    result = run("--seed", 3, "--length", 10)
+    assert result.code == 2 and not (tmp_path / "logs").exists()
+    assert re.fullmatch(r"train_gpt: training tokens: expected 40,961 for the schedule, found 15,\d{3} in 3 shards; fix: .*\n", result.err)
+
+
+@pytest.mark.parametrize("options", [["--preset", "huge"], ["--runs", "0"], ["--stop-after", "-1"], ["--profile", "x"], ["--sed", "1"],
+                                     ["--length", "0"], ["--length", "101"], ["--length", "nan"], ["--length", "x"]])
 def test_wrong_options_exit_with_2(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:
         tg.main(options)
@@ -334,7 +353,7 @@ def test_impossible_world_sizes(corpus, tiny, monkeypatch, capsys, world):
 
 def test_ranks_that_are_no_numbers(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "x")
-    assert tg.main([]) == 2 and "RANK, WORLD_SIZE, LOCAL_RANK: expected numbers, as torchrun sets them, found" in capsys.readouterr().err
+    assert tg.main([]) == 2 and "WORLD_SIZE: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
 
 
 def test_variables_left_over_from_torchrun(monkeypatch, capsys):
@@ -385,7 +404,7 @@ def test_a_broken_device_does_not_end_the_watchdog(monkeypatch):
 
     ended = threading.Event()
     monkeypatch.setattr(tg.os, "_exit", lambda code: ended.set())
-    watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.2, lambda text: None)
+    watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.2, tg.RunLog(None))
     watchdog.events.append(types.SimpleNamespace(query=query))
     assert ended.wait(20)
     watchdog.done.set()
@@ -517,8 +536,9 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "without its validation": (edit(lambda content: content.pop("validation")), "KeyError: 'validation'"),
     "without its attention": (edit(lambda content: content.pop("attention")), "KeyError: 'attention'"),
     "with an empty validation": (edit(lambda content: content["validation"].clear()), "KeyError"),
-    **{f"with attention's {name}": (edit(lambda content, name=name, value=value: content["attention"].update({name: value})), "settings missing or out of range")
-       for name, value in (("frequency", [1.0]), ("windows", (1,)), ("windows", (0, 8)), ("scale", math.nan), ("scale", "1"))},
+    **{f"with attention's {name} {value}": (edit(lambda content, name=name, value=value: content["attention"].update({name: value})), "settings missing or out of range")
+       for name, value in (("frequency", [1.0]), ("windows", (1,)), ("windows", (0, 8)), ("scale", math.nan))},
+    "with a scale that is text": (edit(lambda content: content["attention"].update(scale="1")), "TypeError: must be real number"),
     **{f"with validation's {name} {value}": (edit(lambda content, name=name, value=value: content["validation"].update({name: value})), "out of range")
        for name, value in (("tokens", "x"), ("tokens", 0), ("tokens", -1), ("window", 0), ("window", -4), ("data", None))},
     **{f"of {text}": (edit(lambda content, old=old, text=text: content.update(model=content["model"].replace(old, text))), "out of range")
@@ -551,7 +571,8 @@ def test_wrong_weights_are_named(saved, corpus, capsys):
 def test_sampling_without_tiktoken(saved, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     assert tg.main(["--sample", str(saved[0]), "Once"]) == 2
-    assert capsys.readouterr().err == "train_gpt: tiktoken: expected an installed package, found none; fix: pip install tiktoken\n"
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"train_gpt: tiktoken: expected the package and its gpt2 vocabulary, found ModuleNotFoundError; fix: pip install .*\n", said)
 
 
 @pytest.mark.parametrize("option, value", [("--seed", "9" * 20), ("--seed", "-1"), ("--stall-limit", "0"), ("--stall-limit", "nan"), ("--runs", "0")])

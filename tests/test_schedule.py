@@ -104,6 +104,44 @@ def test_every_preset_is_consistent(preset):
     assert min(rates) >= preset.optimizer.final_learning_rate > 0 and max(rates) <= max(s.learning_rate_multiplier for s in preset.stages)
 
 
+def test_the_preset_itself_is_of_length_one():
+    for preset in (LONG, SPEEDRUN, SPRINT):
+        assert tg.scaled_preset(preset, 1.0) == preset
+
+
+def test_a_scaled_preset():
+    """Stages, extension and momentum by hand: 707, 707, 706 and 40 steps, 300 to warm up and 50 to cool down, times .1 and times 2."""
+    for length, steps, warmup, cooldown in ((0.1, [71, 71, 71, 4], 30, 5), (2.0, [1414, 1414, 1412, 80], 600, 100), (0.001, [1, 1, 1, 1], 1, 1)):
+        scaled = tg.scaled_preset(LONG, length)
+        assert [stage.steps for stage in scaled.stages] == steps
+        assert (scaled.optimizer.momentum_warmup_steps, scaled.optimizer.momentum_cooldown_steps) == (warmup, cooldown)
+        assert [replace(stage, steps=0) for stage in scaled.stages] == [replace(stage, steps=0) for stage in LONG.stages], "nothing else of a stage"
+    twice = tg.scaled_preset(LONG, 2.0)
+    for fraction in (0, 0.25, 0.5, 0.75):
+        step = int(fraction * LONG.steps)
+        assert tg.learning_rate(twice, 2 * step) == pytest.approx(tg.learning_rate(LONG, step))
+        assert tg.muon_momentum(twice, 2 * step) == pytest.approx(tg.muon_momentum(LONG, step))
+
+
+@pytest.mark.parametrize("length", [0.001, 0.3337, 1.02, 7.77])
+@pytest.mark.parametrize("preset", tg.PRESETS.values(), ids=tg.PRESETS)
+def test_a_scaled_preset_opens_enough_shards(preset, length):
+    """However its steps are rounded, train_tokens stay as far above what the schedule takes."""
+    spare = [p.train_tokens - sum(stage.steps * stage.batch_tokens for stage in p.stages) for p in (preset, tg.scaled_preset(preset, length))]
+    assert spare[0] == spare[1] > 0
+
+
+def test_the_speedrun_on_webmix():
+    """The speedrun, its schedule scaled to one pass over 24 shards, which hold 243.2 M tokens."""
+    webmix = tg.PRESETS["speedrun-webmix"]
+    assert webmix.model == SPEEDRUN.model and webmix.val_windows_tokens == SPEEDRUN.val_windows_tokens
+    assert [stage.steps for stage in webmix.stages] == [294, 294, 294, 29]
+    assert [replace(stage, steps=0) for stage in webmix.stages] == [replace(stage, steps=0) for stage in SPEEDRUN.stages]
+    assert sum(stage.steps * stage.batch_tokens for stage in webmix.stages) == 242_614_272 < webmix.train_tokens <= 243_200_000
+    assert webmix.val_tokens == 4_194_304 and webmix.target_loss == 3.1029 and "webmix" in webmix.data
+    assert not webmix.val_tokens % webmix.val_window_tokens
+
+
 def test_layer_table_of_the_record():
     layers = tg.GPT_SMALL.layers
     assert [i for i, l in enumerate(layers) if l.attention] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11]
