@@ -905,8 +905,8 @@ def state_hash(state: dict[str, Tensor]) -> str:
 
 
 # ---- memory and data -------------------------------------------------------------------------------------------------
-# Peak memory by token of a micro-batch, in bytes, as measured for GPT_SMALL on one H200, by the operators of the MLP.
-# Smaller models need less. The logits are not included: their size follows from the classes that a stage samples.
+# Peak memory of training in bytes a token of a micro-batch, as measured for GPT_SMALL, the largest model, on one H200.
+# It depends on the operators of the MLP. Logits are not included: their size follows from the classes of a stage.
 PEAK_TOKEN_BYTES = {"fp8": 303_000, "bf16": 359_000, "reference": 849_000}
 RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
 VALIDATION_TOKEN_BYTES = 31_000  # the same for a validation window, with its logits
@@ -926,7 +926,7 @@ def micro_batch_chunks(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
 def state_bytes(preset: Preset, ranks: Ranks, ops: Ops) -> int:
     """Bytes that a rank needs at most, activations aside.
 
-    The model and its optimizer are built on the meta device, where tensors have sizes but no memory, and added up."""
+    The model and its optimizer are built on the meta device, where tensors have a size but no memory."""
     meta = Ranks(ranks.rank, ranks.world, torch.device("meta"))
     optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
     state = sum(tensor.nbytes for tensor in optimizer.state().values())
@@ -1001,14 +1001,14 @@ class Trainer:
         self.warm = False
 
         self._open_data(data)
+        self._build_model()
+        self._prepare_schedule()
+
         # By index of the stage: (buffers on the device, the micro-batches in them), and (captured step, its loss).
         # The pool of the graphs' memory is the last attribute of the three because it must outlive the graphs.
         self.inputs = {}
         self.graphs = {}
         self.graph_pool = torch.cuda.MemPool() if ops.graphs else None
-
-        self._build_model()
-        self._prepare_schedule()
 
     def _open_data(self, folder: Path) -> None:
         """Open the training stream, and pack this rank's share of the validation windows."""
@@ -1018,7 +1018,6 @@ class Trainer:
 
         self.validation = [pack({0: pieces}, preset.model, self.pin)
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
-
         tokens = open_shard(shard, preset.model.vocabulary)[:preset.val_tokens + 1]
         self.validation_hash = hashlib.sha256(tokens).hexdigest()[:16]
 
@@ -1120,7 +1119,7 @@ class Trainer:
         return state_hash(self.optimizer.state())
 
     def warm_up(self) -> int:
-        """Run, and capture, a step of every stage; run the validation. All on generated documents.
+        """On generated documents, run and capture a step of every stage, and run the validation.
 
         Returns how many variants of the step there are."""
         first_step = 0
@@ -1157,10 +1156,10 @@ class RunOptions(NamedTuple):
 def training_work(trainer: Trainer, steps: int) -> tuple[int, int]:
     """What the first `steps` steps amount to on all ranks together: (tokens, floating-point operations).
 
-    Each token takes 6 operations (2 forward, 4 backward) for each weight of the hidden matrices, and for each weight of
-    the head in the classes that its stage samples. This is a lower bound. It leaves out the scores and weighted sums of
-    attention and of the pointer, because the number of visible keys depends on the documents. It also leaves out layers
-    that are computed again and the optimizer."""
+    A token takes 6 operations (2 forward, 4 backward) for each weight of the hidden matrices and of the head's rows for
+    the classes that its stage samples. This is a lower bound. It leaves out the scores and weighted sums of attention
+    and of the pointer, because the number of visible keys depends on the documents. It also leaves out layers that are
+    computed again, and the optimizer."""
     config = trainer.preset.model
     hidden = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.matrix is not None)
     tokens = operations = 0
@@ -1205,7 +1204,6 @@ class Meter:
         self.total_tokens, _ = training_work(trainer, total_steps)
         self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
         self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
-        self.restart()
 
     def now(self) -> Any:
         """This moment: an event in the device's stream, or milliseconds of the clock where there is no GPU."""
@@ -1214,7 +1212,7 @@ class Meter:
         return self.clock.milliseconds()
 
     def restart(self) -> None:
-        """Start the interval anew, after a pause of the clock."""
+        """Start the interval now: the clock has just begun, or goes on after a pause."""
         self.start = self.now()
 
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
@@ -1312,19 +1310,23 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
 # ---- a run -----------------------------------------------------------------------------------------------------------
 def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
     """All steps, on the clock. Returns the digest of this rank's training tokens."""
-    preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
+    preset = trainer.preset
+    ranks = trainer.ranks
+    clock = trainer.clock
+    meter = Meter(log, trainer, options.steps)
+    host_batches = training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks)
     first_traced, last_traced = options.profile or (None, None)
     digest = 0
     previous = None  # index of the stage of the step before
 
     clock.intervals.clear()
     clock.switch("training")
-    meter = Meter(log, trainer, options.steps)
-    host_batches = training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks)
+    meter.restart()
     with contextlib.closing(prefetched(host_batches)) as batches:
         for step in range(options.steps):
             if step == first_traced:
-                ranks.sum(torch.zeros((), device=ranks.device))  # or the trace's first collective shows who was late
+                # All ranks start together. Otherwise the trace's first collective would show which of them was late.
+                ranks.sum(torch.zeros((), device=ranks.device))
                 profiler = torch.profiler.profile()
                 profiler.start()
 
@@ -1337,6 +1339,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
             count = CHUNKS // ranks.world // trainer.micro_chunks[stage]
             micro_batches = [next(batches) for _ in range(count)]
             digest += sum(batch.digest for batch in micro_batches)
+
             loss = trainer.training_step(step, micro_batches)
             rate, share = averaging(preset, step)
             if rate or share:
@@ -1391,7 +1394,9 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     """One run from a seed: warm-up (once a process), the timed loop, the final validation. All of it is logged.
 
     Returns the validation loss in nats a token."""
-    preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
+    preset = trainer.preset
+    ranks = trainer.ranks
+    clock = trainer.clock
     log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world,
              shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names, script=files_hash([Path(__file__)]),
              data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths],
@@ -2685,8 +2690,8 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 
     version = capability(device)
     has_fp8 = version >= (8, 9)
-    has_tma = (9, 0) <= version < (12, 0)  # and 208 KB of shared memory or more
-    fits = {"attention": has_tma, "head": has_fp8, "mlp": has_tma}
+    hopper_class = (9, 0) <= version < (12, 0)  # has TMA, and 208 KB of shared memory or more
+    fits = {"attention": hopper_class, "head": has_fp8, "mlp": hopper_class}
     precision = {part: "fp8" if fits[part] and part in fp8 else "bf16" for part in FP8_PARTS}
     head_scales = HeadScales() if precision["head"] == "fp8" else None
     region = compile_dynamic if compile else uncompiled
