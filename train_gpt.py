@@ -941,10 +941,11 @@ def state_bytes(preset: Preset, ranks: Ranks, ops: Ops) -> int:
     # A sparse table gathers the bfloat16 gradient of every token of a step. Several ranks keep one buffer for each
     # batch size, because shared memory is never freed.
     batch_sizes = {stage.batch_tokens for stage in preset.stages}
-    gathered = 2 * preset.model.width * (sum(batch_sizes) if several else max(batch_sizes))
+    tokens = sum(batch_sizes) if several else max(batch_sizes)
+    gathered = 2 * preset.model.width * tokens * len(optimizer.sparse)
 
     # Averaging one bank or table (Stateful.average_) takes up to four temporary tensors as large as its average.
-    averaging = 4 * max(item.average.nbytes for item in optimizer.averaged)
+    averaging = 4 * max((item.average.nbytes for item in optimizer.averaged), default=0)
     return state + gradients + gathered + averaging
 
 
@@ -1336,8 +1337,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
                 log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_chunks[stage])
             previous = index
 
-            count = CHUNKS // ranks.world // trainer.micro_chunks[stage]
-            micro_batches = [next(batches) for _ in range(count)]
+            micro_batches = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
             digest += sum(batch.digest for batch in micro_batches)
 
             loss = trainer.training_step(step, micro_batches)
@@ -1434,8 +1434,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
     log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
             f"{ranks.world} rank(s){memory}{remark}")
-    written = log.path if log.file else "none, UNLOGGED"
-    log.say(f"{speed(trainer, elapsed_ms, options.steps)}; log: {written}")
+    log.say(f"{speed(trainer, elapsed_ms, options.steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
     return loss
 
 
