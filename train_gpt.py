@@ -1233,314 +1233,555 @@ class Optimizer:
 
 # ==== 6. Training =====================================================================================================
 def state_hash(state: dict[str, Tensor]) -> str:
-    """A checksum of tensors that sees values and places, computed where they live; for equality only."""
+    """A checksum of named tensors, computed on the device. It depends on every value and on its place.
+
+    It serves only to tell whether two states are equal."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         words = tensor.detach().reshape(-1).view(torch.uint8)
-        words = words.view(torch.int64) if len(words) % 8 == 0 else words  # a conversion would need four times the memory of the tensor
+        if len(words) % 8 == 0:  # a conversion to int64 would need four times the memory of the tensor
+            words = words.view(torch.int64)
+
         table = words.view(-1, math.gcd(len(words), 4096))
-        sums = [(x * torch.arange(1, len(x) + 1, device=x.device)).sum() for x in (table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64))]
-        digest.update(f"{name}:{[int(x) for x in sums]};".encode())
+        # The sums from each place to the end add up to 1 x_1 + 2 x_2 + ...: each entry counts with its place.
+        sums = [int(table.sum(axis, dtype=torch.int64).flip(0).cumsum(0).sum()) for axis in (0, 1)]
+        digest.update(f"{name}:{sums};".encode())
     return digest.hexdigest()[:16]
 
+
+# ---- memory and data -------------------------------------------------------------------------------------------------
+# Peak memory of training in bytes a token of a micro-batch, as measured for GPT_SMALL, the largest model, on one H200.
+# It depends on the operators of the MLP. Logits are not included: their size follows from the classes of a stage.
+PEAK_TOKEN_BYTES = {"fp8": 303_000, "bf16": 359_000, "reference": 849_000}
+RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
+VALIDATION_TOKEN_BYTES = 31_000  # the same for a validation window, with its logits
+USEFUL_MICRO_BATCH_TOKENS = 98_304  # larger micro-batches need more memory and save no time
+
+
 def micro_batch_chunks(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
-    """How many of a rank's slots form one micro-batch: as many as have at most so many tokens, in equal parts."""
-    slots = CHUNKS // ranks.world
-    while slots > 1 and slots * stage.chunk_tokens > most_tokens:
-        slots //= 2
-    return slots
+    """How many of a rank's batch chunks form one micro-batch.
+
+    All micro-batches of a step have equally many: as many as fit into `most_tokens` tokens, and at least one."""
+    chunks = CHUNKS // ranks.world
+    while chunks > 1 and chunks * stage.chunk_tokens > most_tokens:
+        chunks //= 2
+    return chunks
+
+
+def state_bytes(preset: Preset, ranks: Ranks, ops: Ops) -> int:
+    """Bytes that a rank needs at most, activations aside.
+
+    The model and its optimizer are built on the meta device, where tensors have a size but no memory."""
+    meta = Ranks(ranks.rank, ranks.world, torch.device("meta"))
+    optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
+    state = sum(tensor.nbytes for tensor in optimizer.state().values())
+
+    # The gradient of a matrix or scalar exists twice: where autograd leaves it, and in the buffer of its group. A dense
+    # table's exists once. Several ranks add buffers for what they receive, and a shared buffer for each table.
+    several = ranks.world > 1
+    matrix_copies, table_copies = (3, 3) if several else (2, 1)
+    gradients = matrix_copies * sum(item.weights.nbytes for item in (optimizer.scalars, *optimizer.banks))
+    gradients += table_copies * sum(table.weights.nbytes for table in optimizer.dense)
+
+    # A sparse table gathers the bfloat16 gradient of every token of a step. Several ranks keep one buffer for each
+    # batch size, because shared memory is never freed.
+    batch_sizes = {stage.batch_tokens for stage in preset.stages}
+    tokens = sum(batch_sizes) if several else max(batch_sizes)
+    gathered = 2 * preset.model.width * tokens * len(optimizer.sparse)
+
+    # Averaging one bank or table (Stateful.average_) takes up to four temporary tensors as large as its average.
+    averaging = 4 * max((item.average.nbytes for item in optimizer.averaged), default=0)
+    return state + gradients + gathered + averaging
+
 
 def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None = None) -> tuple[bool, int, int]:
-    """Whether layers are computed again in the backward pass, the most tokens of a micro-batch, and the bytes that a rank then needs
-    at most: its very state, and peaks a token that were measured for GPT_SMALL on one H200. Fails if a single slot does not fit."""
+    """How training fits into a rank's memory: (recompute, micro_batch_tokens, needed_bytes).
+
+    recompute: whether layers are computed again in the backward pass. That is chosen only where one batch chunk at a
+    time would not fit otherwise. micro_batch_tokens: the size of the largest micro-batch. needed_bytes: an upper bound
+    of the memory in use, or 0 without a GPU, where there is no limit. `room_bytes` is by default 95 % of the memory
+    that is free on the fullest GPU. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
     if room_bytes is None:
         if ranks.device.type != "cuda":
             return False, sys.maxsize, 0
         room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
-    meta, several = Ranks(ranks.rank, ranks.world, torch.device("meta")), ranks.world > 1
-    optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
-    state = sum(tensor.nbytes for tensor in optimizer.state().values())
-    # Gradients, at most: where autograd leaves them, where they meet, what others sent; what SparseTable gathers. Then what average_ holds.
-    state += sum(item.weights.nbytes for item in (2 + several) * [optimizer.scalars, *optimizer.banks] + (1 + 2 * several) * optimizer.dense)
-    gathered = 2 * preset.model.width * (sum if several else max)({stage.batch_tokens for stage in preset.stages})
-    state += gathered * len(optimizer.sparse) + 4 * max((item.average.nbytes for item in optimizer.averaged), default=0)
-    slot = max(stage.chunk_tokens for stage in preset.stages)
-    head = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)  # logits and their gradient
-    for recompute, per_token in ((False, head + {"fp8": 303_000, "bf16": 359_000}.get(ops.names["mlp"], 849_000)), (True, head + 61_000)):
-        most = min(max(slot, int(room_bytes - state) // per_token), 98_304)  # more tokens need memory and save no time
-        tokens = max(micro_batch_chunks(stage, ranks, most) * stage.chunk_tokens for stage in preset.stages)
-        needed = state + max(tokens * per_token, 31_000 * preset.val_window_tokens)
+
+    state = state_bytes(preset, ranks, ops)
+    largest_chunk = max(stage.chunk_tokens for stage in preset.stages)
+    most_classes = max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
+    logits = 4 * most_classes  # bfloat16, and their gradient
+    for recompute in (False, True):
+        token_bytes = logits + (RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]])
+        most_tokens = max(largest_chunk, int(room_bytes - state) // token_bytes)
+        most_tokens = min(most_tokens, USEFUL_MICRO_BATCH_TOKENS)
+        tokens = max(micro_batch_chunks(stage, ranks, most_tokens) * stage.chunk_tokens for stage in preset.stages)
+        needed = state + max(tokens * token_bytes, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
         if needed <= room_bytes:
             return recompute, tokens, needed
-    fail("GPU memory", f"{needed / 2**30:.1f} GiB for one slot of {slot:,} tokens at a time", f"{room_bytes / 2**30:.1f} GiB",
+
+    fail("GPU memory", f"{needed / 2**30:.1f} GiB for one batch chunk of {largest_chunk:,} tokens at a time",
+         f"{room_bytes / 2**30:.1f} GiB",
          "more GPUs, end other programs on this one (nvidia-smi), or --preset smoke", EXIT_HARDWARE)
 
-def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, Path, list[list[np.ndarray]], str]:
-    """What a run reads, checked: training stream, validation shard and windows, hash of the shards."""
-    stream, shard = TokenStream(folder, preset.train_tokens, preset.model.vocabulary), find_shards(folder, "val")[0]
+
+def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, Path, list, str]:
+    """What a run reads, checked: training stream, validation shard, its windows, and the hash of all these files."""
+    stream = TokenStream(folder, preset.train_tokens, preset.model.vocabulary)
+    shard = find_shards(folder, "val")[0]
     stream.chunk_starts(preset.stages)  # fails if there are not enough tokens
     windows = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, preset.model.vocabulary)
     return stream, shard, windows, files_hash([*stream.paths, shard])
 
+
+# ---- the trainer -----------------------------------------------------------------------------------------------------
 class Trainer:
     """One compiled model, its optimizer and its data: what several runs of a process share."""
+
     def __init__(self, preset: Preset, ranks: Ranks, ops: Ops, clock: Clock, data: Path):
-        self.preset, self.ranks, self.ops, self.clock = preset, ranks, ops, clock
-        stages, pin = preset.stages, ranks.device.type == "cuda"
-        self.stream, validation_shard, windows, self.data_hash = open_corpus(preset, data)
-        recompute, micro_batch_tokens, _ = memory_plan(preset, ranks, ops)
-        self.warm, self.longest = False, max(len(piece) for pieces in windows for piece in pieces)
-        self.validation = [pack({0: pieces}, preset.model, pin) for pieces in windows[ranks.rank::ranks.world]]
-        validated = np.asarray(open_shard(validation_shard, preset.model.vocabulary)[:preset.val_tokens + 1])
-        self.validation_hash = hashlib.sha256(validated.tobytes()).hexdigest()[:16]
-        self.micro_chunks = {stage: micro_batch_chunks(stage, ranks, micro_batch_tokens) for stage in stages}
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}  # of a step of each stage, with its inputs and its loss
-        self.graph_pool = torch.cuda.MemPool() if ops.graphs else None  # after the graphs: it must outlive them
-        self.model = GPT(preset.model, ops, ranks.device)
+        self.preset = preset
+        self.ranks = ranks
+        self.ops = ops
+        self.clock = clock
+        self.device = ranks.device
+        self.pin = self.device.type == "cuda"  # asynchronous copies need batches in pinned memory
+        self.warm = False
+
+        self._open_data(data)
+        self._build_model()
+        self._prepare_schedule()
+
+        # By index of the stage: (buffers on the device, the micro-batches in them), and (captured step, its loss).
+        # The pool of the graphs' memory is the last attribute of the three because it must outlive the graphs.
+        self.inputs = {}
+        self.graphs = {}
+        self.graph_pool = torch.cuda.MemPool() if ops.graphs else None
+
+    def _open_data(self, folder: Path) -> None:
+        """Open the training stream, and pack this rank's share of the validation windows."""
+        preset = self.preset
+        self.stream, shard, windows, self.data_hash = open_corpus(preset, folder)
+        self.longest_piece = max(len(piece) for pieces in windows for piece in pieces)
+
+        self.validation = [pack({0: pieces}, preset.model, self.pin)
+                           for pieces in windows[self.ranks.rank::self.ranks.world]]
+        tokens = open_shard(shard, preset.model.vocabulary)[:preset.val_tokens + 1]
+        self.validation_hash = hashlib.sha256(tokens).hexdigest()[:16]
+
+    def _build_model(self) -> None:
+        """Build the model and its optimizer, and choose micro-batches, as the memory allows."""
+        preset = self.preset
+        recompute, micro_batch_tokens, _ = memory_plan(preset, self.ranks, self.ops)
+        self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, micro_batch_tokens)
+                             for stage in preset.stages}
+
+        self.model = GPT(preset.model, self.ops, self.device)
         if recompute:
             for block in self.model.blocks.values():
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False,
+                                                  preserve_rng_state=False)
         self.model.reset(seed=0)
-        self.optimizer = Optimizer(self.model, preset.optimizer, ranks, ops)
-        positions = max(self.longest, *(stage.document_cap_tokens for stage in stages))
-        self.geometries = [rotary_geometry(preset, index, positions, ranks.device) for index in range(len(stages))]
-        self.final_geometry = rotary_geometry(preset, len(stages) - 1, positions, ranks.device, preset.val_windows_tokens)
-        rates = [step_rates(preset, step) for step in range(preset.steps)]
+        self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
+
+    def _prepare_schedule(self) -> None:
+        """Put what depends on the step on the device beforehand.
+
+        So no step copies it or waits for it, and a value that changes does not recompile anything."""
+        preset = self.preset
+        stages = range(len(preset.stages))
+        positions = max(self.longest_piece, *(stage.document_cap_tokens for stage in preset.stages))
+        self.geometries = [rotary_geometry(preset, index, positions, self.device) for index in stages]
+        self.final_geometry = rotary_geometry(preset, stages[-1], positions, self.device, preset.val_windows_tokens)
+
+        steps = range(preset.steps)
+        rates = [step_rates(preset, step) for step in steps]
         self.rate_names = list(rates[0])
-        # On the device beforehand: a step reads its rates without a copy or a synchronise, and changing values never recompile.
-        self.rates = torch.tensor([list(row.values()) for row in rates], dtype=torch.float32, device=ranks.device)
-        self.target_weights = [torch.tensor(target_weights(preset, step), device=ranks.device) for step in range(preset.steps)]
+        self.rates = torch.tensor([list(row.values()) for row in rates], device=self.device)
+        self.target_weights = [torch.tensor(target_weights(preset, step), device=self.device) for step in steps]
 
     def training_step(self, step: int, batches: list[HostBatch]) -> Tensor:
-        """Forward, backward and update over this rank's micro-batches; returns their summed loss, on the device until the next step."""
+        """Forward, backward and update over this rank's micro-batches; a replay where the stage's step is captured.
+
+        Returns their summed loss in nats, a scalar on the device that the next step may overwrite."""
+        index = stage_index(self.preset, step)
         sources = [*(batch.data for batch in batches), self.rates[step], self.target_weights[step]]
-        if (index := stage_index(self.preset, step)) not in self.graphs:
-            return self._step(step, batches, [source.to(self.ranks.device, copy=True, non_blocking=True) for source in sources])
-        graph, inputs, loss = self.graphs[index]
-        for target, source in zip(inputs, sources):
-            target.copy_(source, non_blocking=True)
+        if index not in self.inputs:
+            copies = [torch.empty_like(source, device=self.device) for source in sources]
+            self.inputs[index] = copies, [batch.views(copy) for batch, copy in zip(batches, copies)]
+        for copy, source in zip(self.inputs[index][0], sources):
+            copy.copy_(source, non_blocking=True)
+
+        if index not in self.graphs:
+            return self._run_step(index)
+        graph, loss = self.graphs[index]
         graph.replay()
         return loss
 
-    def _step(self, step: int, batches: list[HostBatch], inputs: list[Tensor]) -> Tensor:
-        """What a step does once its inputs are on the device: the data of each micro-batch, the rates, the weights of the targets."""
-        *data, rates, weights = inputs
-        total, geometry = torch.zeros((), device=self.ranks.device), self.geometries[stage_index(self.preset, step)]
-        micro_batches = [batch.views(buffer) for batch, buffer in zip(batches, data)]
+    def _run_step(self, index: int) -> Tensor:
+        """One step of a stage, on the inputs in its buffers. It reads nothing else that changes within the stage."""
+        (*_, rates, target_weights), micro_batches = self.inputs[index]
+        total = torch.zeros((), device=self.device)
+
         self.optimizer.begin([documents.ngrams for documents in micro_batches])
         for number, documents in enumerate(micro_batches, 1):
             self.optimizer.complete = number == len(micro_batches)
-            loss = self.model(documents, geometry, weights)
-            (loss * (self.ranks.world / CHUNKS)).backward()  # ranks are averaged afterwards: the mean over slots for any world size
+            loss = self.model(documents, self.geometries[index], target_weights)
+            # The optimizer averages over the ranks: with this factor the gradient is the mean over all batch chunks.
+            (loss * (self.ranks.world / CHUNKS)).backward()
             total += loss.detach()
+
         self.optimizer.step(dict(zip(self.rate_names, rates.unbind())))
         return total
 
-    def capture(self, step: int, batches: list[HostBatch]) -> None:
-        """Record the step of a stage, which has run before, as a CUDA graph: replaying it costs the host next to nothing."""
-        inputs = [source.to(self.ranks.device, copy=True) for source in (*(b.data for b in batches), self.rates[step], self.target_weights[step])]
+    def capture(self, index: int) -> None:
+        """Record the step of a stage, which must have run before, as a CUDA graph.
+
+        To replay it costs the host next to nothing."""
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: other threads (NCCL's, the allocator of pinned memory) may go on talking to the device.
-        with torch.cuda.graph(graph, pool=self.graph_pool.id, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            loss = self._step(step, batches, inputs)
-        self.graphs[stage_index(self.preset, step)] = graph, inputs, loss
+        # Thread-local, so that other threads (NCCL's, the allocator of pinned memory) may go on talking to the device.
+        with torch.cuda.graph(graph, pool=self.graph_pool.id, stream=torch.cuda.current_stream(),
+                              capture_error_mode="thread_local"):
+            loss = self._run_step(index)
+        self.graphs[index] = graph, loss
 
     def evaluate(self, batch: HostBatch, geometry: Geometry) -> Tensor:
-        """Summed cross-entropy of a window, in the memory that captured steps need only while they run."""
+        """Summed cross-entropy of a window. It borrows the memory that captured steps need only while they run."""
         with torch.cuda.use_mem_pool(self.graph_pool) if self.graph_pool else contextlib.nullcontext():
-            return self.model.evaluate(batch.to(self.ranks.device), geometry)
+            return self.model.evaluate(batch.to(self.device), geometry)
 
     @torch.no_grad()
     def validate(self, geometry: Geometry) -> float:
-        """Mean cross-entropy in nats a token over the validation windows, every token counted."""
-        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        """Mean cross-entropy in nats a token over the validation windows of all ranks, every token counted."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in self.validation:
             self.ranks.heartbeat("the validation began")
-            total += self.evaluate(batch, geometry).double()
+            total += self.evaluate(batch, geometry)
         return float(self.ranks.sum(total)) / self.preset.val_tokens
 
     def initialise(self, seed: int) -> str:
+        """Draw the weights and clear all other state. Returns the hash of this initial state."""
         self.model.reset(seed)
         self.model.zero_grad(set_to_none=True)
         self.optimizer.reset()
         return state_hash(self.optimizer.state())
 
     def warm_up(self) -> int:
-        """Run a step of every stage, and the validation, on generated documents. Returns the number of variants."""
-        pin, first, variants = self.ranks.device.type == "cuda", 0, {}
-        for stage in self.preset.stages:
-            slots = {slot: generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, 7 + slot) for slot in range(self.micro_chunks[stage])}
-            batch = pack(slots, self.preset.model, pin, stage.sampled_classes)
-            self.ranks.heartbeat("warm-up", 10)  # it compiles
-            variants[first] = [batch] * (CHUNKS // self.ranks.world // self.micro_chunks[stage])
-            self.training_step(first, variants[first])
-            first += stage.steps
-        for step, batches in reversed(variants.items()) if self.ops.graphs else ():  # the largest first: the others fit into its memory
-            self.ranks.heartbeat("warm-up", 10)
-            self.capture(step, batches)
-        self.optimizer.average(1.0, 0.5)
-        self.evaluate(pack({0: generated_pieces(self.preset.val_window_tokens, self.longest, 7)}, self.preset.model, pin), self.final_geometry)
-        return len(variants)
+        """On generated documents, run and capture a step of every stage, and run the validation.
 
+        Returns how many variants of the step there are."""
+        first_step = 0
+        for stage in self.preset.stages:
+            self.ranks.heartbeat("warm-up", 10)  # patient: it compiles
+            chunks = {chunk: generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, seed=7 + chunk)
+                      for chunk in range(self.micro_chunks[stage])}
+            batch = pack(chunks, self.preset.model, self.pin, stage.sampled_classes)
+            count = CHUNKS // self.ranks.world // self.micro_chunks[stage]
+            self.training_step(first_step, [batch] * count)
+            first_step += stage.steps
+
+        if self.ops.graphs:
+            for index in reversed(self.inputs):  # the last stage first: the others fit into its memory
+                self.ranks.heartbeat("warm-up", 10)
+                self.capture(index)
+
+        self.optimizer.average(1.0, 0.5)
+        window = generated_pieces(self.preset.val_window_tokens, self.longest_piece, seed=7)
+        self.evaluate(pack({0: window}, self.preset.model, self.pin), self.final_geometry)
+        return len(self.inputs)
+
+
+# ---- what a run reports ----------------------------------------------------------------------------------------------
 class RunOptions(NamedTuple):
+    """What the command line asks of each run."""
     steps: int
     complete: bool  # neither shortened nor profiled: else it is no record
     val_every: int | None
     profile: tuple[int, int] | None  # first and last step of a trace
     profile_path: Path
 
+
+def training_work(trainer: Trainer, steps: int) -> tuple[int, int]:
+    """What the first `steps` steps amount to on all ranks together: (tokens, floating-point operations).
+
+    A token takes 6 operations (2 forward, 4 backward) for each weight of the hidden matrices and of the head's rows for
+    the classes that its stage samples. This is a lower bound. It leaves out the scores and weighted sums of attention
+    and of the pointer, because the number of visible keys depends on the documents. It also leaves out layers that are
+    computed again, and the optimizer."""
+    config = trainer.preset.model
+    hidden = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.matrix is not None)
+    tokens = operations = 0
+    for step in range(steps):
+        stage = trainer.preset.stages[stage_index(trainer.preset, step)]
+        classes = stage.sampled_classes or config.padded_vocabulary
+        tokens += stage.batch_tokens
+        operations += 6 * stage.batch_tokens * (hidden + classes * config.width)
+    return tokens, operations
+
+
+def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
+    """Tokens a second and, where the GPU's peak is known, model FLOP utilisation (MFU): training_work as a share of it.
+
+    Where some of the products are FP8, the share is stated of both peaks: no single one holds for the whole step."""
+    tokens, operations = training_work(trainer, steps)
+    text = f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s"
+    device = machine_facts(trainer.ranks.device)["device"]
+    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), None)
+    if peak is None:
+        return text
+
+    achieved = operations / elapsed_ms / 1e9 / trainer.ranks.world  # TFLOP/s of one GPU
+    text += f", MFU without attention scores {achieved / peak:.1%} of {peak:.0f} TFLOP/s a GPU (dense bf16)"
+    if any("fp8" in name for name in trainer.ops.names.values()):
+        text += f", {achieved / (2 * peak):.1%} of {2 * peak:.0f} (dense FP8)"  # the vendors state twice as much
+    return text
+
+
 class Meter:
-    """Losses and times of the logged steps, read back one log interval later, when the device has surely finished them."""
+    """Losses and times of the logged steps.
+
+    What is recorded is read only when the next record comes. The device has surely finished it by then, so the host
+    does not wait. The time of a step is the mean over the interval since the record before."""
+
     def __init__(self, log: RunLog, trainer: Trainer, total_steps: int):
-        self.log, self.trainer, self.cuda, self.total_steps = log, trainer, trainer.ranks.device.type == "cuda", total_steps
-        self.total_tokens = sum([stage.batch_tokens for stage in trainer.preset.stages for _ in range(stage.steps)][:total_steps])
-        self.pending: tuple | None = None
-        self.tokens, self.last_step, self.last = 0, 0, self.now()  # `last`: the start of the interval, which a pause of the clock moves
+        self.log = log
+        self.ranks = trainer.ranks
+        self.clock = trainer.clock
+        self.on_gpu = self.ranks.device.type == "cuda"
+        self.total_steps = total_steps
+        self.total_tokens, _ = training_work(trainer, total_steps)
+        self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
+        self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
 
     def now(self) -> Any:
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if self.cuda else self.trainer.clock.milliseconds()
+        """This moment: an event in the device's stream, or milliseconds of the clock where there is no GPU."""
+        if self.on_gpu:
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return self.clock.milliseconds()
+
+    def restart(self) -> None:
+        """Start the interval now: the clock has just begun, or goes on after a pause."""
+        self.start = self.now()
 
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
-        """Note the loss of `step` (0-based), on every rank: it holds an all-reduce. Each stage's last step is among them: no interval spans two."""
+        """End an interval with a step (counted from 1) and this rank's loss. A collective: losses are summed.
+
+        Each stage's last step must be recorded, so that no interval spans two stages."""
         self.flush()
-        ranks, steps = self.trainer.ranks, step + 1 - self.last_step
-        host = ranks.sum(torch.stack((loss, torch.full_like(loss, ranks.stop_asked)))).to("cpu", non_blocking=True)
-        self.tokens += steps * stage.batch_tokens
-        self.pending = (step + 1, host, self.last, self.now(), steps, stage, self.tokens)
-        self.last, self.last_step = self.pending[3], step + 1
+        values = torch.stack((loss, torch.full_like(loss, self.ranks.stop_asked)))
+        values = self.ranks.sum(values).to("cpu", non_blocking=True)
+        start = self.start
+        self.restart()
+        self.pending = step, stage, start, self.start, values
 
     def flush(self) -> None:
-        """Log what was recorded last. On every rank at the same step: Failure if its loss is not finite, KeyboardInterrupt if one shall stop."""
+        """Log what was recorded last.
+
+        Every rank comes to the same decision: Failure if the loss is not finite, KeyboardInterrupt if any rank was
+        asked to stop."""
         if self.pending is None:
             return
-        (step, host, before, after, steps, stage, tokens), self.pending = self.pending, None
-        if self.cuda:
-            after.synchronize()
-        elapsed = before.elapsed_time(after) if self.cuda else after - before
-        loss, per_step, share = float(host[0]) / stage.batch_tokens, elapsed / steps, tokens / self.total_tokens
-        left_s = elapsed / 1e3 * (self.total_tokens - tokens) / (steps * stage.batch_tokens)
-        bar = f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left"
-        self.log.line("step", step=step, train_loss=round(loss, 6), tokens=tokens, ms_per_step=round(per_step, 3))
-        self.log.say(f"step {step:5d}/{self.total_steps}   train loss {loss:7.4f}   {per_step:8.2f} ms/step   "
-                     f"{stage.batch_tokens / per_step:6.1f} tokens/ms   {left_s:6.1f} s left", bar)
+        step, stage, start, end, values = self.pending
+        self.pending = None
+        if self.on_gpu:
+            end.synchronize()
+        elapsed_ms = start.elapsed_time(end) if self.on_gpu else end - start
+
+        steps = step - self.step
+        self.step = step
+        self.tokens += steps * stage.batch_tokens
+
+        total_loss, stops = values.tolist()
+        loss = total_loss / stage.batch_tokens
+        ms_per_step = elapsed_ms / steps
+        tokens_per_ms = stage.batch_tokens / ms_per_step
+        left_s = (self.total_tokens - self.tokens) / tokens_per_ms / 1e3
+        share = self.tokens / self.total_tokens
+
+        self.log.line("step", step=step, train_loss=round(loss, 6), tokens=self.tokens,
+                      ms_per_step=round(ms_per_step, 3))
+        self.log.say(f"step {step:5d}/{self.total_steps}   train loss {loss:7.4f}   {ms_per_step:8.2f} ms/step   "
+                     f"{tokens_per_ms:6.1f} tokens/ms   {left_s:6.1f} s left",
+                     f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left")
         if not math.isfinite(loss):
-            fail("training loss", "a finite number", f"{loss} at step {step}", "lower the learning rate or report this seed", EXIT_NUMERICS)
-        if host[1]:
+            fail("training loss", "a finite number", f"{loss} at step {step}",
+                 "lower the learning rate or report this seed", EXIT_NUMERICS)
+        if stops:
             raise KeyboardInterrupt
 
+
 def compiled_graphs() -> int:
-    """How many graphs and kernels have been compiled so far; a timed run must not move it. The one place that knows these internals."""
+    """How many graphs and kernels have been compiled so far. A timed run must not move this number.
+
+    No other function knows these internals of torch and Triton."""
     from torch._dynamo.utils import counters
-    kernels = [value for value in globals().values() if hasattr(value, "device_caches")]
-    return counters["stats"]["unique_graphs"] + sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+    count = counters["stats"]["unique_graphs"]
+    for kernel in globals().values():
+        for cache in getattr(kernel, "device_caches", {}).values():  # of a Triton kernel
+            count += len(cache[0])
+    return count
+
 
 def peak_memory_mib(ranks: Ranks) -> int | None:
-    shared = sum(parts[ranks.rank].nbytes for _, parts in ranks.peers.values())  # not the allocator's
-    return (torch.cuda.max_memory_allocated(ranks.device) + shared) >> 20 if ranks.device.type == "cuda" else None
+    if ranks.device.type != "cuda":
+        return None
+    # The allocator does not count what this rank shares with others.
+    shared = sum(parts[ranks.rank].nbytes for _, parts in ranks.peers.values())
+    return (torch.cuda.max_memory_allocated(ranks.device) + shared) >> 20
+
 
 def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> None:
-    """Write the Chrome trace; say how busy the device was and the ten largest kernels."""
+    """Write the Chrome trace. Say what the ten largest kernels were and how busy the device was."""
     profiler.stop()  # waits for the device
     profiler.export_chrome_trace(str(path))
-    if not path.exists():  # torch says nothing
+    if path.exists():
+        log.say(f"trace in {path}")
+    else:  # torch says nothing
+        log.say(f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
         with contextlib.suppress(OSError):
             path.with_name(f"{path.name}.tmp").unlink()
-        log.say(f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events()
-                   if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation)
-    log.say(profiler.key_averages().table(sort_by="self_device_time_total" if spans else "self_cpu_time_total", row_limit=10))
-    busy, end = 0.0, 0.0
-    for start, stop in spans:
-        busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
-    use = f": {(length := end - spans[0][0]) / 1e3:.1f} ms, device busy {100 * busy / length:.1f} %" if spans else ""
-    log.say(f"trace{f' in {path}' * path.exists()}{use}")
 
-def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int, int]:
-    """All steps, on the clock. Returns the digest of this rank's training tokens, and how many tokens all ranks have trained on."""
-    preset, ranks, clock, digest = trainer.preset, trainer.ranks, trainer.clock, 0
-    items = training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks)
+    spans = sorted((event.time_range.start, event.time_range.end) for event in profiler.events()
+                   if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation)
+    log.say(profiler.key_averages().table(sort_by="self_device_time_total" if spans else "self_cpu_time_total",
+                                          row_limit=10))
+    if not spans:
+        return
+
+    starts, ends = np.array(spans).T
+    reached = np.maximum.accumulate(ends)  # not `ends`, as kernels of several streams overlap
+    idle = np.maximum(starts[1:] - reached[:-1], 0).sum()
+    length = reached[-1] - starts[0]
+    log.say(f"{length / 1e3:.1f} ms, device busy {1 - idle / length:.1%}")
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
+    """All steps, on the clock. Returns the digest of this rank's training tokens."""
+    preset = trainer.preset
+    ranks = trainer.ranks
+    clock = trainer.clock
+    meter = Meter(log, trainer, options.steps)
+    host_batches = training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks)
+    first_traced, last_traced = options.profile or (None, None)
+    digest = 0
+    previous = None  # index of the stage of the step before
+
     clock.intervals.clear()
     clock.switch("training")
-    meter = Meter(log, trainer, options.steps)
-    with contextlib.closing(prefetched(items)) as batches:
+    meter.restart()
+    with contextlib.closing(prefetched(host_batches)) as batches:
         for step in range(options.steps):
-            if options.profile and step == options.profile[0]:
-                ranks.sum(torch.zeros((), device=ranks.device))  # start together, or the first collective of the trace shows who was late
+            if step == first_traced:
+                # All ranks start together. Otherwise the trace's first collective would show which of them was late.
+                ranks.sum(torch.zeros((), device=ranks.device))
                 profiler = torch.profiler.profile()
                 profiler.start()
-            stage = preset.stages[index := stage_index(preset, step)]
-            if step == 0 or stage_index(preset, step - 1) != index:
-                log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_chunks=trainer.micro_chunks[stage])
-            micro = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
-            digest += sum(batch.digest for batch in micro)
-            loss = trainer.training_step(step, micro)
-            if any(shares := averaging(preset, step)):
-                trainer.optimizer.average(*shares)
-            ranks.heartbeat(f"step {step + 1}")
-            validates = options.val_every and (step + 1) % options.val_every == 0 and step + 1 < options.steps
-            if validates or step in (0, options.steps - 1) or (step + 1) % preset.log_every_steps == 0 or stage_index(preset, step + 1) != index:
-                meter.record(step, loss, stage)
-            if options.profile and step == options.profile[1]:
+
+            index = stage_index(preset, step)
+            stage = preset.stages[index]
+            if index != previous:
+                log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_chunks[stage])
+            previous = index
+
+            micro_batches = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
+            digest += sum(batch.digest for batch in micro_batches)
+
+            loss = trainer.training_step(step, micro_batches)
+            rate, share = averaging(preset, step)
+            if rate or share:
+                trainer.optimizer.average(rate, share)
+            done = step + 1
+            ranks.heartbeat(f"step {done}")
+
+            ends_stage = done == options.steps or stage_index(preset, done) != index
+            validates = options.val_every and done % options.val_every == 0 and done < options.steps
+            if step == 0 or ends_stage or validates or done % preset.log_every_steps == 0:
+                meter.record(done, loss, stage)
+            if step == last_traced:
                 ranks.heartbeat("the trace", 10)
                 stop_profiler(profiler, options.profile_path, log)
+
             if validates:
                 trainer.optimizer.gather()
                 clock.switch("validation")
                 value = trainer.validate(trainer.geometries[index])
-                log.line("val", step=step + 1, loss=round(value, 6), final=False)
-                log.say(f"step {step + 1:5d}/{options.steps}   val loss {value:.4f} (windows of the moment)")
+                log.line("val", step=done, loss=round(value, 6), final=False)
+                log.say(f"step {done:5d}/{options.steps}   val loss {value:.4f} (windows of the moment)")
                 clock.switch("training")
-                meter.last = meter.now()
+                meter.restart()
+
         trainer.optimizer.gather()
         clock.switch(None)
         meter.flush()
-    return digest, meter.tokens
+    return digest
 
-def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
-    """Tokens a second and, where the peak is known, MFU: 6 operations a matrix weight and token, the whole head's too, though most is not sampled."""
-    weights = sum(p.numel() for p in trainer.model.parameters() if p.matrix is not None) + trainer.model.lm_head.numel()
-    device = machine_facts(trainer.ranks.device)["device"]
-    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), math.nan)
-    mfu = 6 * weights * tokens / elapsed_ms / 1e9 / peak / trainer.ranks.world
-    return f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s" + (f", MFU {mfu:.1%} of {peak:.0f} TFLOP/s a GPU" if math.isfinite(mfu) else "")
 
-def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict[str, Any]) -> float:
-    """One run from a seed: warm-up (once a process), the timed loop, the final validation. Logs everything; returns the loss."""
-    preset, ranks, clock = trainer.preset, trainer.ranks, trainer.clock
-    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world, shared_memory=bool(ranks.copy_stream),
-             ops=trainer.ops.names, script=files_hash([Path(__file__)]), data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths],
-             consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
-    before = trainer.initialise(seed)
-    if len(set(ranks.gather_objects(before))) > 1:
+def prepare(trainer: Trainer, seed: int, log: RunLog) -> None:
+    """Make the initial state of a seed, equal on all ranks. The first run of a process also warms up, on that state.
+
+    The hashes before and after prove that the warm-up leaves no trace."""
+    state = trainer.initialise(seed)
+    if len(set(trainer.ranks.gather_objects(state))) > 1:
         fail("initial state", "the same on every rank", "differences", "use GPUs of one kind", EXIT_HARDWARE)
-    if not trainer.warm:
-        started = clock.since_start()
-        variants, trainer.warm = trainer.warm_up(), True
-        if trainer.initialise(seed) != before:
-            raise AssertionError("warm-up changed the training state")
-        log.line("warm", seconds=round(clock.since_start() - started, 3), variants=variants, graphs=compiled_graphs(), state=before,
-                 peak_memory_mib=peak_memory_mib(ranks))
-    graphs = compiled_graphs()
+    if trainer.warm:
+        return
+
+    started = trainer.clock.since_start()
+    variants = trainer.warm_up()
+    trainer.warm = True
+    if trainer.initialise(seed) != state:
+        raise AssertionError("warm-up changed the training state")
+    seconds = round(trainer.clock.since_start() - started, 3)
+    log.line("warm", seconds=seconds, variants=variants, graphs=compiled_graphs(), state=state,
+             peak_memory_mib=peak_memory_mib(trainer.ranks))
+
+
+def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict) -> float:
+    """One run from a seed: warm-up (once a process), the timed loop, the final validation. All of it is logged.
+
+    Returns the validation loss in nats a token."""
+    preset = trainer.preset
+    ranks = trainer.ranks
+    clock = trainer.clock
+    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world,
+             shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names, script=files_hash([Path(__file__)]),
+             data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths],
+             consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
+
+    prepare(trainer, seed, log)
+    compiled = compiled_graphs()
     gc.collect()
     gc.freeze()
     ranks.gather_objects(None)  # nobody's clock starts before the last rank has compiled
+
     log.say(f"first timed step {clock.since_start():.1f} s after the process started")
-    digest, tokens = timed_loop(trainer, log, options)
-    elapsed, recompiled = clock.milliseconds(), compiled_graphs() - graphs
-    value = trainer.validate(trainer.final_geometry)
-    if not math.isfinite(value):
-        fail("validation loss", "a finite number", value, "lower the learning rate or report this seed", EXIT_NUMERICS)
-    log.line("val", step=options.steps, loss=round(value, 6), final=True)
+    digest = timed_loop(trainer, log, options)
+    elapsed_ms = clock.milliseconds()
+    recompiled = compiled_graphs() - compiled
+    loss = trainer.validate(trainer.final_geometry)
+    if not math.isfinite(loss):
+        fail("validation loss", "a finite number", loss, "lower the learning rate or report this seed", EXIT_NUMERICS)
+
+    log.line("val", step=options.steps, loss=round(loss, 6), final=True)
     for interval in clock.intervals:
         log.line("clock", **interval)
-    train_hash, memory = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", peak_memory_mib(ranks)
-    state = "ok" if options.complete and not recompiled else "no record: " + ("compiled in the timed run" if recompiled else "shortened or profiled")
-    log.line("end", state=state, loss=round(value, 6), ms=round(elapsed, 1), peak_memory_mib=memory,
+
+    state = "ok"
+    if recompiled:
+        state = "no record: compiled in the timed run"
+    elif not options.complete:
+        state = "no record: shortened or profiled"
+    memory_mib = peak_memory_mib(ranks)
+    train_hash = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}"
+    log.line("end", state=state, loss=round(loss, 6), ms=round(elapsed_ms, 1), peak_memory_mib=memory_mib,
              train_hash=train_hash, val_hash=trainer.validation_hash, recompiled=recompiled)
-    log.say(f"val loss {value:.4f} after {elapsed / 1e3:.2f} s of training, {preset.name}, seed {seed}, {ranks.world} rank(s)"
-            + (f", peak memory {memory} MiB" if memory else "") + (f"; {state}" if state != "ok" else ""))
-    log.say(f"{speed(trainer, elapsed, tokens)}; log: {log.path if log.file else 'none, UNLOGGED'}")
-    return value
+
+    remark = "" if state == "ok" else f"; {state}"
+    memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
+    log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
+            f"{ranks.world} rank(s){memory}{remark}")
+    log.say(f"{speed(trainer, elapsed_ms, options.steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
+    return loss
+
 
 # ==== 7. Data =========================================================================================================
 # From disk to device: the shards are one TokenStream; stretches of it are the batch chunks; each
@@ -3024,25 +3265,29 @@ def sparse_adam(grad, lookup, *state, cautious=True, ROWS=1, num_warps=2):
 # ==== 10. Operator selection ==========================================================================================
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """The operators of this run; the model never asks what hardware it is on."""
-    attention: Callable[[Tensor, Tensor, Tensor, Documents, int, float, Tensor], Tensor]
-    head_loss: Callable[[Tensor, Tensor, Targets, Softcap], Tensor]
-    head_loss_eval: Callable[[Tensor, Tensor, Targets, Softcap], Tensor]
-    pointer: Callable[[Tensor, Documents, int, float], Tensor]
-    embed: Callable[[Tensor, Documents], Tensor]
-    sparse_adam: Callable[..., None]
-    project_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    mlp: Callable[[Tensor, Tensor, Tensor], Tensor]
-    orthogonalize: Callable[[Tensor, OrthogonalizeRecipe], Tensor]
-    compile: Callable[[Callable], Callable]
+    """The operators of this run. The model calls them and never asks what hardware it is on.
+
+    Shapes: T tokens, H heads, D the width of a head."""
+    attention: Callable  # (q, k, v [T, H, D], documents, window, scale, gates [T, H]) -> [T, H, D]
+    head_loss: Callable  # (x [T, width], head's weight, targets, softcap) -> sum over tokens in nats
+    head_loss_eval: Callable  # the same without a gradient; Triton's sums in float64
+    pointer: Callable  # (queries and keys [T, 2, D], documents, window, scale) -> log_copy [T] of Targets
+    embed: Callable  # (table [rows, width], documents) -> [T, width]
+    sparse_adam: Callable  # see sparse_adam_reference
+    project_heads: Callable  # (x [T, width], weight, ...) -> q, k, v [T, H, D]: see split_heads_reference
+    mlp: Callable  # (x [T, width], up, down [mlp_width, width]) -> [T, width]
+    orthogonalize: Callable  # (matrices [N, rows, columns], recipe) -> the same shape
+    compile: Callable  # (function of tensors) -> the same function, faster
     graphs: bool  # whole steps as CUDA graphs
-    names: dict[str, str]
+    names: dict[str, str]  # what was chosen, for the log
+
 
 def compile_dynamic(function: Callable) -> Callable:
-    """torch.compile with the leading dimension of the first argument symbolic in all that have it: one compilation for every stage and shard."""
+    """torch.compile with one compilation for every stage and shard.
+
+    The leading dimension of the first argument is symbolic in every argument that has it, parameters aside."""
     compiled = torch.compile(function, fullgraph=True)
 
-    @functools.wraps(function)
     def call(*args):
         leading = args[0].shape[0]
         for tensor in args:
@@ -3051,29 +3296,72 @@ def compile_dynamic(function: Callable) -> Callable:
         return compiled(*args)
     return call
 
-def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = FP8_PARTS, graphs: bool = True) -> Ops:
-    """The fastest operators that this device and installation support; `names` tells which, for the log."""
+
+def uncompiled(function: Callable) -> Callable:
+    return function
+
+
+def reference_ops() -> Ops:
+    """Plain PyTorch operators for any device, neither compiled nor captured."""
+
+    def attention(q, k, v, documents, *settings):
+        return attention_reference(q, k, v, documents.positions, *settings)
+
+    def pointer(qk, documents, *settings):
+        return pointer_reference(qk, documents.class_index, documents.positions, *settings)
+
+    def embed(table, documents):
+        return F.embedding(documents.tokens, table)
+
+    def project_heads(x, weight, *rest):
+        return split_heads_reference(F.linear(x, weight), *rest)
+
+    names = dict.fromkeys(("attention", "head", "mlp", "embedding", "orthogonalize"), "reference")
+    names |= {"compile": "off", "graphs": "off"}
+    return Ops(attention, head_loss_reference, head_loss_reference, pointer, embed, sparse_adam_reference,
+               project_heads, relu_squared_mlp, orthogonalize_reference, compile=uncompiled, graphs=False, names=names)
+
+
+def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = FP8_PARTS,
+               graphs: bool = True) -> Ops:
+    """The fastest operators that this device and installation support.
+
+    `fast`: Triton's, else the reference. `fp8`: the parts whose products may be FP8, where the GPU can do it."""
     if not fast or device.type != "cuda" or triton is None:
-        return Ops(
-            attention=lambda q, k, v, documents, *rest: attention_reference(q, k, v, documents.positions, *rest), sparse_adam=sparse_adam_reference,
-            project_heads=lambda h, weight, *rest: split_heads_reference(F.linear(h, weight), *rest), mlp=relu_squared_mlp,
-            head_loss=head_loss_reference, head_loss_eval=lambda *operands: head_loss_reference(*operands).double(),
-            pointer=lambda qk, documents, window, scale: pointer_reference(qk, documents.class_index, documents.positions, window, scale), graphs=False,
-            embed=lambda table, documents: F.embedding(documents.tokens, table), compile=lambda region: region, orthogonalize=orthogonalize_reference,
-            names={name: "reference" for name in ("attention", "head", "mlp", "embedding", "orthogonalize")} | {"compile": "off", "graphs": "off"})
-    able, hopper = capability(device) >= (8, 9), (9, 0) <= capability(device) < (12, 0)  # with TMA and 208 KB of shared memory, or more
-    attention, head, mlp = ("fp8" if part in fp8 and fits else "bf16" for part, fits in zip(FP8_PARTS, (hopper, able, hopper)))
-    region, scales = compile_dynamic if compile else lambda function: function, HeadScales() if head == "fp8" else None
+        return reference_ops()
+
+    version = capability(device)
+    has_fp8 = version >= (8, 9)
+    hopper_class = (9, 0) <= version < (12, 0)  # has TMA, and 208 KB of shared memory or more
+    fits = {"attention": hopper_class, "head": has_fp8, "mlp": hopper_class}
+    precision = {part: "fp8" if fits[part] and part in fp8 else "bf16" for part in FP8_PARTS}
+    head_scales = HeadScales() if precision["head"] == "fp8" else None
+    region = compile_dynamic if compile else uncompiled
     torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
-    return Ops(
-        attention=lambda q, k, v, documents, *rest: PackedAttention.apply(q, k, v, documents.positions, documents.remaining, *rest),
-        pointer=lambda qk, documents, *rest: PointerLogCopy.apply(qk, documents.class_index, documents.positions, documents.remaining, *rest),
-        project_heads=lambda *operands: ProjectHeads.apply(*operands, MlpScales() if attention == "fp8" and torch.is_grad_enabled() else None),
-        mlp=fp8_mlp if mlp == "fp8" else region(relu_squared_mlp), orthogonalize=orthogonalize, sparse_adam=sparse_adam,
-        head_loss=lambda x, weight, targets, cap: HeadLoss.apply(x, weight, *targets, cap, scales), head_loss_eval=head_loss_eval,
-        embed=lambda table, documents: EmbeddingLookup.apply(F.embedding, table, documents.tokens, documents.order, documents.starts),
-        names={"attention": f"triton ({attention} projection)", "head": head, "mlp": mlp, "embedding": "triton", "orthogonalize": "triton",
-               "compile": "inductor" if compile else "off", "graphs": "cuda" if graphs else "off"}, compile=region, graphs=graphs)
+
+    def attention(q, k, v, documents, *settings):
+        return PackedAttention.apply(q, k, v, documents.positions, documents.remaining, *settings)
+
+    def head_loss(x, weight, targets, cap):
+        return HeadLoss.apply(x, weight, *targets, cap, head_scales)
+
+    def pointer(qk, documents, *settings):
+        return PointerLogCopy.apply(qk, documents.class_index, documents.positions, documents.remaining, *settings)
+
+    def embed(table, documents):
+        return EmbeddingLookup.apply(F.embedding, table, documents.tokens, documents.order, documents.starts)
+
+    def project_heads(*operands):
+        in_fp8 = precision["attention"] == "fp8" and torch.is_grad_enabled()
+        return ProjectHeads.apply(*operands, MlpScales() if in_fp8 else None)
+
+    mlp = fp8_mlp if precision["mlp"] == "fp8" else region(relu_squared_mlp)
+    names = precision | {"attention": f"triton ({precision['attention']} projection)", "embedding": "triton",
+                         "orthogonalize": "triton", "compile": "inductor" if compile else "off",
+                         "graphs": "cuda" if graphs else "off"}
+    return Ops(attention, head_loss, head_loss_eval, pointer, embed, sparse_adam, project_heads, mlp, orthogonalize,
+               compile=region, graphs=graphs, names=names)
+
 
 # ==== 11. Runtime =====================================================================================================
 class Failure(Exception):

@@ -172,7 +172,7 @@ def test_a_sampled_softmax_needs_less():
 
 
 def test_what_does_not_fit():
-    with pytest.raises(tg.Failure, match=r"GPU memory: expected 1\d\.\d GiB for one slot of 49,152 tokens at a time, found 10\.6 GiB; fix: ") as caught:
+    with pytest.raises(tg.Failure, match=r"GPU memory: expected 1\d\.\d GiB for one batch chunk of 49,152 tokens at a time, found 10\.6 GiB; fix: ") as caught:
         tg.memory_plan(LARGE, tg.Ranks(0, 1, CPU), FAST, 0.95 * 12 * GB)
     assert caught.value.code == 4
     assert tg.memory_plan(tg.PRESETS["smoke-gpu"], tg.Ranks(0, 1, CPU), FAST, 0.95 * 12 * GB)[2] < 11.4 * GB
@@ -220,17 +220,20 @@ def test_recomputing_keeps_less(corpus, tiny, monkeypatch):
 
 # ---- throughput ------------------------------------------------------------------------------------------------------
 def test_the_summary(corpus, tiny, monkeypatch):
-    """6 operations a weight and token: against the matrices counted by hand from the table of layers."""
+    """6 operations a token and used weight: against the matrices and classes counted by hand, of the layers and stages that helpers.PRESET has."""
     trainer = helpers.make_trainer(corpus)
-    assert tg.speed(trainer, 500.0, 2048) == "4,096 tokens/s", "no peak is known of a CPU"
-    config, facts = PRESET.model, tg.machine_facts(CPU)
-    attention, mlp = 4 * 32 * 32, 2 * 32 * 64
-    weights = sum(attention * layer.attention + mlp * layer.mlp for layer in config.layers) + 2 * 16 * 32 + 32 * 512
+    assert tg.speed(trainer, 500.0, 4) == "6,144 tokens/s", "no peak is known of a CPU"
+    attention, mlp, pointer = 4 * 32 * 32, 2 * 32 * 64, 2 * 16 * 32
+    hidden = sum(attention * layer.attention + mlp * layer.mlp for layer in PRESET.model.layers) + pointer
+    sampled = [(2 * 512, 128), (2 * 1024, 192), (1 * 1024, 512)]  # tokens of each stage, classes of the head that they use
+    for steps, stages in ((5, sampled), (4, sampled[:2]), (1, [(512, 128)])):
+        operations = sum(6 * tokens * (hidden + 32 * classes) for tokens, classes in stages)
+        assert tg.training_work(trainer, steps) == (sum(tokens for tokens, _ in stages), operations)
+    facts, milliseconds = tg.machine_facts(CPU), 1e3 * tg.training_work(trainer, 5)[1] / 989e12 / 0.4
     monkeypatch.setattr(tg, "machine_facts", lambda device: facts | {"device": "NVIDIA H200"})
-    seconds = 6 * weights * 10**6 / 989e12 / 0.4
-    assert tg.speed(trainer, 1e3 * seconds, 10**6).endswith(" tokens/s, MFU 40.0% of 989 TFLOP/s a GPU")
-    trainer.ranks.world = 4
-    assert tg.speed(trainer, 1e3 * seconds, 10**6).endswith(", MFU 10.0% of 989 TFLOP/s a GPU")
+    assert tg.speed(trainer, milliseconds, 5).endswith(" tokens/s, MFU without attention scores 40.0% of 989 TFLOP/s a GPU (dense bf16)")
+    trainer.ranks.world, trainer.ops = 4, replace(trainer.ops, names={"head": "fp8", "mlp": "bf16"})
+    assert tg.speed(trainer, milliseconds, 5).endswith(" 10.0% of 989 TFLOP/s a GPU (dense bf16), 5.0% of 1978 (dense FP8)")
 
 
 # ---- what one sees ---------------------------------------------------------------------------------------------------
