@@ -418,7 +418,7 @@ def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
     return norm(F.linear(h, weight).view(len(h), 2, -1))
 
 class EmbeddingLookup(torch.autograd.Function):
-    """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to table.receive;
+    """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to info.receive_grad;
     autograd, with five passes over a mostly empty table, is told of none, yet calls the table's hooks after the last lookup of a backward pass."""
     @staticmethod
     def forward(ctx, gather, table, *lookup):
@@ -427,19 +427,33 @@ class EmbeddingLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.table.receive(grad, *ctx.lookup)
+        ctx.table.info.receive_grad(grad, *ctx.lookup)
         return (None,) * (2 + len(ctx.lookup))
 
 def gathered(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter, once the other ranks' parts of its last update are here."""
-    if owner := getattr(parameter, "owner", None):
-        owner.wait_gather()
+    if parameter.info.owner is not None:
+        parameter.info.owner.wait_gather()
     return parameter
 
-def make_param(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -> nn.Parameter:
-    """A parameter with its role (a key of OptimizerConfig.rules) and, for Muon, the shape of the matrices it stacks."""
+@dataclasses.dataclass
+class ParamInfo:
+    """What model, optimizer and kernels know of a parameter besides its values: `parameter.info`."""
+    # A key of OptimizerConfig.rules: the update that the parameter gets, and its learning rate.
+    role: str
+    # Muon orthogonalises one matrix at a time: the shape of the matrices that the parameter stacks. None: not Muon's.
+    matrix_shape: tuple[int, int] | None
+    # The part of the optimizer that gathers its values and reduces its gradient. None: every rank has all values.
+    owner: Owner | None = None
+    # Of tables: takes the gradient of a lookup in autograd's place, see EmbeddingLookup.
+    receive_grad: Callable[..., None] | None = None
+    # The part of the optimizer's buffer that collects the gradient; kernels may write there, see unused_grad_view.
+    grad_view: Tensor | None = None
+
+def make_param(role: str, tensor: Tensor, matrix_shape: tuple[int, int] | None = None) -> nn.Parameter:
+    """A parameter with its ParamInfo. Role and matrix shape are the model's; the optimizer fills in the rest."""
     parameter = nn.Parameter(tensor)
-    parameter.role, parameter.matrix = role, matrix
+    parameter.info = ParamInfo(role, matrix_shape)
     return parameter
 
 class Block(nn.Module):
@@ -581,7 +595,7 @@ def flatten_into(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor,
     for parameter in parameters:
         part = slice(start, start + parameter.numel())
         weights[part].copy_(parameter.detach().view(-1))
-        parameter.data, parameter.grad_view = weights[part].view_as(parameter), grads[part].view_as(parameter)
+        parameter.data, parameter.info.grad_view = weights[part].view_as(parameter), grads[part].view_as(parameter)
         start += -(-parameter.numel() // align) * align
 
 def join_float32(high: Tensor, low: Tensor) -> Tensor:
@@ -673,11 +687,11 @@ class MatrixGroup(Gathered):
         self.ranks, self.weights, self.grads, self.received, self.parameters = ranks, weights, grads, received, parameters
         flatten_into(parameters, weights, grads)
         for parameter in parameters:
-            parameter.owner = self
+            parameter.info.owner = self
 
     def reduce_(self) -> None:
         for parameter in self.parameters:
-            parameter.grad_view.zero_() if parameter.grad is None else parameter.grad_view.copy_(parameter.grad)  # nothing to copy if it came there
+            parameter.info.grad_view.zero_() if parameter.grad is None else parameter.info.grad_view.copy_(parameter.grad)  # nothing to copy if it came there
             parameter.grad = None
         self.reduced = self.ranks.reduce_scatter(self.grads, self.received)
 
@@ -687,7 +701,7 @@ class MatrixBank(Stateful):
     kept = ("weights", "low", "momentum", "second_moment", "average")
 
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ops, self.config, (rows, columns) = ops, config, parameters[0].matrix
+        self.ops, self.config, (rows, columns) = ops, config, parameters[0].info.matrix_shape
         starts = [0, *itertools.accumulate(p.numel() // (rows * columns) for p in parameters)]
         each = -(-starts[-1] // ranks.world)  # matrices of a rank
         sizes = [ranks.world * each // n for n in range(1, 6 if ranks.world - 1 else 2) if not each % n]
@@ -703,7 +717,7 @@ class MatrixBank(Stateful):
         self.momentum, self.average = (torch.zeros_like(self.shard, dtype=torch.float32) for _ in range(2))
         reduced = (rows, 1) if rows >= columns else (1, columns)
         self.second_moment = None if config.second_moment_decay is None else torch.zeros(*self.shard.shape[:2], *reduced, device=ranks.device)
-        multipliers = [rules[p.role].learning_rate_multiplier for p in parameters for _ in range(p.numel() // (rows * columns))]
+        multipliers = [rules[p.info.role].learning_rate_multiplier for p in parameters for _ in range(p.numel() // (rows * columns))]
         multipliers = F.pad(torch.tensor(multipliers, device=ranks.device), (0, len(empty) - starts[-1]))
         self.multiplier = multipliers.view(*shape[:3], 1, 1)[:, ranks.rank].clone()
         self.nesterov, self.update = ops.compile(nesterov_momentum), ops.compile(normuon_update)
@@ -720,11 +734,11 @@ class AdamTable(Stateful, Gathered):
     """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
     weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.role, parameter
+        self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.info.role, parameter
         self.weights = parameter.data = ranks.shared(parameter.data)
-        parameter.owner, parameter.receive = self, self.receive
+        parameter.info.owner, parameter.info.receive_grad = self, self.receive
         self.shard = ranks.shard(self.weights)
-        parameter.grad_view = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copy_stream else None
+        parameter.info.grad_view = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copy_stream else None
         self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copy_stream else None
         self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
         self.average = torch.zeros_like(self.shard, dtype=torch.float32)
@@ -755,12 +769,12 @@ class SparseTable(Stateful):
     kept = ("weights", "square", "last")
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.ops, self.config, self.rule, self.role = ranks, ops, config, rule, parameter.role
+        self.ranks, self.ops, self.config, self.rule, self.role = ranks, ops, config, rule, parameter.info.role
         self.weights, self.received = parameter.data, []  # of each micro-batch the gradient [T, width]
         self.square, self.last = (torch.zeros(len(parameter), device=ranks.device) for _ in range(2))
         room = lambda *shape, dtype: ranks.shared(torch.empty(shape, dtype=dtype, device=ranks.device))
         self.room = functools.cache(room) if ranks.copy_stream else room  # what is shared is kept, for each size of a batch
-        parameter.owner, parameter.receive = self, lambda grad, *_: self.received.append(grad)
+        parameter.info.owner, parameter.info.receive_grad = self, lambda grad, *_: self.received.append(grad)
 
     def gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """What all ranks have for the micro-batches of a step, [their tokens, ...], with the wait for it."""
@@ -790,18 +804,18 @@ class AdamScalars(Stateful):
     """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, self.config, self.rules = ranks, config, rules
-        self.parameters = parameters = sorted(parameters, key=lambda p: p.role)  # each role becomes one contiguous part; the sort is stable
+        self.parameters = parameters = sorted(parameters, key=lambda p: p.info.role)  # each role becomes one contiguous part; the sort is stable
         # Compiled code, perhaps another process's, takes it for granted that parameters are aligned as when it was compiled: so all are.
         size = {p: aligned(p.numel()) for p in parameters}
         self.weights = torch.zeros(sum(size.values()), device=ranks.device)
         self.grads, self.mean, self.square = (torch.zeros_like(self.weights) for _ in range(3))
         flatten_into(parameters, self.weights, self.grads, align=aligned(1))
-        stops = {p.role: stop for p, stop in zip(parameters, itertools.accumulate(size.values()))}  # that of a role's last parameter stays
+        stops = {p.info.role: stop for p, stop in zip(parameters, itertools.accumulate(size.values()))}  # that of a role's last parameter stays
         self.parts = {role: slice(start, stop) for (role, stop), start in zip(stops.items(), [0, *stops.values()])}
         self.update = ops.compile(adam_update)
 
     def reduce_(self) -> None:
-        torch._foreach_copy_([p.grad_view for p in self.parameters], [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        torch._foreach_copy_([p.info.grad_view for p in self.parameters], [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
         for parameter in self.parameters:
             parameter.grad = None
         self.reduced = self.ranks.all_reduce_mean(self.grads)
@@ -821,17 +835,17 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks, rules, kinds = ranks, dict(config.rules), collections.defaultdict(list)  # tables, scalars, matrices by shape
         for p in model.parameters():
-            kinds[p.matrix if isinstance(rule := rules[p.role], MuonRule) else "table" if rule.sharded or rule.sparse else "scalar"].append(p)
+            kinds[p.info.matrix_shape if isinstance(rule := rules[p.info.role], MuonRule) else "table" if rule.sharded or rule.sparse else "scalar"].append(p)
         tables, scalars = kinds.pop("table", []), kinds.pop("scalar", [])
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in kinds.values()]
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
-        self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
+        self.tables = [(SparseTable if (rule := rules[p.info.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
         self.sparse, self.dense = ([table for table in self.tables if table.rule.sparse == sparse] for sparse in (True, False))
         self.averaged = [*self.banks, *self.dense]
-        self.owners = [p.owner for p in model.in_order() if hasattr(p, "owner")]  # a group, once for each of its parameters
+        self.owners = [p.info.owner for p in model.in_order() if p.info.owner]  # a group, once for each of its parameters
         first = next((at for at, owner in enumerate(self.owners) if owner not in self.dense), 0)
         self.early, self.late = self.owners[:first], [*dict.fromkeys(self.owners[first:])]
-        for parameter in (p for p in model.parameters() if hasattr(p, "owner")):
+        for parameter in (p for p in model.parameters() if p.info.owner):
             parameter.register_post_accumulate_grad_hook(self._ready)
 
     def begin(self, ids: list[Tensor]) -> None:
@@ -854,10 +868,10 @@ class Optimizer:
             item.wait_gather()
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        self.missing[parameter.owner] -= self.complete
-        if self.complete and not self.missing[parameter.owner]:
-            parameter.owner.reduce_()
-            self.sent.append(parameter.owner)
+        self.missing[parameter.info.owner] -= self.complete
+        if self.complete and not self.missing[parameter.info.owner]:
+            parameter.info.owner.reduce_()
+            self.sent.append(parameter.info.owner)
 
     @torch.no_grad()
     def step(self, rates: dict[str, Tensor]) -> None:
@@ -1153,7 +1167,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> tuple[int,
 
 def speed(trainer: Trainer, elapsed_ms: float, tokens: int) -> str:
     """Tokens a second and, where the peak is known, MFU: 6 operations a matrix weight and token, the whole head's too, though most is not sampled."""
-    weights = sum(p.numel() for p in trainer.model.parameters() if p.matrix is not None) + trainer.model.head.numel()
+    weights = sum(p.numel() for p in trainer.model.parameters() if p.info.matrix_shape is not None) + trainer.model.head.numel()
     device = machine_facts(trainer.ranks.device)["device"]
     peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), math.nan)
     mfu = 6 * weights * tokens / elapsed_ms / 1e9 / peak / trainer.ranks.world
@@ -1910,7 +1924,8 @@ def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum, out=None):
 
 def unused_grad_view(weight):
     """A new view of where the optimizer collects a parameter's gradient, for a step's first backward pass to fill, or None. One reader a pass."""
-    return weight.grad_view.view_as(weight) if weight.grad is None and getattr(weight, "grad_view", None) is not None else None
+    view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
+    return view.view_as(weight) if view is not None and weight.grad is None else None
 
 # ---- from the projection to attention --------------------------------------------------------------------------------
 @jit

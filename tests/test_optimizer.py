@@ -203,7 +203,7 @@ def test_what_is_averaged():
     optimizer.average(0.0, 0.5)
     optimizer.gather()
     for name, p in model.named_parameters():
-        rule = RULES[p.role]
+        rule = RULES[p.info.role]
         assert p.equal(moved[name]) == (isinstance(rule, tg.AdamRule) and not rule.sharded), name
         assert not p.equal(before[name])
 
@@ -291,7 +291,7 @@ def test_every_parameter_is_in_exactly_one_group():
         mine = [(o, g) for o, w, g in owners(optimizer) if w.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()]
         assert len(mine) == 1, name
         owner, grads = mine[0]
-        rule = RULES[parameter.role]
+        rule = RULES[parameter.info.role]
         kind = tg.MatrixBank if isinstance(rule, tg.MuonRule) else tg.AdamTable if rule.sharded else tg.SparseTable if rule.sparse else tg.AdamScalars
         assert type(owner) is kind, name
         assert parameter.is_contiguous() and parameter.data_ptr() % 16 == 0, f"{name}: compiled code takes it for aligned"
@@ -305,7 +305,7 @@ def test_every_parameter_is_in_exactly_one_group():
         span = set(range(parameter.storage_offset(), parameter.storage_offset() + tg.aligned(parameter.numel())))
         assert not span & claimed.setdefault(id(owner), set()), f"{name} overlaps another"
         claimed[id(owner)] |= span
-    muon = {name for name, p in model.named_parameters() if isinstance(RULES[p.role], tg.MuonRule)}
+    muon = {name for name, p in model.named_parameters() if isinstance(RULES[p.info.role], tg.MuonRule)}
     assert muon == {name for name, p in model.named_parameters() if name.split(".")[-1] in ("qkv", "out", "up", "down", "pointer")}
     for owner, weights, _ in owners(optimizer):
         assert type(owner) is tg.MatrixBank or len(claimed[id(owner)]) == weights.numel(), "weights without a parameter"
@@ -324,8 +324,8 @@ def test_groups_deal_matrices_to_ranks(world, layers):
         assert 1 <= len(bank.groups) <= 5 and (world > 1 or len(bank.groups) == 1) and sum(len(g.weights) for g in bank.groups) == len(bank.weights)
         for p in parameters:
             first, last = (p.view(-1)[at].data_ptr() for at in (0, -1))
-            assert p.owner in bank.groups and p.owner.weights.data_ptr() <= first and last <= p.owner.weights.view(-1)[-1].data_ptr()
-        multipliers = torch.tensor([RULES[p.role].learning_rate_multiplier for p, n in zip(parameters, layers) for _ in range(n)])
+            assert p.info.owner in bank.groups and p.info.owner.weights.data_ptr() <= first and last <= p.info.owner.weights.view(-1)[-1].data_ptr()
+        multipliers = torch.tensor([RULES[p.info.role].learning_rate_multiplier for p, n in zip(parameters, layers) for _ in range(n)])
         bank.weights.zero_()
         bank.weights[:len(multipliers)] = multipliers[:, None, None]
         assert (bank.shard == bank.multiplier).all(), "rates follow matrices"
@@ -342,13 +342,13 @@ def test_multipliers_follow_their_matrices():
     model.reset(0)
     optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS)
     for parameter in model.parameters():
-        if isinstance(rule := RULES[parameter.role], tg.MuonRule):
+        if isinstance(rule := RULES[parameter.info.role], tg.MuonRule):
             bank = next(b for b in optimizer.banks if b.weights.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr())
-            size = math.prod(parameter.matrix)
+            size = math.prod(parameter.info.matrix_shape)
             mine = slice(parameter.storage_offset() // size, (parameter.storage_offset() + parameter.numel()) // size)
             assert (bank.multiplier[0, mine] == rule.learning_rate_multiplier).all() and mine.stop - mine.start == parameter.numel() // size
     for role, part in optimizer.scalars.parts.items():
-        expected = sum(tg.aligned(p.numel()) for p in model.parameters() if p.role == role)
+        expected = sum(tg.aligned(p.numel()) for p in model.parameters() if p.info.role == role)
         assert part.stop - part.start == expected > 0
 
 

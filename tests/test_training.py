@@ -139,7 +139,7 @@ def plain_gradients_of(model, loss):
         found = dense_gradient(table, grad, ids)
         table.grad = found if table.grad is None else table.grad + found
 
-    table.receive = receive
+    table.info.receive_grad = receive
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -196,7 +196,7 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
     documents, geometry = packed(pieces_of([20, 12], np.random.default_rng(4))), geometry_of(config, 20, (3, 9))
     found, want = random_model(config), random_model(config)
     block = found.blocks["1"]
-    assert block.qkv.shape == (2 * 2 * key_width + 32, 32) and block.qkv.matrix == block.out.matrix == (2 * key_width, 32)
+    assert block.qkv.shape == (2 * 2 * key_width + 32, 32) and block.qkv.info.matrix_shape == block.out.info.matrix_shape == (2 * key_width, 32)
     features = found.features(documents, geometry), plain_features(want, documents, geometry)
     assert relative(*features) < 1e-12
     weights = torch.randn(features[0].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -398,8 +398,8 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
     trainer = helpers.make_trainer(corpus, ranks=Recorded(1, world, CPU))
     helpers.randomise(trainer.model)
     ranks, optimizer = trainer.ranks, trainer.optimizer
-    waits, arrive, step_of, at_step = [], tg.Gathered.wait_gather, optimizer.step, []
-    monkeypatch.setattr(tg.Gathered, "arrive", lambda owner: (waits.append(owner), arrive(owner)))
+    waits, wait_gather, step_of, at_step = [], tg.Gathered.wait_gather, optimizer.step, []
+    monkeypatch.setattr(tg.Gathered, "wait_gather", lambda owner: (waits.append(owner), wait_gather(owner)))
 
     def count_and_step(rates):
         at_step.append((len(ranks.sent), len(waits)))
