@@ -110,7 +110,7 @@ def test_matrix_bank_follows_the_formulas(shape, variance):
     single = tg.make_param("mlp_down", torch.randn(shape), shape)
     config = tg.OptimizerConfig(second_moment_decay=0.95 if variance else None)
     bank = tg.MatrixBank([stacked, single], RULES, config, tg.Ranks(0, 1, CPU), OPS)
-    assert (bank.second_moment is None) == (not variance) and (bank.low is None)
+    assert (bank.second_moment is None) == (not variance) and (bank.low_bits is None)
     written = [Written(m, 2.0, variance) for m in stacked.detach().view(3, *shape)] + [Written(single.detach(), 4.0, variance)]
     for step in range(5):
         gradients = torch.randn(4, *shape) * 10.0 ** (step - 2)
@@ -154,7 +154,7 @@ def test_a_bfloat16_bank_keeps_the_lower_bits():
             parameter.grad = gradient.to(parameter.dtype)
             bank.groups[0].reduce_()
             bank.compute_(rates(1e-4))
-    moved = tg.join_float32(half.weights[0], half.low[0, 0]) - start.float()
+    moved = tg.join_float32(half.weights[0], half.low_bits[0, 0]) - start.float()
     assert relative(moved, full.weights[0] - start.float()) < 0.05
     assert parameters[0].detach().equal(half.weights[0]) and parameters[0].dtype == torch.bfloat16
 
@@ -177,7 +177,7 @@ def test_running_average(dtype):
             if dtype == torch.bfloat16 and owner is bank:
                 high, low = tg.split_float32(values)
                 owner.weights.copy_(high)
-                owner.low.copy_(low)
+                owner.low_bits.copy_(low)
             else:
                 owner.weights.copy_(values)
                 exact = owner.weights.double()
@@ -270,7 +270,7 @@ def test_cautious_decay(role):
 # ---- who owns what ---------------------------------------------------------------------------------------------------
 def owners(optimizer):
     """(owner, its weights, where its gradients come together) of every group; a table's are its parameter's: None."""
-    return [(item, item.weights, getattr(item, "grads", None)) for item in (*optimizer.banks, optimizer.scalars, *optimizer.tables)]
+    return [(item, item.weights, getattr(item, "grads", None)) for item in optimizer.owners]
 
 
 def collect(owner):
@@ -399,9 +399,9 @@ def test_sparse_table():
     table = tg.SparseTable(parameter, rule, replace(tg.OptimizerConfig(), adam_epsilon=1e-3), tg.Ranks(0, 1, CPU), OPS)
     for step in (1, 2, 3):
         ids, grad = torch.randint(12, (5, 2)).int(), torch.randn(5, 4)
-        table.begin([ids])
-        table.received.append(grad)
+        table.start_step([ids])
+        table.receive_grad(grad)
         table.reduce_()
         table.compute_({"step": torch.tensor(float(step)), "ngram": torch.tensor(0.1 / step), "ngram decay": torch.tensor(0.02)})
         tg.sparse_adam_reference(grad.double(), tg.group_ids(ids), *want, float(step), 0.1 / step, 0.02, 0.9, 1e-3, 1.0)
-    assert relative(parameter, want[0]) < 1e-5 and table.square.allclose(want[1]) and table.last.equal(want[2])
+    assert relative(parameter, want[0]) < 1e-5 and table.exp_avg_sq.allclose(want[1]) and table.last_step.equal(want[2])
