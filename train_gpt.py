@@ -443,7 +443,7 @@ class ParamInfo:
     role: str
     # Muon orthogonalises one matrix at a time: the shape of the matrices that the parameter stacks. None: not Muon's.
     matrix_shape: tuple[int, int] | None
-    # The part of the optimizer that gathers its values and reduces its gradient. None: every rank has all values.
+    # The part of the optimizer that a backward hook tells of the gradient, see _ready. None: scalars have no hook.
     owner: Owner | None = None
     # Of tables: takes the gradient of a lookup in autograd's place, see EmbeddingLookup.
     receive_grad: Callable[..., None] | None = None
@@ -620,7 +620,7 @@ class GPT(nn.Module):
 # NCCL              It communicates on a stream of its own, and reduce-scatter brings the mean of the ranks.
 # Shared memory     GPUs that can read each other's memory use copy engines on Ranks.copy_stream. Every rank's
 #                   version of a gradient is copied, and the kernel that reads them takes the mean. A barrier
-#                   precedes each exchange; start_step has one for all its gathers of weights.
+#                   precedes each exchange; start_step has one for all its gathers of weights. Scalars use NCCL.
 # CPU               There are no streams: everything happens as it is called.
 
 

@@ -548,7 +548,7 @@ def test_processes_agree_with_one(ranked, request, how, world):
         if name.endswith("weights"):
             assert all(part.equal(parts[0]) for part in parts), f"{name} differs between ranks"
             found = parts[0]
-        elif name.startswith("bank"):  # [groups, of each rank, ...]
+        elif name.startswith("MatrixBank"):  # [groups, of each rank, ...]
             found, expected = torch.stack(parts, 1).flatten(0, 2), expected.flatten(0, 1)
         elif parts[0].shape != expected.shape:
             found = torch.cat(parts)
