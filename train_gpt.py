@@ -655,7 +655,7 @@ def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
 
 
 class EmbeddingLookup(torch.autograd.Function):
-    """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to table.receive;
+    """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to info.receive_grad;
     autograd, with five passes over a mostly empty table, is told of none, yet calls the table's hooks after the last lookup of a backward pass."""
     @staticmethod
     def forward(ctx, gather, table, *lookup):
@@ -664,21 +664,34 @@ class EmbeddingLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.table.receive(grad, *ctx.lookup)
+        ctx.table.info.receive_grad(grad, *ctx.lookup)
         return (None,) * (2 + len(ctx.lookup))
 
 
 def gathered(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter, once the other ranks' parts of its last update are here."""
-    if owner := getattr(parameter, "owner", None):
-        owner.wait_gather()
+    if parameter.info.owner is not None:
+        parameter.info.owner.wait_gather()
     return parameter
 
-def make_param(role: str, tensor: Tensor, matrix: tuple[int, int] | None = None) -> nn.Parameter:
-    """A parameter with its role (a key of OptimizerConfig.rules) and, for Muon, the shape of the
-    matrices it stacks."""
+@dataclasses.dataclass
+class ParamInfo:
+    """What model, optimizer and kernels know of a parameter besides its values: `parameter.info`."""
+    # A key of OptimizerConfig.rules: the update that the parameter gets, and its learning rate.
+    role: str
+    # Muon orthogonalises one matrix at a time: the shape of the matrices that the parameter stacks. None: not Muon's.
+    matrix_shape: tuple[int, int] | None
+    # The part of the optimizer that a backward hook tells of the gradient, see _ready. None: scalars have no hook.
+    owner: Owner | None = None
+    # Of tables: takes the gradient of a lookup in autograd's place, see EmbeddingLookup.
+    receive_grad: Callable[..., None] | None = None
+    # The part of the optimizer's buffer that collects the gradient; kernels may write there, see unused_grad_view.
+    grad_view: Tensor | None = None
+
+def make_param(role: str, tensor: Tensor, matrix_shape: tuple[int, int] | None = None) -> nn.Parameter:
+    """A parameter with its ParamInfo. Role and matrix shape are the model's; the optimizer fills in the rest."""
     parameter = nn.Parameter(tensor)
-    parameter.role, parameter.matrix = role, matrix
+    parameter.info = ParamInfo(role, matrix_shape)
     return parameter
 
 
@@ -910,326 +923,598 @@ class GPT(nn.Module):
 
 
 # ==== 5. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
-# Phases: begin (of sparse tables: exchange the rows to be read), gather_ (of the others: collect what ranks updated; `wait_gather` waits), reduce_
-# (gradients to who needs them; nothing blocks), compute_ (update). Gradients of matrices and scalars meet in fixed buffers, of tables if GPUs share.
-def flatten_into(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor, align: int = 1) -> None:
-    """Move the parameters into the flat order of `weights`, each at a multiple of `align`; its `grad_view` is the same part of `grads`."""
-    weights, grads, start = weights.view(-1), grads.view(-1), 0
+# One step of several ranks. Each line is a queue that works by itself, from left to right. The host only
+# fills the queues: it runs ahead and never waits for the device. "embed" stands for the tables that the
+# model reads before any matrix (gather_now).
+#
+#            start_step       forward pass                backward pass               step
+#   host     phases 1, 2      wait_gather at a layer      phase 3, from hooks         phases 3, 4
+#   compute                   embed  layer 1 .. lm_head   lm_head .. layer 1  embed   Adam: all else      wait
+#   side 0                       sort n-gram rows                                     NorMuon
+#   side 1                                                                            Adam: embed
+#   comm.    gather layer 1 .. lm_head, n-gram rows            reduce lm_head .. layer 1, n-grams, embed, scalars
+#                                                                                                  gather embed
+#
+# What fires when, and what waits for what:
+#   start_step  Each rank asks for the weights that others have updated, in the order in which the model reads
+#               them, and then for the numbers of the n-gram rows that others will read. Side stream 0 waits for
+#               these numbers and sorts them.
+#   forward     `gathered` makes the compute stream wait for the weights of a layer just before the layer.
+#   backward    The hook `_ready` fires for each parameter of an owner (a table, or a group of matrices) and
+#               counts gradients. When an owner has the last gradient of the last micro-batch, it reduces: the
+#               communication stream waits for what the compute stream has queued so far. Earlier layers go on.
+#   step        Scalars reduce, and so do groups with a layer that had no gradient. Then three updates run
+#               beside each other, and each waits for the gradients that it uses:
+#               - NorMuon. A rank has few of the matrices, so their products leave most of the GPU to updates
+#                 that move memory.
+#               - Adam of the embedding. Its gradient is complete last and the next step reads it first, so it
+#                 is gathered at once.
+#               - Adam of all else.
+#               Last, the compute stream waits for both side streams and for the embedding.
+#
+# One rank          Nothing is communicated. Both side streams remain.
+# NCCL              It communicates on a stream of its own, and reduce-scatter brings the mean of the ranks.
+# Shared memory     GPUs that can read each other's memory use copy engines on Ranks.copy_stream. Every rank's
+#                   version of a gradient is copied, and the kernel that reads them takes the mean. A barrier
+#                   precedes each exchange; start_step has one for all its gathers of weights. Scalars use NCCL.
+# CPU               There are no streams: everything happens as it is called.
+
+
+def flatten_into(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor) -> None:
+    """Move parameters into the buffer `weights`, one after another, each at an aligned place.
+
+    The same part of the buffer `grads` becomes the parameter's `info.grad_view`. Compiled code, perhaps another
+    process's, takes it for granted that parameters are aligned as they were when it was compiled: so all are.
+    Matrices follow one another without a gap, since their sizes are multiples of 4.
+    """
+    weights = weights.view(-1)
+    grads = grads.view(-1)
+    start = 0
     for parameter in parameters:
         part = slice(start, start + parameter.numel())
         weights[part].copy_(parameter.detach().view(-1))
-        parameter.data, parameter.grad_view = weights[part].view_as(parameter), grads[part].view_as(parameter)
-        start += -(-parameter.numel() // align) * align
+        parameter.data = weights[part].view_as(parameter)
+        parameter.info.grad_view = grads[part].view_as(parameter)
+        start += aligned(parameter.numel())
 
-def join_float32(high: Tensor, low: Tensor) -> Tensor:
-    """The float32 whose rounding to bfloat16 is `high` and whose remaining bits, a signed difference, are `low` (int16)."""
-    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+def join_float32(high: Tensor, low_bits: Tensor) -> Tensor:
+    """The float32 that rounds to `high` (bfloat16); its other bits, a signed difference, are `low_bits` (int16)."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low_bits.to(torch.int32)).view(torch.float32)
+
 
 def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse of join_float32. Rounds half up in magnitude, so the bfloat16 weights are not biased towards zero."""
+    """Inverse of join_float32. It rounds half up in magnitude, so that bfloat16 weights are not biased towards zero."""
     bits = value.view(torch.int32)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
+
 def mean_gradient(received: Tensor) -> Tensor:
-    """Mean over the ranks of what reduce_scatter brings, [n, ...], in float32: n is static, so the sum is fused into the kernel that reads it."""
+    """Mean over the ranks, in float32, of what Ranks.reduce_scatter brings, [n, ...].
+
+    n is static, so the compiler fuses the sum into the kernel that reads it.
+    """
     return sum(part.float() for part in received.unbind()) / len(received)
 
-def nesterov_momentum(buffer: Tensor, received: Tensor, momentum: Tensor) -> Tensor:
-    """Update `buffer` (float32) in place and return the look-ahead gradient in the gradients' dtype."""
+
+def nesterov_momentum(momentum_buffer: Tensor, received: Tensor, momentum: Tensor) -> Tensor:
+    """Update the float32 momentum in place and return the look-ahead gradient in the gradients' dtype."""
     g = mean_gradient(received)
-    average = buffer + (1 - momentum) * (g - buffer)
-    buffer.copy_(average)
+    average = momentum_buffer + (1 - momentum) * (g - momentum_buffer)
+    momentum_buffer.copy_(average)
     return (g + momentum * (average - g)).to(received.dtype)
 
-def normuon_update(update: Tensor, weight: Tensor, low: Tensor | None, second_moment: Tensor | None, multiplier: Tensor,
-                   rate: Tensor, decay: float, beta2: float | None, cautious: bool = True) -> None:
-    """Apply orthogonalised updates [N, rows, columns] to the weights in place. NorMuon divides by a running root mean square per output (rows, or
-    columns where a matrix is wide) and restores each matrix's norm; without `second_moment` this is Muon. The cautious decay shrinks weights only
-    where the update does too. Sources: NorMuon arXiv 2510.05491; public records 41-43 and 48."""
+
+def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, second_moment: Tensor | None,
+                   multiplier: Tensor, lr: Tensor, weight_decay: float, beta2: float | None,
+                   cautious: bool = True) -> None:
+    """Apply orthogonalised updates [..., rows, columns] to the weights, in place.
+
+    NorMuon divides each output of a matrix by the running root mean square of its updates, then restores the norm
+    of the whole matrix. Outputs are rows, or columns where the matrix is wide. Without `second_moment` this is Muon.
+    Decay, if cautious, shrinks a weight only where the update shrinks it too.
+    Sources: NorMuon, arXiv 2510.05491; public records 41-43 and 48.
+    """
     update = update.float()
     if second_moment is not None:
         axis = -1 if update.size(-2) >= update.size(-1) else -2
-        square = update.square().mean(axis, keepdim=True)
-        average = second_moment + (1 - beta2) * (square - second_moment)
+        other_axis = -2 if axis == -1 else -1
+        mean_square = update.square().mean(axis, keepdim=True)
+        average = second_moment + (1 - beta2) * (mean_square - second_moment)
         second_moment.copy_(average)
         scale = average.clamp_min(1e-10).rsqrt()
-        other = -3 - axis  # the axis that is left sums to the matrix
-        norm_ratio = (square.sum(other, keepdim=True) / (square * scale.square()).sum(other, keepdim=True).clamp_min(1e-30)).sqrt()
-        update = update * (scale * norm_ratio)
-    value = weight if low is None else join_float32(weight, low)
-    step = rate * multiplier
-    shrink = decay * rate * step
-    if cautious:  # only where the update shrinks the weight too
-        shrink = (update * value >= 0) * shrink
-    value = value - value * shrink - update * step
-    for target, part in zip((weight, low), [value] if low is None else split_float32(value)):
-        target.copy_(part)
+        square_before = mean_square.sum(other_axis, keepdim=True)
+        square_after = (mean_square * scale.square()).sum(other_axis, keepdim=True)
+        update = update * (scale * (square_before / square_after.clamp_min(1e-30)).sqrt())
 
-def adam_update(weight: Tensor, received: Tensor, mean: Tensor, square: Tensor, step_size: Tensor, shrink: Tensor,
+    value = weight if low_bits is None else join_float32(weight, low_bits)
+    step_size = lr * multiplier
+    wd = weight_decay * lr * step_size
+    if cautious:
+        wd = (update * value >= 0) * wd
+    value = value - value * wd - update * step_size
+    if low_bits is None:
+        weight.copy_(value)
+    else:
+        high, low = split_float32(value)
+        weight.copy_(high)
+        low_bits.copy_(low)
+
+
+def adam_update(weight: Tensor, received: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step_size: Tensor, wd: Tensor,
                 beta1: float, beta2: float, epsilon: float, cautious: bool = True) -> None:
-    """One Adam step in place, in float32. step_size: rate and bias corrections. A share `shrink` of the weights decays;
-    if cautious, only where the update shrinks them too (record 50)."""
+    """One Adam step in place, computed in float32.
+
+    `step_size` is the learning rate with both bias corrections, see step_rates. The share `wd` of a weight decays;
+    if cautious, only where the update shrinks the weight too (record 50).
+    """
     g = mean_gradient(received)
-    m, v = torch.lerp(mean.float(), g, 1 - beta1), torch.lerp(square.float(), g * g, 1 - beta2)
-    mean.copy_(m)
-    square.copy_(v)
-    update, value = step_size * m / (v.sqrt() + epsilon), weight.float()
-    decay = shrink * value
+    m = torch.lerp(exp_avg.float(), g, 1 - beta1)
+    v = torch.lerp(exp_avg_sq.float(), g * g, 1 - beta2)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    update = step_size * m / (v.sqrt() + epsilon)
+    value = weight.float()
+    decay = wd * value
     if cautious:
         decay = decay * (update * value > 0)
     weight.copy_(value - update - decay)
 
-class Stateful:
-    """Optimizer state by name; `kept` says which attributes belong to it. `low`: see join_float32; `average`: see average_."""
-    kept: tuple[str, ...] = ("weights", "mean", "square", "average")
-    low: Tensor | None = None
-    average: Tensor | None = None
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: tensor for name in self.kept if (tensor := getattr(self, name)) is not None}
+class Owner:
+    """Parameters that live in one tensor, `weights`, and are gathered, reduced and updated together.
 
-    def reset(self) -> None:
-        for tensor in (tensor for name, tensor in self.state().items() if name != "weights"):
-            tensor.zero_()
+    Each step takes every owner through the same four phases. A phase only queues work, and an owner does without
+    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step.
 
-    def average_(self, rate: float, share: float = 0.0) -> None:
-        """Move the average of the weights a share `rate` of the way to them; at the end also them a `share` to it, rows as long as before."""
-        exact = self.shard.float() if self.low is None else join_float32(self.shard, self.low)
-        self.average.lerp_(exact, rate)
-        if share:
-            mixed = exact.lerp(self.average, share)
-            lengths = [torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (exact, mixed)]
-            self.shard.copy_(mixed * (lengths[0] / lengths[1]))
+    Phase 1  gather_()        asks for the shards that other ranks have updated, on the communication stream.
+                              Optimizer.start_step calls it; Optimizer.step does for the tables of gather_now.
+             wait_gather()    makes the current stream wait for them. The model calls it, through `gathered`.
+    Phase 2  start_step(ids)  exchanges the numbers of the rows to be read, on the communication stream, and sorts
+                              them on side stream 0. Optimizer.start_step calls it.
+    Phase 3  reduce_()        sends the gradient to the rank that needs it, on the communication stream. The hook
+                              Optimizer._ready calls it, or else Optimizer.step.
+    Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates. Optimizer.step calls it
+                              on one of three streams.
+    """
+    state_names = "weights", "exp_avg", "exp_avg_sq", "average"  # the attributes that training changes
+    low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
+    average = None  # of matrices and dense tables, see average_
+    pending_gather = None  # the wait for what gather_ has asked for
 
-class Gathered:
-    """Weights of which each rank updates a part; a parameter's `owner`, who asks for the other parts and waits for them."""
     def gather_(self, barrier: bool = True) -> None:
-        self.gathered = self.ranks.all_gather(self.weights, barrier)
+        self.pending_gather = self.ranks.all_gather(self.weights, barrier)
 
     def wait_gather(self) -> None:
-        vars(self).pop("gathered", lambda: None)()
+        if self.pending_gather is not None:
+            self.pending_gather()
+            self.pending_gather = None
 
-class MatrixGroup(Gathered):
-    """Matrices of one shape in neighbouring layers, which travel together: [N, rows, columns], N a multiple of the ranks."""
-    def __init__(self, parameters: list[nn.Parameter], ranks: Ranks, weights: Tensor, grads: Tensor, received: Tensor):
-        self.ranks, self.weights, self.grads, self.received, self.parameters = ranks, weights, grads, received, parameters
-        flatten_into(parameters, weights, grads)
-        for parameter in parameters:
-            parameter.owner = self
+    def state(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.state_names if getattr(self, name) is not None}
+
+    def reset(self) -> None:
+        for name, tensor in self.state().items():
+            if name != "weights":
+                tensor.zero_()
+
+    def average_(self, rate: float, share: float = 0.0) -> None:
+        """Running average of the weights w of this rank's shard: average += rate * (w - average).
+
+        A `share`, after the last step, also sets w = lerp(w, average, share), with the norm of each row restored.
+        """
+        w = self.shard.float() if self.low_bits is None else join_float32(self.shard, self.low_bits)
+        self.average.lerp_(w, rate)
+        if share:
+            mixed = w.lerp(self.average, share)
+            norm, mixed_norm = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (w, mixed))
+            self.shard.copy_(mixed * (norm / mixed_norm))
+
+
+@dataclasses.dataclass(eq=False)
+class MatrixGroup(Owner):
+    """Matrices of a bank in neighbouring layers, which travel together: [ranks · per_rank, rows, columns].
+
+    A group has phases 1 and 3; phase 4 is its bank's, for all groups at once.
+    """
+    parameters: list[nn.Parameter]
+    weights: Tensor
+    grads: Tensor
+    received: Tensor  # see Ranks.reduce_scatter
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        flatten_into(self.parameters, self.weights, self.grads)
+        for parameter in self.parameters:
+            parameter.info.owner = self
 
     def reduce_(self) -> None:
         for parameter in self.parameters:
-            parameter.grad_view.zero_() if parameter.grad is None else parameter.grad_view.copy_(parameter.grad)  # nothing to copy if it came there
+            view = parameter.info.grad_view
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)  # nothing to copy if kernels wrote it there
             parameter.grad = None
-        self.reduced = self.ranks.reduce_scatter(self.grads, self.received)
+        self.pending_reduce = self.ranks.reduce_scatter(self.grads, self.received)
 
-class MatrixBank(Stateful):
-    """All hidden matrices of one shape, in the order of the layers, filled up with zero matrices to a multiple of the ranks. Up to five groups, if
-    ranks and layers divide them, travel on their own: gradients while earlier layers still work, weights shortly before use. One update for all."""
-    kept = ("weights", "low", "momentum", "second_moment", "average")
 
-    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ops, self.config, (rows, columns) = ops, config, parameters[0].matrix
-        starts = [0, *itertools.accumulate(p.numel() // (rows * columns) for p in parameters)]
-        each = -(-starts[-1] // ranks.world)  # matrices of a rank
-        sizes = [ranks.world * each // n for n in range(1, 6 if ranks.world - 1 else 2) if not each % n]
-        size = min(size for size in sizes if {*starts}.issuperset(range(size, starts[-1], size)))  # of a group: none cuts a parameter
-        shape = each * ranks.world // size, ranks.world, size // ranks.world, rows, columns
-        empty = torch.zeros(each * ranks.world, rows, columns, dtype=parameters[0].dtype, device=ranks.device)
-        self.weights, self.grads = ranks.shared(empty, shape[0]), ranks.shared(empty.clone(), shape[0])
-        self.shard, grad_shard = (tensor.view(shape)[:, ranks.rank] for tensor in (self.weights, self.grads))
-        self.received = grad_shard.new_empty(ranks.world, *grad_shard.shape) if ranks.copy_stream else grad_shard[None]
-        self.groups = [MatrixGroup([p for p, start in zip(parameters, starts) if start // size == index], ranks, *parts)
-                       for index, parts in enumerate(zip(self.weights.split(size), self.grads.split(size), self.received.unbind(1)))]
-        self.low = torch.zeros_like(self.shard, dtype=torch.int16) if self.weights.dtype == torch.bfloat16 else None
+def group_size(counts: list[int], world: int) -> int:
+    """How many matrices travel together, when the parameters of a bank stack `counts` of them. The smallest size wins.
+
+    Groups are equally large, at most five, and one with a single rank. Of each group every rank owns equally many
+    matrices. No border between groups cuts a parameter.
+
+    Example: four layers with qkv (3 matrices) and out (1), counts = [3, 1, 3, 1, 3, 1, 3, 1], on two ranks. Each rank
+    owns 8 of the 16 matrices, which five groups do not divide. Four groups of 4 have their borders at 4, 8 and 12,
+    where parameters start: the size is 4. With counts = [3, 3, 3, 3, 3, 1] the border at 4 would cut the second
+    parameter and the one at 8 the third, so all 16 travel together.
+    """
+    starts = {0, *itertools.accumulate(counts)}
+    total = sum(counts)
+    per_rank = -(-total // world)
+    for groups in range(5 if world > 1 else 1, 1, -1):
+        size = per_rank * world // groups
+        if per_rank % groups == 0 and starts.issuperset(range(size, total, size)):
+            return size
+    return per_rank * world
+
+
+class MatrixBank(Owner):
+    """All hidden matrices of one shape, in the order of the layers, with one update for all.
+
+    Zero matrices fill them up to a multiple of the ranks. They lie as [groups, ranks, per_rank, rows, columns]: of each
+    group a rank owns `per_rank` neighbours, so its shard is [groups, per_rank, rows, columns]. Groups travel on
+    their own: gradients while earlier layers still work, weights shortly before they are used.
+
+    Example: 15 matrices in 4 groups on 2 ranks are [4, 2, 2, rows, columns], the last one zero. Matrix 6 is the
+    third of group 1, hence the first one there of rank 1.
+    """
+    state_names = "weights", "low_bits", "momentum", "second_moment", "average"
+
+    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig,
+                 ranks: Ranks, ops: Ops):
+        self.ranks = ranks
+        self.ops = ops
+        self.config = config
+        rows, columns = parameters[0].info.matrix_shape
+        counts = [parameter.numel() // (rows * columns) for parameter in parameters]
+        size = group_size(counts, ranks.world)
+        groups = -(-sum(counts) // size)
+        self.axes = groups, ranks.world, size // ranks.world
+
+        # Storage: of weights and gradients, which MatrixGroup fills, and of what the ranks send this one.
+        zeros = torch.zeros(groups * size, rows, columns, dtype=parameters[0].dtype, device=ranks.device)
+        self.weights = ranks.shared(zeros, groups)
+        self.grads = ranks.shared(zeros.clone(), groups)
+        self.shard = self.own_part(self.weights)
+        self.received = self.own_part(self.grads)[None]
+        if ranks.copy_stream:
+            self.received = self.shard.new_empty(ranks.world, *self.shard.shape)
+
+        # Groups: each parameter goes to one, and each matrix has the multiplier of its role (padding: 0).
+        members = [[] for _ in range(groups)]
+        multiplier = torch.zeros(len(zeros), 1, 1, device=ranks.device)
+        start = 0
+        for parameter, count in zip(parameters, counts):
+            members[start // size].append(parameter)
+            multiplier[start:start + count] = rules[parameter.info.role].learning_rate_multiplier
+            start += count
+        self.multiplier = self.own_part(multiplier).clone()
+        parts = zip(members, self.weights.split(size), self.grads.split(size), self.received.unbind(1))
+        self.groups = [MatrixGroup(*part, ranks) for part in parts]
+
+        # State of the update, for this rank's matrices only.
+        if self.weights.dtype == torch.bfloat16:
+            self.low_bits = torch.zeros_like(self.shard, dtype=torch.int16)
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
         self.average = torch.zeros_like(self.momentum) if config.averaged_share else None
-        reduced = (rows, 1) if rows >= columns else (1, columns)
-        self.second_moment = None if config.second_moment_decay is None else torch.zeros(*self.shard.shape[:2], *reduced, device=ranks.device)
-        multipliers = [rules[p.role].learning_rate_multiplier for p in parameters for _ in range(p.numel() // (rows * columns))]
-        multipliers = F.pad(torch.tensor(multipliers, device=ranks.device), (0, len(empty) - starts[-1]))
-        self.multiplier = multipliers.view(*shape[:3], 1, 1)[:, ranks.rank].clone()
-        self.nesterov, self.update = ops.compile(nesterov_momentum), ops.compile(normuon_update)
+        self.second_moment = None
+        if config.second_moment_decay is not None:
+            per_output = (rows, 1) if rows >= columns else (1, columns)
+            self.second_moment = torch.zeros(*self.shard.shape[:2], *per_output, device=ranks.device)
+        self.nesterov = ops.compile(nesterov_momentum)
+        self.update = ops.compile(normuon_update)
+
+    def own_part(self, full: Tensor) -> Tensor:
+        """This rank's part [groups, per_rank, ...] of a tensor of all matrices, a view."""
+        return full.view(*self.axes, *full.shape[1:])[:, self.ranks.rank]
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
         for group in self.groups:
-            group.reduced()
+            group.pending_reduce()
+        recipe = RECIPES[self.config.orthogonalization]
         update = self.nesterov(self.momentum, self.received, rates["momentum"])
-        update = self.ops.orthogonalize(update.flatten(0, 1), RECIPES[self.config.orthogonalization]).view(self.shard.shape)
-        self.update(update, self.shard, self.low, self.second_moment, self.multiplier, rates["muon"],
+        update = self.ops.orthogonalize(update.flatten(0, 1), recipe).view(self.shard.shape)
+        self.update(update, self.shard, self.low_bits, self.second_moment, self.multiplier, rates["muon"],
                     self.config.muon_weight_decay, self.config.second_moment_decay, self.config.cautious_decay)
 
-class AdamTable(Stateful, Gathered):
-    """One large table [rows, width], each rank updating a slice of its rows. Its gradient leaves from a backward hook. The moments have the
-    weights' dtype: bfloat16's 2^-9 is small beside the 5 % by which a step moves them, and an update moves 14 bytes a weight, not 22."""
+
+class AdamTable(Owner):
+    """One large table [rows, width]; each rank updates a slice of its rows.
+
+    The moments have the dtype of the weights: bfloat16's rounding, 2^-9, is small against the 5 % by which a step
+    moves them, and an update moves 14 bytes a weight instead of 22.
+    """
+
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.config, self.rule, self.role, self.parameter = ranks, config, rule, parameter.role, parameter
+        self.ranks = ranks
+        self.config = config
+        self.rule = rule
+        self.role = parameter.info.role
+        self.parameter = parameter
         self.weights = parameter.data = ranks.shared(parameter.data)
-        parameter.owner, parameter.receive = self, self.receive
         self.shard = ranks.shard(self.weights)
-        parameter.grad_view = self.grads = ranks.shared(torch.zeros_like(self.weights)) if ranks.copy_stream else None
-        self.received = self.shard.new_empty(ranks.world, *self.shard.shape) if ranks.copy_stream else None
-        self.mean, self.square = torch.zeros_like(self.shard), torch.zeros_like(self.shard)
+        self.exp_avg = torch.zeros_like(self.shard)
+        self.exp_avg_sq = torch.zeros_like(self.shard)
         self.average = torch.zeros_like(self.shard, dtype=torch.float32) if config.averaged_share else None
+
+        # A gradient that others read needs a fixed place in shared memory; otherwise it stays where it was made.
+        self.grads = None
+        self.received = None
+        if ranks.copy_stream:
+            self.grads = ranks.shared(torch.zeros_like(self.weights))
+            self.received = self.shard.new_empty(ranks.world, *self.shard.shape)
+        parameter.info.owner = self
+        parameter.info.receive_grad = self.receive_grad
+        parameter.info.grad_view = self.grads
         self.update = ops.compile(adam_update)
 
-    def receive(self, grad: Tensor, *lookup: Tensor) -> None:
-        """Add the gradient of a lookup [T, width] to the table's; the first of a step writes all of it, so nothing is cleared before."""
-        table, begun = self.parameter, self.parameter.grad is not None
-        table.grad = table.grad if begun else torch.empty_like(table) if (view := unused_grad_view(table)) is None else view
-        launch_groups(_embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=begun)
+    def receive_grad(self, grad: Tensor, *lookup: Tensor) -> None:
+        """Add the gradient [T, width] of a lookup to the table's. The first one of a step writes all of it."""
+        table = self.parameter
+        add = table.grad is not None
+        if not add:
+            view = unused_grad_view(table)
+            table.grad = torch.empty_like(table) if view is None else view
+        launch_groups(_embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=add)
 
     def reduce_(self) -> None:
         with torch.profiler.record_function(f"reduce {self.role}"):
-            grad = self.parameter.grad if self.grads is None else self.grads.copy_(self.parameter.grad)  # nothing to copy if it came there
-            received = self.ranks.shard(grad)[None] if self.received is None else self.received
-            self.reduced = self.ranks.reduce_scatter(grad, received), received
+            grad = self.parameter.grad
+            received = self.received
+            if received is None:
+                received = self.ranks.shard(grad)[None]
+            else:
+                grad = self.grads.copy_(grad)  # nothing to copy if kernels wrote it there
+            self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        wait, received = vars(self).pop("reduced")  # not kept: NCCL's handle keeps the gradient alive
+        wait, received = self.pending_reduce
+        self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
         wait()
-        self.update(self.shard, received, self.mean, self.square, rates[self.role], rates[f"{self.role} decay"],
-                    *self.rule.betas, self.config.adam_epsilon, self.config.cautious_decay)
+        self.update(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
+                    rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon,
+                    self.config.cautious_decay)
         self.parameter.grad = None
 
-class SparseTable(Stateful):
-    """A table [rows, width] of which a step reads few rows. The ranks gather the gradients of all lookups and make the same update of those rows,
-    each in its copy of the table: Adam without a first moment, the second one number a row (record 92)."""
-    kept = ("weights", "square", "last")
+
+class SparseTable(Owner):
+    """A table [rows, width] of which a step reads few rows. Every rank has all of it.
+
+    The ranks gather the gradients of all lookups, and each rank updates those rows alike: Adam without a first
+    moment and with a second moment of one number a row (record 92).
+    """
+    state_names = "weights", "exp_avg_sq", "last_step"
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.ops, self.config, self.rule, self.role = ranks, ops, config, rule, parameter.role
-        self.weights, self.received = parameter.data, []  # of each micro-batch the gradient [T, width]
-        self.square, self.last = (torch.zeros(len(parameter), device=ranks.device) for _ in range(2))
-        room = lambda *shape, dtype: ranks.shared(torch.empty(shape, dtype=dtype, device=ranks.device))
-        self.room = functools.cache(room) if ranks.copy_stream else room  # what is shared is kept, for each size of a batch
-        parameter.owner, parameter.receive = self, lambda grad, *_: self.received.append(grad)
+        self.ranks = ranks
+        self.ops = ops
+        self.config = config
+        self.rule = rule
+        self.role = parameter.info.role
+        self.weights = parameter.data
+        self.exp_avg_sq = torch.zeros(len(parameter), device=ranks.device)
+        self.last_step = torch.zeros_like(self.exp_avg_sq)  # in which each row was updated last
+        parameter.info.owner = self
+        parameter.info.receive_grad = self.receive_grad
 
-    def gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """What all ranks have for the micro-batches of a step, [their tokens, ...], with the wait for it."""
-        full, rows = parts[0], self.ranks.world * sum(map(len, parts))
-        if rows > len(full):
-            full = self.room(rows, full.size(1), dtype=full.dtype)
+        def new_buffer(rows, columns, dtype):
+            return ranks.shared(torch.empty(rows, columns, dtype=dtype, device=ranks.device))
+
+        # Shared memory is never freed, so each size is allocated once. Other memory is given back after a step.
+        self.buffer = functools.cache(new_buffer) if ranks.copy_stream else new_buffer
+
+    def receive_grad(self, grad: Tensor, *_: Tensor) -> None:
+        self.lookup_grads.append(grad)
+
+    def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """What all ranks have for the micro-batches of a step, [tokens of the step, ...], and the wait for it."""
+        full = parts[0]
+        rows = self.ranks.world * sum(map(len, parts))
+        if rows > len(full):  # else one rank with one micro-batch, which has all
+            full = self.buffer(rows, full.size(1), full.dtype)
             torch.cat(parts, out=self.ranks.shard(full))
         return full, self.ranks.all_gather(full)
 
-    def begin(self, ids: list[Tensor]) -> None:
-        """Given the rows [T, K] that each micro-batch will read, of this table as of every sparse one. They are sorted while the model works."""
-        full, wait = self.gather(ids)
-        self.lookup = []
-        self.grouped = self.ranks.on_side_stream(lambda: (wait(), self.lookup.extend(group_ids(full))))
+    def start_step(self, ids: list[Tensor]) -> None:
+        """Exchange the rows `ids` [T, K] that each micro-batch will read, and sort them while the model works."""
+        full, wait = self.all_gather(ids)
+        self.lookup_grads = []  # [T, width] of each micro-batch; drops those of a step that was broken off
+        self.lookup = None  # frees the memory of the last step's before this one's is made
+
+        def sort_rows():
+            wait()
+            self.lookup = group_ids(full)
+
+        self.wait_sorted = self.ranks.on_side_stream(sort_rows)
 
     def reduce_(self) -> None:
-        self.reduced, self.received = self.gather(self.received), []
+        self.pending_reduce = self.all_gather(self.lookup_grads)
+        self.lookup_grads = []
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        grads, wait = vars(self).pop("reduced")  # not kept: memory for others
+        grads, wait = self.pending_reduce
+        self.pending_reduce = None  # so that the memory of `grads` is given back
         wait()
-        self.grouped()
-        self.ops.sparse_adam(grads, self.lookup, self.weights, self.square, self.last, rates["step"], rates[self.role], rates[f"{self.role} decay"],
-                             self.rule.betas[1], self.config.adam_epsilon, 1 / self.ranks.world,  # the mean over ranks
+        self.wait_sorted()
+        self.ops.sparse_adam(grads, self.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
+                             rates[self.role], rates[f"{self.role} decay"], self.rule.betas[1],
+                             self.config.adam_epsilon, 1 / self.ranks.world,  # the gradient is the mean of the ranks'
                              cautious=self.config.cautious_decay)
 
-class AdamScalars(Stateful):
-    """Every small parameter in one flat float32 buffer, updated alike on every rank: one all-reduce, nothing to gather."""
-    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, self.config, self.rules = ranks, config, rules
-        self.parameters = parameters = sorted(parameters, key=lambda p: p.role)  # each role becomes one contiguous part; the sort is stable
-        # Compiled code, perhaps another process's, takes it for granted that parameters are aligned as when it was compiled: so all are.
-        size = {p: aligned(p.numel()) for p in parameters}
-        self.weights = torch.zeros(sum(size.values()), device=ranks.device)
-        self.grads, self.mean, self.square = (torch.zeros_like(self.weights) for _ in range(3))
-        flatten_into(parameters, self.weights, self.grads, align=aligned(1))
-        stops = {p.role: stop for p, stop in zip(parameters, itertools.accumulate(size.values()))}  # that of a role's last parameter stays
-        self.parts = {role: slice(start, stop) for (role, stop), start in zip(stops.items(), [0, *stops.values()])}
+
+class AdamScalars(Owner):
+    """All small parameters in one flat float32 buffer, which every rank updates alike after one all-reduce."""
+
+    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig,
+                 ranks: Ranks, ops: Ops):
+        self.ranks = ranks
+        self.config = config
+        self.rules = rules
+        self.parameters = sorted(parameters, key=lambda p: p.info.role)  # the sort is stable
+
+        # Each role has one contiguous part, with the places that flatten_into will give its parameters.
+        self.parts = {}
+        stop = 0
+        for role, members in itertools.groupby(self.parameters, key=lambda p: p.info.role):
+            start = stop
+            stop += sum(aligned(p.numel()) for p in members)
+            self.parts[role] = slice(start, stop)
+        self.weights = torch.zeros(stop, device=ranks.device)
+        self.grads = torch.zeros_like(self.weights)
+        self.exp_avg = torch.zeros_like(self.weights)
+        self.exp_avg_sq = torch.zeros_like(self.weights)
+        flatten_into(self.parameters, self.weights, self.grads)
         self.update = ops.compile(adam_update)
 
     def reduce_(self) -> None:
-        torch._foreach_copy_([p.grad_view for p in self.parameters], [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        views = [p.info.grad_view for p in self.parameters]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        torch._foreach_copy_(views, grads)
         for parameter in self.parameters:
             parameter.grad = None
-        self.reduced = self.ranks.all_reduce_mean(self.grads)
+        self.pending_reduce = self.ranks.all_reduce_mean(self.grads)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        self.reduced()
+        self.pending_reduce()
         for role, part in self.parts.items():
-            self.update(self.weights[part], self.grads[None, part], self.mean[part], self.square[part], rates[role], rates[f"{role} decay"],
-                        *self.rules[role].betas, self.config.adam_epsilon, self.config.cautious_decay)
+            self.update(self.weights[part], self.grads[None, part], self.exp_avg[part], self.exp_avg_sq[part],
+                        rates[role], rates[f"{role} decay"], *self.rules[role].betas, self.config.adam_epsilon,
+                        self.config.cautious_decay)
+
 
 class Optimizer:
-    """Owns the storage of every parameter and decides when each gradient leaves. Order of a step: the ranks gather what the last step updated, in the
-    order in which the model reads it, which waits only where it does; tables and groups of matrices reduce from hooks while the backward pass (of the
-    last micro-batch) still runs, the rest after it. Three updates run beside each other: of matrices, whose products leave most of the GPU to what
-    moves memory, since one rank of several has few; of the tables that the next step reads before any matrix, whose gradients are complete last and
-    whose weights are gathered at once; of all else. Averages: see Stateful.average_."""
+    """All owners, and the order of their phases: the timeline at the head of this section."""
+
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks, rules, kinds = ranks, dict(config.rules), collections.defaultdict(list)  # tables, scalars, matrices by shape
-        for p in model.parameters():
-            kinds[p.matrix if isinstance(rule := rules[p.role], MuonRule) else "table" if rule.sharded or rule.sparse else "scalar"].append(p)
-        tables, scalars = kinds.pop("table", []), kinds.pop("scalar", [])
-        self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in kinds.values()]
+        self.ranks = ranks
+        rules = dict(config.rules)
+        matrices = collections.defaultdict(list)  # by their shape
+        scalars = []
+        self.dense = []
+        self.sparse = []
+        for parameter in model.parameters():
+            rule = rules[parameter.info.role]
+            if isinstance(rule, MuonRule):
+                matrices[parameter.info.matrix_shape].append(parameter)
+            elif rule.sharded:
+                self.dense.append(AdamTable(parameter, rule, config, ranks, ops))
+            elif rule.sparse:
+                self.sparse.append(SparseTable(parameter, rule, config, ranks, ops))
+            else:
+                scalars.append(parameter)
+        self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in matrices.values()]
         self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
-        self.tables = [(SparseTable if (rule := rules[p.role]).sparse else AdamTable)(p, rule, config, ranks, ops) for p in tables]
-        self.sparse, self.dense = ([table for table in self.tables if table.rule.sparse == sparse] for sparse in (True, False))
+        self.owners = [*self.banks, *self.dense, *self.sparse, self.scalars]
         self.averaged = [*self.banks, *self.dense] if config.averaged_share else []
-        self.owners = [p.owner for p in model.in_order() if hasattr(p, "owner")]  # a group, once for each of its parameters
-        first = next((at for at, owner in enumerate(self.owners) if owner not in self.dense), 0)
-        self.early, self.late = self.owners[:first], [*dict.fromkeys(self.owners[first:])]
-        for parameter in (p for p in model.parameters() if hasattr(p, "owner")):
-            parameter.register_post_accumulate_grad_hook(self._ready)
 
-    def begin(self, ids: list[Tensor]) -> None:
-        """Before the first micro-batch of a step, given the rows [T, K] of sparse tables that each will read."""
-        # Whether this backward pass is the step's last; how many gradients it still owes, by owner; the owners whose gradients have been sent.
-        self.complete, self.missing, self.sent = False, collections.Counter([*self.owners, *self.sparse]), []
-        for number, item in enumerate(self.late):
-            item.gather_(barrier=not number)
+        # Sharded owners, in the order in which the model reads them. Tables that come before any matrix are gathered
+        # as soon as they are updated, because the next step starts with them; the others when that step starts.
+        owners = list(dict.fromkeys(p.info.owner for p in model.in_order() if p.info.owner))
+        self.gather_now = list(itertools.takewhile(lambda owner: owner in self.dense, owners))
+        self.gather_lazy = owners[len(self.gather_now):]
+
+        self.grad_counts = collections.Counter()  # how many parameters an owner has
+        for parameter in model.parameters():
+            if parameter.info.owner:
+                self.grad_counts[parameter.info.owner] += 1
+                parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def start_step(self, ids: list[Tensor]) -> None:
+        """Start a step, given the rows [T, K] of sparse tables that each of its micro-batches will read."""
+        self.last_micro_batch = False  # the caller sets it
+        self.pending_grads = self.grad_counts.copy()  # how many gradients each owner still has to get
+        self.reduced = []  # the owners whose gradients have left, in that order
+
+        # Phase 1: gather. After the first barrier every rank has updated all its shards.
+        for number, owner in enumerate(self.gather_lazy):
+            owner.gather_(barrier=not number)
+
+        # Phase 2: exchange row numbers.
         for table in self.sparse:
-            table.begin(ids)
-
-    def average(self, rate: float, share: float = 0.0) -> None:
-        for item in self.averaged:
-            item.average_(rate, share)
-
-    def gather(self) -> None:
-        """Every rank has all weights: before anything but a training step reads them."""
-        for item in (*self.early, *self.late):
-            item.gather_()
-            item.wait_gather()
+            table.start_step(ids)
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        self.missing[parameter.owner] -= self.complete
-        if self.complete and not self.missing[parameter.owner]:
-            parameter.owner.reduce_()
-            self.sent.append(parameter.owner)
+        """Phase 3: a backward hook, which reduces an owner when its last gradient of the step is there."""
+        if self.last_micro_batch:
+            owner = parameter.info.owner
+            self.pending_grads[owner] -= 1
+            if not self.pending_grads[owner]:
+                owner.reduce_()
+                self.reduced.append(owner)
 
     @torch.no_grad()
     def step(self, rates: dict[str, Tensor]) -> None:
-        """Update everything; `rates` holds 0-dimensional tensors, see step_rates."""
-        for item in self.late:
-            item.wait_gather()  # a table that no layer reads: nothing may stay under way
-        groups = [group for bank in self.banks for group in bank.groups if group not in self.sent]  # of layers that had no gradient
-        for item in (self.scalars, *groups):
-            item.reduce_()
-        in_use = [item.parameter.grad for item in self.early]  # not freed before another stream is done with it
-        waits = [self.ranks.on_side_stream(lambda: [bank.compute_(rates) for bank in reversed(self.banks)]),  # as the reductions left
-                 self.ranks.on_side_stream(lambda: [(item.compute_(rates), item.gather_()) for item in self.sent if item in self.early], side=1)]
-        for item in (*(item for item in self.sent if item in self.dense and item not in self.early), self.scalars, *self.sparse):
-            item.compute_(rates)
-        for wait in (*waits, *(item.wait_gather for item in self.early)):
-            wait()
+        """Update everything after the last backward pass. `rates` holds 0-dimensional tensors, see step_rates."""
+        # Phase 1 ends: no gather may stay under way, as that of a table which no layer reads would.
+        for owner in self.gather_lazy:
+            owner.wait_gather()
+
+        # Phase 3 ends: scalars have no hook, and a group is not complete if one of its layers had no gradient.
+        groups = [group for bank in self.banks for group in bank.groups]
+        for owner in (self.scalars, *groups):
+            if owner not in self.reduced:
+                owner.reduce_()
+
+        # Phase 4: update, on three streams.
+        first_tables = [owner for owner in self.reduced if owner in self.gather_now]
+        other_tables = [owner for owner in self.reduced if owner in self.dense and owner not in first_tables]
+
+        def update_matrices():
+            for bank in reversed(self.banks):  # the order in which their gradients left
+                bank.compute_(rates)
+
+        def update_first_tables():
+            for table in first_tables:
+                table.compute_(rates)
+                table.gather_()
+
+        # compute_ drops a table's gradient on the host before side stream 1 has read it. Without a reference, the
+        # allocator would give its memory to the kernels that the compute stream gets next.
+        grads_in_use = [table.parameter.grad for table in first_tables]
+        wait_matrices = self.ranks.on_side_stream(update_matrices)
+        wait_first_tables = self.ranks.on_side_stream(update_first_tables, side=1)
+        for owner in (*other_tables, self.scalars, *self.sparse):
+            owner.compute_(rates)
+
+        # The compute stream waits for the rest.
+        wait_matrices()
+        wait_first_tables()
+        for table in first_tables:
+            table.wait_gather()
+        del grads_in_use
+
+    def gather(self) -> None:
+        """Give every rank all weights, before anything but a training step reads them."""
+        for owner in (*self.gather_now, *self.gather_lazy):
+            owner.gather_()
+            owner.wait_gather()
+
+    def average(self, rate: float, share: float = 0.0) -> None:
+        for owner in self.averaged:
+            owner.average_(rate, share)
 
     def reset(self) -> None:
-        for item in (*self.banks, self.scalars, *self.tables):
-            item.reset()
-        for table in self.sparse:
-            table.received.clear()  # in a step that was broken off
+        for owner in self.owners:
+            owner.reset()
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that training changes, the model's parameters included."""
-        items = {"scalars": self.scalars, **{f"bank{i}": b for i, b in enumerate(self.banks)}, **{f"table{i}": t for i, t in enumerate(self.tables)}}
-        return {f"{name}.{key}": tensor for name, item in items.items() for key, tensor in item.state().items()}
+        return {f"{type(owner).__name__}{number}.{name}": tensor for number, owner in enumerate(self.owners)
+                for name, tensor in owner.state().items()}
+
 
 # ==== 6. Training =====================================================================================================
 def state_hash(state: dict[str, Tensor]) -> str:
@@ -1421,9 +1706,9 @@ class Trainer:
         (*_, rates, target_weights), micro_batches = self.inputs[index]
         total = torch.zeros((), device=self.device)
 
-        self.optimizer.begin([documents.ngrams for documents in micro_batches])
+        self.optimizer.start_step([documents.ngrams for documents in micro_batches])
         for number, documents in enumerate(micro_batches, 1):
-            self.optimizer.complete = number == len(micro_batches)
+            self.optimizer.last_micro_batch = number == len(micro_batches)
             loss = self.model(documents, self.geometries[index], target_weights)
             # The optimizer averages over the ranks: with this factor the gradient is the mean over all batch chunks.
             (loss * (self.ranks.world / CHUNKS)).backward()
@@ -1507,7 +1792,7 @@ def training_work(trainer: Trainer, steps: int) -> tuple[int, int]:
     and of the pointer, because the number of visible keys depends on the documents. It also leaves out layers that are
     computed again, and the optimizer."""
     config = trainer.preset.model
-    hidden = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.matrix is not None)
+    hidden = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.info.matrix_shape is not None)
     tokens = operations = 0
     for step in range(steps):
         stage = trainer.preset.stages[stage_index(trainer.preset, step)]
@@ -2790,7 +3075,8 @@ def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum, out=None):
 
 def unused_grad_view(weight):
     """A new view of where the optimizer collects a parameter's gradient, for a step's first backward pass to fill, or None. One reader a pass."""
-    return weight.grad_view.view_as(weight) if weight.grad is None and getattr(weight, "grad_view", None) is not None else None
+    view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
+    return view.view_as(weight) if view is not None and weight.grad is None else None
 
 # ---- from the projection to attention --------------------------------------------------------------------------------
 @jit

@@ -39,7 +39,7 @@ def matrices_by_shape(config):
     """(how many, rows, columns) of what Muon orthogonalises in a model."""
     counts = collections.Counter()
     for parameter in tg.GPT(config, tg.select_ops(torch.device("cpu"), fast=False), torch.device("meta")).parameters():
-        if shape := parameter.matrix:
+        if shape := parameter.info.matrix_shape:
             counts[shape] += parameter.numel() // math.prod(shape)
     return [(count, *shape) for shape, count in counts.items()]
 

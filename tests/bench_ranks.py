@@ -51,7 +51,7 @@ def fill(table, full, wait):
 def main():
     if sys.argv[1:2] not in (["1"], ["2"], ["4"], ["8"]) or "--stop-after" not in sys.argv:  # shortened, so that no log of it looks like a record's
         sys.exit(__doc__)
-    world, start, gather = int(sys.argv[1]), tg.Ranks.start, tg.SparseTable.gather
+    world, start, gather = int(sys.argv[1]), tg.Ranks.start, tg.SparseTable.all_gather
 
     def start_alone():
         alone = start()
@@ -60,7 +60,7 @@ def main():
         return ranks
 
     tg.Ranks.start = staticmethod(start_alone)
-    tg.SparseTable.gather = lambda table, parts: fill(table, *gather(table, parts))
+    tg.SparseTable.all_gather = lambda table, parts: fill(table, *gather(table, parts))
     sys.exit(tg.main(sys.argv[2:]))
 
 

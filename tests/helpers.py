@@ -53,10 +53,10 @@ def check_grad_views(backward, parameters):
 
     want = gradients()
     for parameter in parameters:
-        parameter.grad_view = torch.full_like(parameter.detach(), torch.nan)
-    assert all(a.equal(b) and a.data_ptr() == p.grad_view.data_ptr() for a, b, p in zip(gradients(), want, parameters, strict=True))
+        parameter.info = tg.ParamInfo("any", None, grad_view=torch.full_like(parameter.detach(), torch.nan))
+    assert all(a.equal(b) and a.data_ptr() == p.info.grad_view.data_ptr() for a, b, p in zip(gradients(), want, parameters, strict=True))
     backward()
-    assert all(p.grad_view.equal(2 * g) and p.grad.data_ptr() == p.grad_view.data_ptr() for g, p in zip(want, parameters))
+    assert all(p.info.grad_view.equal(2 * g) and p.grad.data_ptr() == p.info.grad_view.data_ptr() for g, p in zip(want, parameters))
 
 
 def write_shard(path, tokens, magic=tg.SHARD_MAGIC, version=tg.SHARD_VERSION, count=None):
@@ -105,10 +105,10 @@ def randomise(model, seed=0, size=0.3):
 
 def gradient(parameter):
     """What the backward pass has left for the optimizer: in .grad or, of a matrix, where those of its group come together."""
-    if parameter.grad is not None or not isinstance(getattr(parameter, "owner", None), tg.MatrixGroup):
+    if parameter.grad is not None or not isinstance(parameter.info.owner, tg.MatrixGroup):
         return parameter.grad
-    start = parameter.storage_offset() - parameter.owner.weights.storage_offset()
-    return parameter.owner.grads.view(-1)[start:][:parameter.numel()].view_as(parameter)
+    start = parameter.storage_offset() - parameter.info.owner.weights.storage_offset()
+    return parameter.info.owner.grads.view(-1)[start:][:parameter.numel()].view_as(parameter)
 
 
 def relative(found, expected):

@@ -147,8 +147,8 @@ def test_state_is_summed_exactly(ranked, world):
     several = world > 1  # then memory may be shared: kept for each size of a batch, and received from each rank
     tokens = sum({stage.batch_tokens for stage in PRESET.stages}) if several else PRESET.stages[-1].batch_tokens
     gathered = 2 * PRESET.model.width * tokens + 4 * max(t.nbytes for name, t in state.items() if name.endswith("average"))
-    dense = {name: tensor.nbytes for name, tensor in state.items() if name.endswith(".weights") and name.replace("weights", "last") not in state}
-    gradients = sum(size * (1 + 2 * several if name.startswith("table") else 2 + several) for name, size in dense.items())
+    dense = {name: tensor.nbytes for name, tensor in state.items() if name.endswith(".weights") and not name.startswith("SparseTable")}
+    gradients = sum(size * (1 + 2 * several if name.startswith("AdamTable") else 2 + several) for name, size in dense.items())
     assert len(dense) == sum(name.endswith(".weights") for name in state) - 1 and gathered > 0
     assert state_bytes(world) == sum(tensor.nbytes for tensor in state.values()) + gathered + gradients
 

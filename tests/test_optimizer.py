@@ -110,7 +110,7 @@ def test_matrix_bank_follows_the_formulas(shape, variance):
     single = tg.make_param("mlp_down", torch.randn(shape), shape)
     config = tg.OptimizerConfig(second_moment_decay=0.95 if variance else None)
     bank = tg.MatrixBank([stacked, single], RULES, config, tg.Ranks(0, 1, CPU), OPS)
-    assert (bank.second_moment is None) == (not variance) and (bank.low is None)
+    assert (bank.second_moment is None) == (not variance) and (bank.low_bits is None)
     written = [Written(m, 2.0, variance) for m in stacked.detach().view(3, *shape)] + [Written(single.detach(), 4.0, variance)]
     for step in range(5):
         gradients = torch.randn(4, *shape) * 10.0 ** (step - 2)
@@ -154,7 +154,7 @@ def test_a_bfloat16_bank_keeps_the_lower_bits():
             parameter.grad = gradient.to(parameter.dtype)
             bank.groups[0].reduce_()
             bank.compute_(rates(1e-4))
-    moved = tg.join_float32(half.weights[0], half.low[0, 0]) - start.float()
+    moved = tg.join_float32(half.weights[0], half.low_bits[0, 0]) - start.float()
     assert relative(moved, full.weights[0] - start.float()) < 0.05
     assert parameters[0].detach().equal(half.weights[0]) and parameters[0].dtype == torch.bfloat16
 
@@ -177,7 +177,7 @@ def test_running_average(dtype):
             if dtype == torch.bfloat16 and owner is bank:
                 high, low = tg.split_float32(values)
                 owner.weights.copy_(high)
-                owner.low.copy_(low)
+                owner.low_bits.copy_(low)
             else:
                 owner.weights.copy_(values)
                 exact = owner.weights.double()
@@ -203,7 +203,7 @@ def test_what_is_averaged():
     optimizer.average(0.0, 0.5)
     optimizer.gather()
     for name, p in model.named_parameters():
-        rule = RULES[p.role]
+        rule = RULES[p.info.role]
         assert p.equal(moved[name]) == (isinstance(rule, tg.AdamRule) and not rule.sharded), name
         assert not p.equal(before[name])
 
@@ -270,7 +270,7 @@ def test_cautious_decay(role):
 # ---- who owns what ---------------------------------------------------------------------------------------------------
 def owners(optimizer):
     """(owner, its weights, where its gradients come together) of every group; a table's are its parameter's: None."""
-    return [(item, item.weights, getattr(item, "grads", None)) for item in (*optimizer.banks, optimizer.scalars, *optimizer.tables)]
+    return [(item, item.weights, getattr(item, "grads", None)) for item in optimizer.owners]
 
 
 def collect(owner):
@@ -291,7 +291,7 @@ def test_every_parameter_is_in_exactly_one_group():
         mine = [(o, g) for o, w, g in owners(optimizer) if w.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()]
         assert len(mine) == 1, name
         owner, grads = mine[0]
-        rule = RULES[parameter.role]
+        rule = RULES[parameter.info.role]
         kind = tg.MatrixBank if isinstance(rule, tg.MuonRule) else tg.AdamTable if rule.sharded else tg.SparseTable if rule.sparse else tg.AdamScalars
         assert type(owner) is kind, name
         assert parameter.is_contiguous() and parameter.data_ptr() % 16 == 0, f"{name}: compiled code takes it for aligned"
@@ -305,7 +305,7 @@ def test_every_parameter_is_in_exactly_one_group():
         span = set(range(parameter.storage_offset(), parameter.storage_offset() + tg.aligned(parameter.numel())))
         assert not span & claimed.setdefault(id(owner), set()), f"{name} overlaps another"
         claimed[id(owner)] |= span
-    muon = {name for name, p in model.named_parameters() if isinstance(RULES[p.role], tg.MuonRule)}
+    muon = {name for name, p in model.named_parameters() if isinstance(RULES[p.info.role], tg.MuonRule)}
     assert muon == {name for name, p in model.named_parameters() if name.split(".")[-1] in ("qkv", "out", "up", "down", "pointer")}
     for owner, weights, _ in owners(optimizer):
         assert type(owner) is tg.MatrixBank or len(claimed[id(owner)]) == weights.numel(), "weights without a parameter"
@@ -324,8 +324,8 @@ def test_groups_deal_matrices_to_ranks(world, layers):
         assert 1 <= len(bank.groups) <= 5 and (world > 1 or len(bank.groups) == 1) and sum(len(g.weights) for g in bank.groups) == len(bank.weights)
         for p in parameters:
             first, last = (p.view(-1)[at].data_ptr() for at in (0, -1))
-            assert p.owner in bank.groups and p.owner.weights.data_ptr() <= first and last <= p.owner.weights.view(-1)[-1].data_ptr()
-        multipliers = torch.tensor([RULES[p.role].learning_rate_multiplier for p, n in zip(parameters, layers) for _ in range(n)])
+            assert p.info.owner in bank.groups and p.info.owner.weights.data_ptr() <= first and last <= p.info.owner.weights.view(-1)[-1].data_ptr()
+        multipliers = torch.tensor([RULES[p.info.role].learning_rate_multiplier for p, n in zip(parameters, layers) for _ in range(n)])
         bank.weights.zero_()
         bank.weights[:len(multipliers)] = multipliers[:, None, None]
         assert (bank.shard == bank.multiplier).all(), "rates follow matrices"
@@ -342,13 +342,13 @@ def test_multipliers_follow_their_matrices():
     model.reset(0)
     optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS)
     for parameter in model.parameters():
-        if isinstance(rule := RULES[parameter.role], tg.MuonRule):
+        if isinstance(rule := RULES[parameter.info.role], tg.MuonRule):
             bank = next(b for b in optimizer.banks if b.weights.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr())
-            size = math.prod(parameter.matrix)
+            size = math.prod(parameter.info.matrix_shape)
             mine = slice(parameter.storage_offset() // size, (parameter.storage_offset() + parameter.numel()) // size)
             assert (bank.multiplier[0, mine] == rule.learning_rate_multiplier).all() and mine.stop - mine.start == parameter.numel() // size
     for role, part in optimizer.scalars.parts.items():
-        expected = sum(tg.aligned(p.numel()) for p in model.parameters() if p.role == role)
+        expected = sum(tg.aligned(p.numel()) for p in model.parameters() if p.info.role == role)
         assert part.stop - part.start == expected > 0
 
 
@@ -399,9 +399,9 @@ def test_sparse_table():
     table = tg.SparseTable(parameter, rule, replace(tg.OptimizerConfig(), adam_epsilon=1e-3), tg.Ranks(0, 1, CPU), OPS)
     for step in (1, 2, 3):
         ids, grad = torch.randint(12, (5, 2)).int(), torch.randn(5, 4)
-        table.begin([ids])
-        table.received.append(grad)
+        table.start_step([ids])
+        table.receive_grad(grad)
         table.reduce_()
         table.compute_({"step": torch.tensor(float(step)), "ngram": torch.tensor(0.1 / step), "ngram decay": torch.tensor(0.02)})
         tg.sparse_adam_reference(grad.double(), tg.group_ids(ids), *want, float(step), 0.1 / step, 0.02, 0.9, 1e-3, 1.0)
-    assert relative(parameter, want[0]) < 1e-5 and table.square.allclose(want[1]) and table.last.equal(want[2])
+    assert relative(parameter, want[0]) < 1e-5 and table.exp_avg_sq.allclose(want[1]) and table.last_step.equal(want[2])

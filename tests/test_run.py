@@ -391,7 +391,7 @@ def test_a_model_ruined_by_the_last_step_fails_too(run, monkeypatch):
         step_of(optimizer, rates)
         steps.append(rates)
         if len(steps) == 3 + PRESET.steps:  # after the warm-up's
-            optimizer.tables[-1].weights.fill_(math.nan)
+            optimizer.dense[-1].weights.fill_(math.nan)
 
     monkeypatch.setattr(tg.Optimizer, "step", last_step_ruins)
     result = run("--seed", 3)

@@ -108,14 +108,14 @@ def test_layers_use_what_their_table_says(tiny):
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 def sparse_table(trainer):
-    (table,) = [table for table in trainer.optimizer.tables if isinstance(table, tg.SparseTable)]
+    (table,) = trainer.optimizer.sparse
     return table
 
 
 def of_the_step(trainer):
     """The gradient of the sums and the ids that were added, of all micro-batches."""
     table = sparse_table(trainer)
-    return table.reduced[0], table.lookup[0]
+    return table.pending_reduce[0], table.lookup[0]
 
 
 def dense_gradient(table, grad, ids):
@@ -139,7 +139,7 @@ def plain_gradients_of(model, loss):
         found = dense_gradient(table, grad, ids)
         table.grad = found if table.grad is None else table.grad + found
 
-    table.receive = receive
+    table.info.receive_grad = receive
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -196,7 +196,7 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
     documents, geometry = packed(pieces_of([20, 12], np.random.default_rng(4))), geometry_of(config, 20, (3, 9))
     found, want = random_model(config), random_model(config)
     block = found.blocks["1"]
-    assert block.qkv.shape == (2 * 2 * key_width + 32, 32) and block.qkv.matrix == block.out.matrix == (2 * key_width, 32)
+    assert block.qkv.shape == (2 * 2 * key_width + 32, 32) and block.qkv.info.matrix_shape == block.out.info.matrix_shape == (2 * key_width, 32)
     features = found.features(documents, geometry), plain_features(want, documents, geometry)
     assert relative(*features) < 1e-12
     weights = torch.randn(features[0].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -252,7 +252,7 @@ def test_accumulation_trains_the_same_table(corpus, tiny, monkeypatch):
         ends.append(sparse_table(trainer).state())
     errors = [relative(end[name], ends[0][name]) for end in ends for name in ends[0]]
     assert max(errors) < 1e-5, errors
-    assert ends[0]["last"].unique().tolist() == [0, 1, 2, 3, 4, 5], "the tokens of each step are its own"
+    assert ends[0]["last_step"].unique().tolist() == [0, 1, 2, 3, 4, 5], "the tokens of each step are its own"
 
 
 def test_candidates_that_are_all_columns_change_nothing(tiny):
@@ -346,7 +346,7 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
     monkeypatch.setattr(tg.AdamTable, "reduce_", counted(tg.AdamTable.reduce_))
     for kind in (tg.AdamScalars, tg.SparseTable):
         monkeypatch.setattr(kind, "reduce_", lambda item, reduce_=kind.reduce_: (later.append((type(item), len(events), passes[-1])), reduce_(item)))
-    step_of, tables = trainer.optimizer.step, [table for table in trainer.optimizer.tables if isinstance(table, tg.AdamTable)]
+    step_of, tables = trainer.optimizer.step, trainer.optimizer.dense
 
     def keep_and_step(rates):
         final.update({table: table.parameter.grad.clone() for table in tables})
@@ -363,7 +363,7 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
         assert events[0][0].role == "lm_head", "the head's left before the embedding's was there"
         assert slots == 8 and events[0][3] is None or slots == 2 and not events[0][3].equal(embedding)
         assert later == [(tg.SparseTable, len(tables) - 1, "running"), (tg.AdamScalars, len(tables), "done")], "the n-grams' before the embedding's"
-        assert not sparse_table(trainer).received
+        assert not sparse_table(trainer).lookup_grads
 
 
 class Recorded(tg.Ranks):
@@ -394,12 +394,12 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
     """Gradients of the last layers leave first, during the backward pass, each group once and complete; weights are asked for in the order in which
     the forward pass waits for them."""
     monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: 1)
-    monkeypatch.setattr(tg.SparseTable, "compute_", lambda table, _: vars(table).pop("reduced"))  # the others' gradients are not there
+    monkeypatch.setattr(tg.SparseTable, "compute_", lambda table, _: setattr(table, "pending_reduce", None))  # the others' gradients are not there
     trainer = helpers.make_trainer(corpus, ranks=Recorded(1, world, CPU))
     helpers.randomise(trainer.model)
     ranks, optimizer = trainer.ranks, trainer.optimizer
-    waits, arrive, step_of, at_step = [], tg.Gathered.wait_gather, optimizer.step, []
-    monkeypatch.setattr(tg.Gathered, "arrive", lambda owner: (waits.append(owner), arrive(owner)))
+    waits, wait_gather, step_of, at_step = [], tg.Owner.wait_gather, optimizer.step, []
+    monkeypatch.setattr(tg.Owner, "wait_gather", lambda owner: (waits.append(owner), wait_gather(owner)))
 
     def count_and_step(rates):
         at_step.append((len(ranks.sent), len(waits)))
@@ -418,12 +418,12 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
         sent = [full.data_ptr() for full, _ in ranks.sent]
         for bank in optimizer.banks:
             assert [sent.index(group.grads.data_ptr()) for group in bank.groups] == sorted((sent.index(g.grads.data_ptr()) for g in bank.groups), reverse=True)
-        late = [owner for owner in dict.fromkeys(waits[:at_step[-1][1]]) if owner not in optimizer.early]
+        lazy = [owner for owner in dict.fromkeys(waits[:at_step[-1][1]]) if owner not in optimizer.gather_now]
         wanted = [full.data_ptr() for full in ranks.wanted if full.is_floating_point()]
-        assert [owner.weights.data_ptr() for owner in late] == wanted[:len(late)] and len(late) == len(optimizer.late)
-        assert optimizer.early and all(owner.weights.data_ptr() in wanted[len(late):] for owner in optimizer.early)
+        assert [owner.weights.data_ptr() for owner in lazy] == wanted[:len(lazy)] and len(lazy) == len(optimizer.gather_lazy)
+        assert optimizer.gather_now and all(owner.weights.data_ptr() in wanted[len(lazy):] for owner in optimizer.gather_now)
         assert ranks.barriers[0], "nothing is fetched before all ranks have updated it"
-        assert all(barrier for full, barrier in zip(ranks.wanted, ranks.barriers) if full.data_ptr() in {o.weights.data_ptr() for o in optimizer.early})
+        assert all(barrier for full, barrier in zip(ranks.wanted, ranks.barriers) if full.data_ptr() in {o.weights.data_ptr() for o in optimizer.gather_now})
 
 
 def test_a_step_that_was_broken_off_leaves_nothing(corpus, tiny, monkeypatch):
@@ -548,7 +548,7 @@ def test_processes_agree_with_one(ranked, request, how, world):
         if name.endswith("weights"):
             assert all(part.equal(parts[0]) for part in parts), f"{name} differs between ranks"
             found = parts[0]
-        elif name.startswith("bank"):  # [groups, of each rank, ...]
+        elif name.startswith("MatrixBank"):  # [groups, of each rank, ...]
             found, expected = torch.stack(parts, 1).flatten(0, 2), expected.flatten(0, 1)
         elif parts[0].shape != expected.shape:
             found = torch.cat(parts)
