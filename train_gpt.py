@@ -1552,11 +1552,11 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
     return X.mT if tall else X
 
 # ==== 9. Triton kernels, each with its wrapper ========================================================================
-# Kernels end in _kernel; device functions say what they do or return (load_tile, visible_bound). x_ptr is
-# a pointer, x_desc a tensor descriptor (TMA; a pointer on GPUs without it), stride_x_row a stride in elements.
-# Words in lower case are sizes (tokens, heads, depth), words in upper case constexprs: BLOCK_M, BLOCK_N and
-# BLOCK_K are rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V widths of a head. A header has shapes,
-# operations or bytes, the reference in section 8, and times on one H200, by tests/bench_*.py, if there are any.
+# Kernels end in _kernel; device functions say what they do or return (load_tile, visible_bound). x_ptr is a pointer,
+# x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
+# lower case are sizes (tokens, heads, depth). Words in upper case are constexprs: BLOCK_M, BLOCK_N and BLOCK_K are the
+# rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a head. Every header names the reference
+# in section 8, and has shapes, operations or bytes, and measured times (one H200, by tests/bench_*.py).
 
 LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
 
@@ -1564,9 +1564,8 @@ LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware c
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
 # All three products of a step are written for wide matrices. A tall X is passed as its transposed view.
 # Strides are arguments, and a stride of 1 is compiled in, so loads are contiguous along whichever axis is,
-# and X^T X needs no copy. The five steps of polar-express on 40 matrices of 768 x 768 take 1324 us; with
-# cuBLAS they take 1382, and at 790 TFLOP/s, without the symmetry, they would take 459.
-
+# and X^T X needs no copy. The five steps of polar-express on 40 matrices of 768 x 768 take 1324 us, and with
+# cuBLAS 1382. At 790 TFLOP/s, with half of each symmetric product, they would take 459.
 
 
 def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symmetric: bool) -> dict:
@@ -1637,7 +1636,7 @@ def product_kernel(
     offs_m = i * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = j * BLOCK_N + tl.arange(0, BLOCK_N)
     row = offs_m[:, None]
-    col = offs_n[None, :]
+    column = offs_n[None, :]
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, depth, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
@@ -1645,27 +1644,27 @@ def product_kernel(
         right_k = offs_k[:, None]
         left_ptrs = left_ptr + row * stride_left_row + left_k * stride_left_col
         left = tl.load(left_ptrs, (row < rows) & (left_k < depth), other=0.0)
-        right_ptrs = x_ptr + col * stride_right_col + right_k * stride_right_row
-        right = tl.load(right_ptrs, (col < columns) & (right_k < depth), other=0.0)
+        right_ptrs = x_ptr + column * stride_right_col + right_k * stride_right_row
+        right = tl.load(right_ptrs, (column < columns) & (right_k < depth), other=0.0)
         accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
 
-    inside = (row < rows) & (col < columns)
+    inside = (row < rows) & (column < columns)
     if b_ptr is None:
         accumulator *= scale
     if ADD_X:
-        x = tl.load(x_ptr + row * stride_x_row + col * stride_x_col, inside, other=0.0)
+        x = tl.load(x_ptr + row * stride_x_row + column * stride_x_col, inside, other=0.0)
         accumulator += x_scale * x.to(tl.float32)
     if b_ptr is None and i == j:
         # This makes the tile exactly symmetric, whatever the order of summation inside the product.
-        accumulator = tl.where(row >= col, accumulator, tl.trans(accumulator))
+        accumulator = tl.where(row >= column, accumulator, tl.trans(accumulator))
 
     result = accumulator.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * stride_out_row + col * stride_out_col, result, inside)
+    tl.store(out_ptr + row * stride_out_row + column * stride_out_col, result, inside)
     if b_ptr is None and i != j:
         mirrored_row = offs_n[:, None]
-        mirrored_col = offs_m[None, :]
-        inside = (mirrored_row < rows) & (mirrored_col < rows)
-        out_ptrs = out_ptr + mirrored_row * stride_out_row + mirrored_col * stride_out_col
+        mirrored_column = offs_m[None, :]
+        inside = (mirrored_row < rows) & (mirrored_column < rows)
+        out_ptrs = out_ptr + mirrored_row * stride_out_row + mirrored_column * stride_out_col
         tl.store(out_ptrs, tl.trans(result), inside)
 
 
@@ -1754,7 +1753,6 @@ def orthogonalize(
 # 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us, and delta and gradients 153 | 276 | 432 us.
 
 
-
 @jit
 def load_vector(x_ptr, index, size, row=0, other=0.0):
     """The values at `index`, of any shape, in one row of x [rows, size]; `other` past its end."""
@@ -1807,7 +1805,7 @@ def visible_bound(distances_ptr, token, tokens, window, KEYS: tl.constexpr):
 
 @jit
 def visible_range(distances_ptr, start, tokens, window, BLOCK_M: tl.constexpr, KEYS: tl.constexpr):
-    """(first, stop) of the other side's tokens that any of the BLOCK_M own ones from `start` on needs."""
+    """first, stop: the BLOCK_M own tokens from `start` on see, or are seen by, first ... stop - 1 at most."""
     if KEYS:
         last = visible_bound(distances_ptr, start + BLOCK_M - 1, tokens, window, KEYS)
         return start, last + 1
@@ -1902,7 +1900,7 @@ def attention_gradients(
 ):
     """dq of the BLOCK_M queries, or with KEYS dk and dv of the BLOCK_M keys, that a program owns in one head.
 
-    Names in qk stand for tensors [T, H, HEAD_DIM_QK], names in v for tensors [T, H, HEAD_DIM_V]:
+    Names with qk stand for tensors [T, H, HEAD_DIM_QK], names with v for tensors [T, H, HEAD_DIM_V]:
 
                     own_qk  own_v  other_qk  other_v  own_dqk  own_dv  distances
             dq      q       dout   k         v        dq       None    positions
@@ -1988,7 +1986,7 @@ def attention_tiles(device: torch.device, head_dim_qk: int = 128) -> tuple[dict,
 def with_aligned_rows(x: Tensor) -> Tensor:
     """x [T, H, D], copied if a descriptor cannot take it as it lies.
 
-    It takes heads side by side, in rows that are aligned to 16 bytes and do not overlap.
+    A descriptor takes heads side by side, in rows that are aligned to 16 bytes and do not overlap.
     """
     stride_row, *rest = x.stride()
     dense = rest == [x.size(2), 1] and stride_row >= x[0].numel()
@@ -2076,7 +2074,6 @@ class PackedAttention(torch.autograd.Function):
 # This is attention without values, and tiled like it. Queries and keys are the two heads of one tensor, and
 # the owners of a tile visit the others. One kernel makes all three passes: the forward, and the backward of
 # queries and of keys.
-
 
 
 @jit
