@@ -105,7 +105,7 @@ def tiles(monkeypatch, request):
     name = getattr(request, "param", "wide")
     own, step = TILES[name]
     if name == "pointers":  # as on GPUs without TMA
-        monkeypatch.setattr(tg, "steps_of", lambda x, tile: x)
+        monkeypatch.setattr(tg, "tile_descriptor", lambda x, tile: x)
     monkeypatch.setattr(tg, "attention_tiles", lambda *_: (dict(BLOCK_M=own, BLOCK_N=step, num_warps=4, num_stages=2),) * 2)
 
 
@@ -266,7 +266,7 @@ def test_copied_only_where_a_descriptor_cannot_take_it(reason, change):
     x = change(torch.randn(8, 4, 32))
     rows = tg.with_aligned_rows(x)
     assert (rows is not x) == bool(reason) and torch.equal(rows, x)
-    descriptor = tg.steps_of(rows, dict(BLOCK_N=16))
+    descriptor = tg.tile_descriptor(rows, dict(BLOCK_N=16))
     assert descriptor.base.data_ptr() == rows.data_ptr() and descriptor.block_shape == [16, 32] and list(descriptor.shape) == [8, 128]
 
 
@@ -281,7 +281,7 @@ def test_tiles_follow_the_capability(monkeypatch):
     for major, steps in ((8, 32), (9, 64), (10, 64), (12, 32)):
         monkeypatch.setattr(tg, "capability", lambda device: (major, 0))
         assert [tile["BLOCK_N"] for tile in tg.attention_tiles(torch.device("cuda"))] == [steps] * 2
-        assert tg.attention_tiles(torch.device("cuda"), keys=64)[0]["BLOCK_N"] == 32
+        assert tg.attention_tiles(torch.device("cuda"), head_dim_qk=64)[0]["BLOCK_N"] == 32
 
 
 @interpreted

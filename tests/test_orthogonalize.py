@@ -83,7 +83,7 @@ def test_polynomial_of_symmetric_matrix(n, dtype, tiles):
     values = gaussian(2, n, n)
     _, A = inside_nan((values + values.mT) / n**0.5, dtype)
     buffer, out = inside_nan(torch.full((2, n, n), torch.nan), dtype, margin=135)
-    tg.symmetric_product(A, out=out, scale=2.0315, plus=-4.775, tiles=tiles)
+    tg.symmetric_product(A, out=out, scale=2.0315, x_scale=-4.775, tiles=tiles)
     exact = A.double().cpu()
     check(buffer, out, -4.775 * exact + 2.0315 * exact @ exact, dtype)
     assert torch.equal(out, out.mT)
@@ -107,7 +107,7 @@ def test_add_product(shape, dtype, tiles):
 @needs_kernels
 def test_symmetric_output_from_asymmetric_input():
     """Rounding must not break the symmetry of a tile on the diagonal: its upper half is a copy."""
-    out = tg.symmetric_product(gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), plus=1.0)
+    out = tg.symmetric_product(gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), x_scale=1.0)
     assert torch.equal(out, out.mT)
 
 
@@ -136,7 +136,7 @@ def test_no_address_outside_the_operands(monkeypatch, n, m, tall):
     watch("create_masked_store")
     X, Y = (X.mT, Y.mT) if tall else (X, Y)
     tg.symmetric_product(X, out=A)
-    tg.symmetric_product(A, out=B, plus=1.0)
+    tg.symmetric_product(A, out=B, x_scale=1.0)
     tg.add_product(B, X, 1.0, out=Y)
     allowed = []
     for view in (X, Y, A, B):
