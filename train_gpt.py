@@ -1268,7 +1268,7 @@ class AdamTable(Owner):
         if not add:
             view = unused_grad_view(table)
             table.grad = torch.empty_like(table) if view is None else view
-        launch_groups(_embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=add)
+        launch_groups(embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=add)
 
     def reduce_(self) -> None:
         with torch.profiler.record_function(f"reduce {self.role}"):
@@ -3344,520 +3344,931 @@ class PointerLogCopy(torch.autograd.Function):
 
 
 # ---- FP8 copies and products -----------------------------------------------------------------------------------------
+
 @jit
-def _e5m2_bits(x, PTX: tl.constexpr):
-    """x in e5m2, saturated, as int8. By hand into 32-bit registers: where the bytes of Triton's 16-bit pairs are stored apart, as transposing does,
-    ptxas (of Triton 3.6 and 3.7, sm_90) reads half of them from the stack pointer; tests/test_compiled.py looks for that."""
+def to_e5m2_bits(x, PTX: tl.constexpr):
+    """x in e5m2, saturated, as int8.
+
+    Triton converts two numbers at once into a 16-bit register. Where the two bytes of such a pair are
+    stored apart, as in a transposed store, ptxas (of Triton 3.6 and 3.7, sm_90) reads half of them from the
+    stack pointer. The PTX written by hand here uses 32-bit registers instead; tests/test_compiled.py looks
+    for the fault.
+    """
     if PTX:
-        return tl.inline_asm_elementwise("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; "
-                                         "mov.b32 $0, {a, b};}", "=r,f,f,f,f", [x], tl.int8, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; "
+            "mov.b32 $0, {a, b};}", "=r,f,f,f,f", [x], tl.int8, is_pure=True, pack=4)
     else:
         return tl.clamp(x, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
 
-@jit
-def _quantize_kernel(in_ptr, out_ptr, out_t_ptr, R, C, inverse_scale, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """out [R, C] = in [R, C] * inverse_scale, saturated at +-LIMIT (a NaN stays), and out_t [C, R], the same. 128 rows: whole lines of out_t."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    inside = (rows < R)[:, None] & (cols < C)[None, :]
-    offsets = rows[:, None].to(tl.int64) * C + cols[None, :]
-    tile = tl.load(in_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
-    tile = tl.clamp(tile, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out_t_ptr.dtype.element_ty)
-    tl.store(out_ptr + offsets, tile, inside)
-    tl.store(out_t_ptr + cols[:, None].to(tl.int64) * R + rows[None, :], tl.trans(tile), (cols < C)[:, None] & (rows < R)[None, :])
 
-def quantize_both(tensor, scale, dtype=torch.float8_e4m3fn):
-    """FP8 copies of tensor / scale in both layouts, contiguous: [R, C] and [C, R]."""
-    R, C = tensor.shape
-    out, out_t = tensor.new_empty(R, C, dtype=dtype), tensor.new_empty(C, R, dtype=dtype)
-    _quantize_kernel[triton.cdiv(C, 64), triton.cdiv(R, 128)](tensor.contiguous(), out, out_t, R, C, 1.0 / scale, LIMIT=torch.finfo(dtype).max,
-                                                              ROWS=128, COLS=64, num_warps=8)
+@jit
+def quantize_kernel(
+    x_ptr, out_ptr, out_t_ptr, height, width, inverse_scale,
+    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """out = x * inverse_scale, saturated at +-LIMIT (a NaN stays a NaN), and out_t, its transposed copy.
+
+    x and out are [height, width], out_t is [width, height]. An entry of bf16 costs 2 bytes read and 2
+    written. With a BLOCK_M of 128 every tile writes whole cache lines of out_t. Reference: x *
+    inverse_scale, clamped and cast.
+    """
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (row < height)[:, None] & (column < width)[None, :]
+    offsets = row[:, None].to(tl.int64) * width + column[None, :]
+
+    x = tl.load(x_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
+    out = tl.clamp(x, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, out, inside)
+
+    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * height + row[None, :]
+    inside_t = (column < width)[:, None] & (row < height)[None, :]
+    tl.store(tile_t_ptr, tl.trans(out), inside_t)
+
+
+def quantize_both(x, scale, dtype=torch.float8_e4m3fn):
+    """FP8 copies of x / scale in both layouts, contiguous: [height, width] like x, and [width, height]."""
+    height, width = x.shape
+    out = x.new_empty(height, width, dtype=dtype)
+    out_t = x.new_empty(width, height, dtype=dtype)
+    quantize_kernel[triton.cdiv(width, 64), triton.cdiv(height, 128)](
+        x.contiguous(), out, out_t, height, width, 1.0 / scale,
+        LIMIT=torch.finfo(dtype).max, BLOCK_M=128, BLOCK_N=64, num_warps=8)
     return out, out_t
 
+
 @functools.cache
-def unit(scale, device):
-    """A 0-d float32 scale with storage of its own (cuBLAS wants 16-byte alignment), made once: a fill a product was a twentieth of all launches."""
+def scale_tensor(scale, device):
+    """A 0-d float32 tensor of a scale, with storage of its own, because cuBLAS wants 16-byte alignment.
+
+    It is made once: filling one for every product was a twentieth of all kernel launches.
+    """
     return torch.full((), scale, device=device)
 
+
 def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum, out=None):
-    """a [M, K] times b [N, K] transposed, bf16 [M, N]: row-major, as FP8 tensor cores want them; into `out` if given. Scales: 0-d or numbers."""
-    scale_a, scale_b = (scale if isinstance(scale, Tensor) else unit(scale, a.device) for scale in (scale_a, scale_b))
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast_accum, out=out)
+    """a [M, K] times b [N, K] transposed: bf16 [M, N], written to `out` if given.
+
+    Both operands are contiguous, which is the layout that FP8 tensor cores want. scale_a is a number or a
+    0-d tensor, scale_b a number.
+    """
+    if not isinstance(scale_a, Tensor):
+        scale_a = scale_tensor(scale_a, a.device)
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_tensor(scale_b, a.device),
+                            out_dtype=torch.bfloat16, use_fast_accum=fast_accum, out=out)
+
+
+def linear_forward(x, weight, scales):
+    """x [T, D] times weight [N, D] transposed, and what linear_backward needs of x and weight.
+
+    Without `scales` the product has the operands' dtype. With them it is FP8, and the backward pass needs
+    only the transposed copies. The first two scales are those of x and weight.
+    """
+    if scales is None:
+        return x @ weight.T, x, weight
+    scale_x, scale_weight, *_ = scales
+    x8, x8_t = quantize_both(x, scale_x)
+    weight8, weight8_t = quantize_both(weight, scale_weight)
+    return fp8_matmul_nt(x8, weight8, scale_x, scale_weight, fast_accum=True), x8_t, weight8_t
+
+
+def linear_backward(grad, grad_t, x, weight, scales, out=None):
+    """(dx, dweight) of linear_forward, from the gradient of its first result and from the other two.
+
+    With `scales` the gradient is e5m2, in both layouts, and its scale is the last one; dweight goes to
+    `out` if given. These products do not accumulate fast, because in all backward products that costs .035
+    of the sprint's loss.
+    """
+    if scales is None:
+        return grad @ weight, grad.T @ x
+    scale_x, scale_weight, *_, scale_grad = scales
+    dx = fp8_matmul_nt(grad, weight, scale_grad, scale_weight, fast_accum=False)
+    dweight = fp8_matmul_nt(grad_t, x, scale_grad, scale_x, fast_accum=False, out=out)
+    return dx, dweight
+
 
 def unused_grad_view(weight):
     """A new view of where the optimizer collects a parameter's gradient, for a step's first backward pass to fill, or None. One reader a pass."""
     view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
     return view.view_as(weight) if view is not None and weight.grad is None else None
 
+
 # ---- from the projection to attention --------------------------------------------------------------------------------
-@jit
-def _load_halves(in_ptr, rows, valid, stride, D: tl.constexpr):
-    """Both halves [ROWS, D / 2] of rows, float32; zeros where not valid."""
-    first = in_ptr + rows[:, None].to(tl.int64) * stride + tl.arange(0, D // 2)[None, :]
-    return tl.load(first, valid[:, None], other=0.0).to(tl.float32), tl.load(first + D // 2, valid[:, None], other=0.0).to(tl.float32)
+# The rotary embedding turns dim i of a head together with dim i + D / 2, so the kernels hold a head as its
+# two halves.
 
 @jit
-def _store_halves(out_ptr, first, second, rows, valid, stride, D: tl.constexpr):
-    out = out_ptr + rows[:, None].to(tl.int64) * stride + tl.arange(0, D // 2)[None, :]
-    tl.store(out, first.to(out_ptr.dtype.element_ty), valid[:, None])
-    tl.store(out + D // 2, second.to(out_ptr.dtype.element_ty), valid[:, None])
+def load_halves(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
+    """Both halves [BLOCK_M, DIM / 2] of the rows `token` of x, in float32; zeros where not valid."""
+    first_ptr = x_ptr + token[:, None].to(tl.int64) * stride_x_row + tl.arange(0, DIM // 2)[None, :]
+    first = tl.load(first_ptr, valid[:, None], other=0.0).to(tl.float32)
+    second = tl.load(first_ptr + DIM // 2, valid[:, None], other=0.0).to(tl.float32)
+    return first, second
+
 
 @jit
-def _load_normed(in_ptr, rows, valid, stride, D: tl.constexpr):
-    """Both halves of RMS-normed rows, and 1 / rms [ROWS, 1]."""
-    first, second = _load_halves(in_ptr, rows, valid, stride, D)
-    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + 1e-6)[:, None]
-    return first * scale, second * scale, scale
+def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM: tl.constexpr):
+    """The opposite of load_halves, in the dtype of `out_ptr`."""
+    first_ptr = out_ptr + token[:, None].to(tl.int64) * stride_out_row + tl.arange(0, DIM // 2)[None, :]
+    tl.store(first_ptr, first.to(out_ptr.dtype.element_ty), valid[:, None])
+    tl.store(first_ptr + DIM // 2, second.to(out_ptr.dtype.element_ty), valid[:, None])
+
 
 @jit
-def _load_turn(cos_ptr, sin_ptr, position, valid, D: tl.constexpr):
-    angle = position[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
-    return tl.load(cos_ptr + angle, valid[:, None], other=1.0).to(tl.float32), tl.load(sin_ptr + angle, valid[:, None], other=0.0).to(tl.float32)
+def load_normed(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
+    """Both halves of RMS-normed rows, and 1 / rms [BLOCK_M, 1]."""
+    first, second = load_halves(x_ptr, token, valid, stride_x_row, DIM)
+    inverse_rms = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + 1e-6)[:, None]
+    return first * inverse_rms, second * inverse_rms, inverse_rms
+
 
 @jit
-def _split_heads_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, T,
-                        H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
-    """q, k [T, H, D] (and v [T, H, DV], with a value [T, V]) of ROWS tokens of one head: 2 bytes read and written each. See split_heads_reference."""
-    head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    valid = rows < T
-    position = tl.load(positions_ptr + rows, valid, other=0)
-    cos, sin = _load_turn(cos_ptr, sin_ptr, position, valid, D)
-    width, qkv_ptr, own_v_ptr = H * (2 * D + DV), qkv_ptr + head * D, qkv_ptr + 2 * H * D + head * DV
-    first, second, _ = _load_normed(qkv_ptr, rows, valid, width, D)
-    _store_halves(q_ptr + head * D, first * cos + second * sin, second * cos - first * sin, rows, valid, H * D, D)
-    first, second, _ = _load_normed(qkv_ptr + H * D, rows, valid, width, D)
-    first, second = first * cos + second * sin, second * cos - first * sin
-    if OFFSET:
-        still = tl.arange(0, D // 2)[None, :] >= D // 4
-        before, before2, _ = _load_normed(qkv_ptr + H * D, tl.where(position > 0, rows - 1, rows), valid, width, D)
-        first, second = tl.where(still, before, first), tl.where(still, before2, second)
-    _store_halves(k_ptr + head * D, first, second, rows, valid, H * D, D)
+def load_positions(positions_ptr, cos_ptr, sin_ptr, tokens, DIM: tl.constexpr, BLOCK_M: tl.constexpr):
+    """This program's tokens [BLOCK_M], which of them exist, their positions, and their rows of the rotary tables.
+
+    The tables cos and sin are [positions, DIM / 2].
+    """
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = token < tokens
+    position = tl.load(positions_ptr + token, valid, other=0)
+    offsets = position[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :]
+    cos = tl.load(cos_ptr + offsets, valid[:, None], other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + offsets, valid[:, None], other=0.0).to(tl.float32)
+    return token, valid, position, cos, sin
+
+
+@jit
+def rotate_halves(first, second, cos, sin):
+    """The rotary embedding; reference: rotate."""
+    return first * cos + second * sin, second * cos - first * sin
+
+
+@jit
+def rotate_back(first, second, cos, sin):
+    """The inverse of rotate_halves, which is also its gradient."""
+    return first * cos - second * sin, first * sin + second * cos
+
+
+@jit
+def split_heads_kernel(
+    qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, tokens,
+    HEADS: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, KEY_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    """q and k, normalised and rotated, and v plus the gated value if there is one, of BLOCK_M tokens of one head.
+
+    qkv [tokens, HEADS (2 HEAD_DIM_QK + HEAD_DIM_V)], value [tokens, VALUE_WIDTH], gates [tokens, HEADS]. q
+    and k are [tokens, HEADS, HEAD_DIM_QK], v is [tokens, HEADS, HEAD_DIM_V]: 2 bytes an entry are read and
+    2 written. Reference: split_heads_reference.
+    """
+    head = tl.program_id(0)
+    token, valid, position, cos, sin = load_positions(
+        positions_ptr, cos_ptr, sin_ptr, tokens, HEAD_DIM_QK, BLOCK_M)
+
+    q_width = HEADS * HEAD_DIM_QK
+    v_width = HEADS * HEAD_DIM_V
+    qkv_width = 2 * q_width + v_width
+    q_in_ptr = qkv_ptr + head * HEAD_DIM_QK
+    v_in_ptr = qkv_ptr + 2 * q_width + head * HEAD_DIM_V
+    k_in_ptr = q_in_ptr + q_width
+
+    first, second, _ = load_normed(q_in_ptr, token, valid, qkv_width, HEAD_DIM_QK)
+    q_ptr += head * HEAD_DIM_QK
+    first, second = rotate_halves(first, second, cos, sin)
+    store_halves(q_ptr, first, second, token, valid, q_width, HEAD_DIM_QK)
+
+    first, second, _ = load_normed(k_in_ptr, token, valid, qkv_width, HEAD_DIM_QK)
+    first, second = rotate_halves(first, second, cos, sin)
+    if KEY_OFFSET:  # the stationary dims come from the token before, if the document has one
+        stationary = tl.arange(0, HEAD_DIM_QK // 2)[None, :] >= HEAD_DIM_QK // 4
+        source = tl.where(position > 0, token - 1, token)
+        first_before, second_before, _ = load_normed(k_in_ptr, source, valid, qkv_width, HEAD_DIM_QK)
+        first = tl.where(stationary, first_before, first)
+        second = tl.where(stationary, second_before, second)
+    store_halves(k_ptr + head * HEAD_DIM_QK, first, second, token, valid, q_width, HEAD_DIM_QK)
+
+    if value_ptr is not None:  # else v is a view of qkv
+        first, second = load_halves(v_in_ptr, token, valid, qkv_width, HEAD_DIM_V)
+        value_first, value_second = load_halves(
+            value_ptr + head * HEAD_DIM_V, token, valid, VALUE_WIDTH, HEAD_DIM_V)
+        gate = tl.load(gates_ptr + token * HEADS + head, valid, other=0.0).to(tl.float32)[:, None]
+        store_halves(v_ptr + head * HEAD_DIM_V, first + gate * value_first, second + gate * value_second,
+                     token, valid, v_width, HEAD_DIM_V)
+
+
+@jit
+def norm_grad(x_ptr, first_grad, second_grad, token, valid, stride_x_row, DIM: tl.constexpr):
+    """Gradient of RMSNorm's input x, as two halves, from that of its output; x is normalised again."""
+    first, second, inverse_rms = load_normed(x_ptr, token, valid, stride_x_row, DIM)
+    mean = ((tl.sum(first_grad * first, 1) + tl.sum(second_grad * second, 1)) / DIM)[:, None]
+    return (first_grad - first * mean) * inverse_rms, (second_grad - second * mean) * inverse_rms
+
+
+@jit
+def store_qkv_grad(
+    dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, factor, qkv_width,
+    DIM: tl.constexpr, PTX: tl.constexpr,
+):
+    """Store DIM columns of dqkv [tokens, qkv_width]; with a descriptor of dqkv_t [qkv_width, tokens], both in e5m2."""
+    if dqkv_t_desc is not None:
+        first = to_e5m2_bits(first * factor, PTX)
+        second = to_e5m2_bits(second * factor, PTX)
+        first_token = tl.program_id(1) * first.shape[0]
+        dqkv_t_desc.store([column, first_token], tl.trans(first))
+        dqkv_t_desc.store([column + DIM // 2, first_token], tl.trans(second))
+    store_halves(dqkv_ptr + column, first, second, token, valid, qkv_width, DIM)
+
+
+@jit
+def split_heads_grad_kernel(
+    qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
+    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, PTX: tl.constexpr, tokens,
+    HEADS: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, KEY_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    """dqkv, and dvalue and dgates if there is a value, of BLOCK_M tokens of one head; shapes as in split_heads_kernel.
+
+    dqkv has the layout of qkv. Given descriptors of its transposed copy (of tiles as high as half a head of
+    q and k, and of v), it writes both in e5m2, times `factor`: two layouts then take the bytes of one in
+    bf16. q and k are normalised again. Reference: the gradient of split_heads_reference.
+    """
+    head = tl.program_id(0)
+    token, valid, position, cos, sin = load_positions(
+        positions_ptr, cos_ptr, sin_ptr, tokens, HEAD_DIM_QK, BLOCK_M)
+
+    q_width = HEADS * HEAD_DIM_QK
+    v_width = HEADS * HEAD_DIM_V
+    qkv_width = 2 * q_width + v_width
+    q_column = head * HEAD_DIM_QK
+    k_column = (HEADS + head) * HEAD_DIM_QK
+    v_column = 2 * q_width + head * HEAD_DIM_V
+    q_in_ptr = qkv_ptr + q_column
+    k_in_ptr = q_in_ptr + q_width
+
+    first, second = load_halves(dq_ptr + q_column, token, valid, q_width, HEAD_DIM_QK)
+    first, second = rotate_back(first, second, cos, sin)
+    first, second = norm_grad(q_in_ptr, first, second, token, valid, qkv_width, HEAD_DIM_QK)
+    store_qkv_grad(
+        dqkv_ptr, dqk_t_desc, first, second, token, valid, q_column, factor, qkv_width, HEAD_DIM_QK, PTX)
+
+    first, second = load_halves(dk_ptr + q_column, token, valid, q_width, HEAD_DIM_QK)
+    if KEY_OFFSET:  # the stationary dims were read by the next token's key, and by a document's first key itself
+        stationary = tl.arange(0, HEAD_DIM_QK // 2)[None, :] >= HEAD_DIM_QK // 4
+        ends_document = tl.load(positions_ptr + token + 1, token + 1 < tokens, other=0) == 0
+        has_next = valid & ~ends_document
+        next_first, next_second = load_halves(dk_ptr + q_column, token + 1, has_next, q_width, HEAD_DIM_QK)
+        starts_document = (position == 0)[:, None]
+        first = tl.where(stationary, tl.where(starts_document, first, 0.0) + next_first, first)
+        second = tl.where(stationary, tl.where(starts_document, second, 0.0) + next_second, second)
+    first, second = rotate_back(first, second, cos, sin)
+    first, second = norm_grad(k_in_ptr, first, second, token, valid, qkv_width, HEAD_DIM_QK)
+    store_qkv_grad(
+        dqkv_ptr, dqk_t_desc, first, second, token, valid, k_column, factor, qkv_width, HEAD_DIM_QK, PTX)
+
+    first, second = load_halves(dv_ptr + head * HEAD_DIM_V, token, valid, v_width, HEAD_DIM_V)
+    store_qkv_grad(
+        dqkv_ptr, dv_t_desc, first, second, token, valid, v_column, factor, qkv_width, HEAD_DIM_V, PTX)
+
     if value_ptr is not None:
-        first, second = _load_halves(own_v_ptr, rows, valid, width, DV)
-        more, more2 = _load_halves(value_ptr + head * DV, rows, valid, V, DV)
-        gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
-        _store_halves(v_ptr + head * DV, first + gate * more, second + gate * more2, rows, valid, H * DV, DV)
+        value_first, value_second = load_halves(
+            value_ptr + head * HEAD_DIM_V, token, valid, VALUE_WIDTH, HEAD_DIM_V)
+        gate = tl.load(gates_ptr + token * HEADS + head, valid, other=0.0).to(tl.float32)[:, None]
+        store_halves(
+            dvalue_ptr + head * HEAD_DIM_V, gate * first, gate * second, token, valid, VALUE_WIDTH, HEAD_DIM_V)
+        dgate = tl.sum(first * value_first, 1) + tl.sum(second * value_second, 1)
+        tl.store(dgates_ptr + token * HEADS + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
 
-@jit
-def _norm_grad(in_ptr, first_grad, second_grad, rows, valid, stride, D: tl.constexpr):
-    """Gradient of RMSNorm's input, both halves, from that of its output."""
-    first, second, scale = _load_normed(in_ptr, rows, valid, stride, D)
-    mean = ((tl.sum(first_grad * first, 1) + tl.sum(second_grad * second, 1)) / D)[:, None]
-    return (first_grad - first * mean) * scale, (second_grad - second * mean) * scale
-
-@jit
-def _store_qkv_grad(out_ptr, out_t, first, second, rows, column, T, factor, W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
-    """D columns of dqkv [T, W]; with out_t, a descriptor of [W, T], in e5m2 and both layouts."""
-    if out_t is not None:
-        first, second = _e5m2_bits(first * factor, PTX), _e5m2_bits(second * factor, PTX)
-        out_t.store([column, tl.program_id(1) * ROWS], tl.trans(first))
-        out_t.store([column + D // 2, tl.program_id(1) * ROWS], tl.trans(second))
-    _store_halves(out_ptr + column, first, second, rows, rows < T, W, D)
-
-@jit
-def _split_heads_grad_kernel(qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, dqk_t, dv_t,
-                             dvalue_ptr, dgates_ptr, factor, PTX: tl.constexpr, T,
-                             H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, V: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr):
-    """dqkv, as qkv lies (and dvalue, dgates), of ROWS tokens of one head, from q and k normalised again. FP8 in both layouts takes bf16's bytes."""
-    head, rows = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    valid = rows < T
-    position = tl.load(positions_ptr + rows, valid, other=0)
-    cos, sin = _load_turn(cos_ptr, sin_ptr, position, valid, D)
-    width, qkv_ptr, v_column = H * (2 * D + DV), qkv_ptr + head * D, 2 * H * D + head * DV
-    first, second = _load_halves(dq_ptr + head * D, rows, valid, H * D, D)
-    first, second = _norm_grad(qkv_ptr, first * cos - second * sin, first * sin + second * cos, rows, valid, width, D)
-    _store_qkv_grad(dqkv_ptr, dqk_t, first, second, rows, head * D, T, factor, width, D, ROWS, PTX)
-    first, second = _load_halves(dk_ptr + head * D, rows, valid, H * D, D)
-    if OFFSET:  # the still channels of a key are those of the next token
-        still = tl.arange(0, D // 2)[None, :] >= D // 4
-        last = tl.load(positions_ptr + rows + 1, rows + 1 < T, other=0) == 0
-        after, after2 = _load_halves(dk_ptr + head * D, rows + 1, valid & ~last, H * D, D)
-        own = (position == 0)[:, None]
-        first = tl.where(still, tl.where(own, first, 0.0) + after, first)
-        second = tl.where(still, tl.where(own, second, 0.0) + after2, second)
-    first, second = _norm_grad(qkv_ptr + H * D, first * cos - second * sin, first * sin + second * cos, rows, valid, width, D)
-    _store_qkv_grad(dqkv_ptr, dqk_t, first, second, rows, (H + head) * D, T, factor, width, D, ROWS, PTX)
-    first, second = _load_halves(dv_ptr + head * DV, rows, valid, H * DV, DV)
-    _store_qkv_grad(dqkv_ptr, dv_t, first, second, rows, v_column, T, factor, width, DV, ROWS, PTX)
-    if value_ptr is not None:
-        more, more2 = _load_halves(value_ptr + head * DV, rows, valid, V, DV)
-        gate = tl.load(gates_ptr + rows * H + head, valid, other=0.0).to(tl.float32)[:, None]
-        _store_halves(dvalue_ptr + head * DV, gate * first, gate * second, rows, valid, V, DV)
-        dgate = tl.sum(first * more, 1) + tl.sum(second * more2, 1)
-        tl.store(dgates_ptr + rows * H + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
 
 class ProjectHeads(torch.autograd.Function):
-    """split_heads_reference of a projection: `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, heads, key_offset,
-    scales)`. h [T, width], weight [H (2 Dk + Dv), width]. With `scales` the products are FP8, with the limits of Fp8Mlp; else as the operands."""
+    """split_heads_reference of a projection, in kernels.
+
+    `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, heads, key_offset, scales)`; h
+    [T, width], weight [H (2 Dk + Dv), width]. With `scales` the products are FP8, with the limits of
+    Fp8Mlp; else they are in the operands' dtype. ValueError if value has too few channels.
+    """
     @staticmethod
-    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, rows=32):
-        (T, width), D, V = qkv.shape, 2 * cos.size(1), 0 if value is None else value.size(1)
-        kernel[(heads, triton.cdiv(T, rows))](qkv, value, value_gates, positions, cos, *arguments, T, H=heads, D=D, DV=width // heads - 2 * D, V=V,
-                                              OFFSET=key_offset, ROWS=rows, num_warps=rows // 8)
+    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, block_m=32):
+        """Launch the kernel or its gradient: a program for `block_m` tokens of each head."""
+        tokens, qkv_width = qkv.shape
+        qk_dim = 2 * cos.size(1)
+        kernel[heads, triton.cdiv(tokens, block_m)](
+            qkv, value, value_gates, positions, cos, *arguments, tokens,
+            HEADS=heads, HEAD_DIM_QK=qk_dim, HEAD_DIM_V=qkv_width // heads - 2 * qk_dim,
+            VALUE_WIDTH=0 if value is None else value.size(1),
+            KEY_OFFSET=key_offset, BLOCK_M=block_m, num_warps=block_m // 8)
 
     @staticmethod
     def forward(ctx, h, weight, value, value_gates, positions, cos, sin, heads, key_offset=False, scales=None):
-        ctx.parameter, ctx.scales, ctx.flags = weight, scales, dict(heads=heads, key_offset=key_offset)
-        if scales:  # the backward wants the transposed copies alone
-            (h8, h), (weight8, weight) = map(quantize_both, (h, weight), (scales.input, scales.weight))
-            qkv = fp8_matmul_nt(h8, weight8, scales.input, scales.weight, fast_accum=True)
-        else:
-            qkv = F.linear(h, weight)
-        q, k = (qkv.new_empty(len(qkv), heads, 2 * cos.size(1)) for _ in range(2))
+        ctx.parameter = weight
+        ctx.scales = scales
+        ctx.flags = dict(heads=heads, key_offset=key_offset)
+        qkv, h, weight = linear_forward(h, weight, scales)
+        q = qkv.new_empty(len(qkv), heads, 2 * cos.size(1))
+        k = q.new_empty(*q.shape)
         v = qkv[:, 2 * q[0].numel():].unflatten(1, (heads, -1))
-        v = v if value is None else v.new_empty(*v.shape)
-        value, value_gates = (None if x is None else x.contiguous() for x in (value, value_gates))
-        if value is not None and value.size(1) < v[0].numel():
-            raise ValueError(f"value embedding: expected at least {v[0].numel()} channels, found {value.size(1)}")
-        ProjectHeads.launch(_split_heads_kernel, qkv, value, value_gates, positions, cos, sin, q, k, v, **ctx.flags)
-        ctx.save_for_backward(h, weight, qkv, value, value_gates, positions, cos, sin)
+        if value is not None:
+            if value.size(1) < v[0].numel():
+                raise ValueError(f"value embedding: expected at least {v[0].numel()} channels, found {value.size(1)}")
+            v = v.new_empty(*v.shape)
+            value = value.contiguous()
+            value_gates = value_gates.contiguous()
+        inputs = qkv, value, value_gates, positions, cos, sin
+        ProjectHeads.launch(split_heads_kernel, *inputs, q, k, v, **ctx.flags)
+        ctx.save_for_backward(h, weight, *inputs)
         return q, k, v
 
     @staticmethod
     def backward(ctx, *grads):
-        (h, weight, qkv, *others), scales = ctx.saved_tensors, ctx.scales
-        dvalue, dgates = (x if x is None else torch.zeros_like(x) if x.size(1) > grads[2][0].numel() else torch.empty_like(x) for x in others[:2])
-        known = qkv, *others, *map(Tensor.contiguous, grads)
-        launch = functools.partial(ProjectHeads.launch, _split_heads_grad_kernel, *known, **ctx.flags)
-        T, rows = qkv.shape
-        if scales:
-            dqkv, dqkv_t = (qkv.new_empty(*shape, dtype=torch.float8_e5m2) for shape in ((T, rows), (rows, T)))
-            bits_t = (TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [grad.size(2) // 2, 64]) for grad in grads[1:])  # of q and k, of v
-            launch(dqkv.view(torch.int8), *bits_t, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, rows=64)
-            dh = fp8_matmul_nt(dqkv, weight, scales.grad, scales.weight, fast_accum=False)
-            dweight = fp8_matmul_nt(dqkv_t, h, scales.grad, scales.input, fast_accum=False, out=unused_grad_view(ctx.parameter))
-        else:
-            dqkv = qkv.new_empty(T, rows)
+        h, weight, *inputs = ctx.saved_tensors
+        qkv, value, value_gates = inputs[:3]
+        dvalue = dgates = None
+        if value is not None:
+            wider = value.size(1) > grads[2][0].numel()  # no head reads its last channels
+            dvalue = torch.zeros_like(value) if wider else torch.empty_like(value)
+            dgates = torch.empty_like(value_gates)
+        grads = [grad.contiguous() for grad in grads]
+        launch = functools.partial(ProjectHeads.launch, split_heads_grad_kernel, *inputs, *grads, **ctx.flags)
+
+        scales = ctx.scales
+        if scales is None:
+            dqkv = qkv.new_empty(*qkv.shape)
+            dqkv_t = view = None
             launch(dqkv, None, None, dvalue, dgates, 1.0, False)
-            dh, dweight = dqkv @ weight, dqkv.T @ h
+        else:
+            dqkv = qkv.new_empty(*qkv.shape, dtype=torch.float8_e5m2)
+            dqkv_t = qkv.new_empty(*qkv.T.shape, dtype=torch.float8_e5m2)
+            bits_t = dqkv_t.view(torch.int8)
+            descriptors = [  # for q and k, and for v
+                TensorDescriptor.from_tensor(bits_t, [grad.size(2) // 2, 64]) for grad in grads[1:]]
+            launch(
+                dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, block_m=64)
+            view = unused_grad_view(ctx.parameter)
+        dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, view)
         return dh, dweight, dvalue, dgates, *(None,) * 6
 
+
 # ---- head and loss ---------------------------------------------------------------------------------------------------
+#     z[j] = softcap / 2 (1 + t[j]),   t[j] = tanh((logit[j] + shift) / (2 temperature))
+#     lse = softcap + ln sum_j importance[j] exp(z[j] - softcap)
+# The columns j of the logits are classes: all V token ids, or P of them. Of these P, the first num_always (n)
+# are always included, among them every target and the copy token. The others are sampled and carry the
+# importance weight (V - n) / (P - n), so that the partition function is unbiased; see Targets.
+
 @jit
-def _softcap_tanh(logits, shift, temperature, FAST: tl.constexpr):
-    """t = tanh((logit + shift) / 2 / temperature), float32: z = softcap / 2 · (1 + t). FAST: by hardware, to 2^-11, a quarter of bf16's rounding."""
+def tanh_of_softcap(logits, shift, temperature, FAST: tl.constexpr):
+    """t in float32. FAST uses the hardware's tanh, whose error of 2^-11 is a quarter of bf16's rounding."""
     half = logits.to(tl.float32) * (0.5 / temperature) + shift * (0.5 / temperature)
     if FAST:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
     else:
         return 2.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * half)) - 1.0
 
+
 @jit
-def _target_column(columns_ptr, positions_ptr, rows, T, AHEAD: tl.constexpr):
-    """Targets.ahead in a kernel: the column of the token AHEAD further than the next, -1 for none."""
-    inside = rows + AHEAD < T
-    column = tl.load(columns_ptr + rows + AHEAD, inside, other=-1)
+def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD: tl.constexpr):
+    """Targets.ahead in a kernel: the class index of the token AHEAD further than the next one, or -1 for none."""
+    inside = token + AHEAD < tokens
+    target = tl.load(class_index_ptr + token + AHEAD, inside, other=-1)
     if AHEAD > 0:
-        position = tl.load(positions_ptr + rows, inside, other=0)
-        column = tl.where(tl.load(positions_ptr + rows + AHEAD, inside, other=-1) == position + AHEAD, column, -1)
-    return column
+        position = tl.load(positions_ptr + token, inside, other=0)
+        same_document = tl.load(positions_ptr + token + AHEAD, inside, other=-1) == position + AHEAD
+        target = tl.where(same_document, target, -1)
+    return target
+
 
 @jit
-def _certain(certain_ptr, V, vocabulary):
-    """How many columns, the first, are certain, and how many of the vocabulary each other one stands for, see Targets; no pointer: all certain."""
-    certain = V if certain_ptr is None else tl.load(certain_ptr)
-    return certain, (vocabulary - certain) / tl.maximum(V - certain, 1).to(tl.float32)
+def load_importance(num_always_ptr, classes, vocab_rows):
+    """num_always and the importance weight of the sampled classes; without a pointer none is sampled."""
+    num_always = classes if num_always_ptr is None else tl.load(num_always_ptr)
+    return num_always, (vocab_rows - num_always) / tl.maximum(classes - num_always, 1).to(tl.float32)
+
 
 @jit
-def _row_loss_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, log_copy_ptr, loss_ptr, lse_ptr, copied_ptr, T, V, vocabulary,
-                     spare, softcap, shift, temperature, K: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
-    """loss = Σ_k w_k (lse - z[target k]), lse = softcap + ln Σ exp(z - softcap), z = softcap / 2 · (1 + t(logit)); one program a row. Reads 2V bytes
-    a row, once. The pointer adds e times the probability of target 0; copied = e / (1 + e) is its part in the sum. Reference: head_loss_reference."""
-    row = tl.program_id(0)
-    logits_ptr += row.to(tl.int64) * V
-    half, log2e = 0.5 * softcap, 1.4426950408889634
-    certain, drawn = _certain(certain_ptr, V, vocabulary)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        t = _softcap_tanh(tl.load(logits_ptr + cols, cols < V, other=0.0), shift, temperature, FAST)
-        total += tl.where(cols < V, tl.exp2(half * log2e * t - half * log2e) * tl.where(cols < certain, 1.0, drawn), 0.0)
+def row_loss_kernel(
+    logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
+    log_copy_ptr, loss_ptr, lse_ptr, copied_ptr,
+    tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
+    TARGETS: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """loss = sum_k target_weights[k] (lse - z[target k]), and lse, of one token a program.
+
+    With log_copy, target 0 gets `odds` times its own probability from the pointer, where odds =
+    exp(z[copy_token] + log_copy - z[target 0]), and copied = odds / (1 + odds) is that part of the sum.
+    Reads the logits [tokens, classes] once: 2 bytes each in bf16. Reference: head_loss_reference.
+    """
+    token = tl.program_id(0)
+    logits_ptr += token.to(tl.int64) * classes
+    half = 0.5 * softcap
+    log2e = 1.4426950408889634
+    num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
+
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, classes, BLOCK_N):
+        column = start + tl.arange(0, BLOCK_N)
+        logits = tl.load(logits_ptr + column, column < classes, other=0.0)
+        t = tanh_of_softcap(logits, shift, temperature, FAST)
+        exponential = tl.exp2(half * log2e * t - half * log2e)
+        weighted = exponential * tl.where(column < num_always, 1.0, importance)
+        total += tl.where(column < classes, weighted, 0.0)
     lse = softcap + tl.log(tl.sum(total, axis=0))
+
     loss = 0.0
-    for k in tl.static_range(K):
-        column = _target_column(columns_ptr, positions_ptr, row, T, k)
-        z = half + half * _softcap_tanh(tl.load(logits_ptr + tl.maximum(column, 0)), shift, temperature, FAST)
+    for k in tl.static_range(TARGETS):
+        target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
+        logit = tl.load(logits_ptr + tl.maximum(target, 0))
+        z = half + half * tanh_of_softcap(logit, shift, temperature, FAST)
         if k == 0 and log_copy_ptr is not None:
-            spare_z = half + half * _softcap_tanh(tl.load(logits_ptr + spare), shift, temperature, FAST)
-            e = tl.where(column >= 0, tl.exp(spare_z + tl.load(log_copy_ptr + row) - z), 0.0)
-            z += tl.log(1.0 + e)
-            tl.store(copied_ptr + row, e / (1.0 + e))
-        loss += tl.where(column >= 0, tl.load(weights_ptr + k) * (lse - z), 0.0)
-    tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
+            copy_logit = tl.load(logits_ptr + copy_token)
+            copy_z = half + half * tanh_of_softcap(copy_logit, shift, temperature, FAST)
+            log_odds = copy_z + tl.load(log_copy_ptr + token) - z
+            odds = tl.where(target >= 0, tl.exp(log_odds), 0.0)
+            z += tl.log(1.0 + odds)
+            tl.store(copied_ptr + token, odds / (1.0 + odds))
+        loss += tl.where(target >= 0, tl.load(target_weights_ptr + k) * (lse - z), 0.0)
+    tl.store(loss_ptr + token, loss)
+    tl.store(lse_ptr + token, lse)
+
 
 @jit
-def _head_grad_kernel(logits_ptr, columns_ptr, positions_ptr, weights_ptr, certain_ptr, lse_ptr, copied_ptr, factor_ptr, out_ptr, out_t, T, V,
-                      vocabulary, spare, softcap, shift, temperature, K: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
-                      ROWS: tl.constexpr, COLS: tl.constexpr):
-    """d loss / d logit = Σ_k w_k (exp(z - lse) - 1[column = target k]) · (1 - t²) / 4 · softcap / temperature, times *factor. Targets are certain
-    columns: other programs do not look for them. Per logit 2 bytes are read and 2 written: bf16, or e5m2 to out and, [V, T], to the descriptor out_t,
-    through which Triton 3.6 computes it once, not once a layout. Reference: head_loss_reference."""
-    first = tl.program_id(0) * COLS
-    rows, cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, COLS)
-    inside, offsets = (rows < T)[:, None] & (cols < V)[None, :], rows[:, None].to(tl.int64) * V + cols[None, :]
-    half, log2e, slope = 0.5 * softcap, 1.4426950408889634, 0.25 * softcap / temperature * tl.load(factor_ptr)
-    certain, drawn = _certain(certain_ptr, V, vocabulary)
-    weight_sum = tl.zeros([ROWS], tl.float32)
-    for k in tl.static_range(K):
-        weight_sum += tl.where(_target_column(columns_ptr, positions_ptr, rows, T, k) >= 0, tl.load(weights_ptr + k), 0.0)
-    weight_sum *= slope * tl.where(first < certain, 1.0, drawn)
-    t = _softcap_tanh(tl.load(logits_ptr + offsets, inside, other=0.0), shift, temperature, FAST)
-    grad = weight_sum[:, None] * tl.exp2(half * log2e * t + (half - tl.load(lse_ptr + rows, rows < T, other=0.0))[:, None] * log2e)
-    if first < certain:
-        grad *= tl.where(cols < certain, 1.0, drawn)[None, :]
-        for k in tl.static_range(K):
-            column = _target_column(columns_ptr, positions_ptr, rows, T, k)
-            weight = tl.where(column >= 0, slope * tl.load(weights_ptr + k), 0.0)
-            if k == 0 and copied_ptr is not None:  # what was copied is a hit of the spare column instead
-                moved = weight * tl.load(copied_ptr + rows, rows < T, other=0.0)
-                grad -= tl.where(cols[None, :] == spare, moved[:, None], 0.0)
-                weight -= moved
-            grad -= tl.where(cols[None, :] == column[:, None], weight[:, None], 0.0)
+def head_grad_kernel(
+    logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
+    lse_ptr, copied_ptr, factor_ptr, out_ptr, out_t_desc,
+    tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
+    TARGETS: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """out = factor * d loss / d logits, [tokens, classes], in tiles of BLOCK_M tokens and BLOCK_N classes.
+
+        d loss / d logit[j] = sum_k target_weights[k] (importance[j] exp(z[j] - lse) - 1[j = target k])
+                              * (1 - t[j]^2) / 4 * softcap / temperature
+    A logit costs 2 bytes read and 2 written: out is bf16, or it is e5m2 and so is its transposed copy,
+    which goes through the descriptor out_t_desc [classes, tokens]: with it Triton 3.6 computes the gradient
+    once, not once a layout. Reference: the gradient of head_loss_reference.
+    """
+    first_column = tl.program_id(0) * BLOCK_N
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = first_column + tl.arange(0, BLOCK_N)
+    inside = (token < tokens)[:, None] & (column < classes)[None, :]
+    offsets = token[:, None].to(tl.int64) * classes + column[None, :]
+    half = 0.5 * softcap
+    log2e = 1.4426950408889634
+    slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
+    num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
+
+    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    for k in tl.static_range(TARGETS):
+        target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
+        weight_sum += tl.where(target >= 0, tl.load(target_weights_ptr + k), 0.0)
+    weight_sum *= slope * tl.where(first_column < num_always, 1.0, importance)
+
+    logits = tl.load(logits_ptr + offsets, inside, other=0.0)
+    t = tanh_of_softcap(logits, shift, temperature, FAST)
+    exponent = half * log2e * t
+    lse = tl.load(lse_ptr + token, token < tokens, other=0.0)
+    grad = weight_sum[:, None] * tl.exp2(exponent + (half - lse)[:, None] * log2e)
+    if first_column < num_always:  # the other tiles hold sampled classes alone, and no targets
+        grad *= tl.where(column < num_always, 1.0, importance)[None, :]
+        for k in tl.static_range(TARGETS):
+            target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
+            weight = tl.where(target >= 0, slope * tl.load(target_weights_ptr + k), 0.0)
+            if k == 0 and copied_ptr is not None:  # the copied share of the target is the copy token's
+                copied = weight * tl.load(copied_ptr + token, token < tokens, other=0.0)
+                grad -= tl.where(column[None, :] == copy_token, copied[:, None], 0.0)
+                weight -= copied
+            grad -= tl.where(column[None, :] == target[:, None], weight[:, None], 0.0)
     grad *= 1.0 - t * t
-    if out_t is not None:
-        grad = _e5m2_bits(grad, PTX)
-        out_t.store([first, tl.program_id(1) * ROWS], tl.trans(grad))
+
+    if out_t_desc is not None:
+        grad = to_e5m2_bits(grad, PTX)
+        out_t_desc.store([first_column, tl.program_id(1) * BLOCK_M], tl.trans(grad))
     tl.store(out_ptr + offsets, grad.to(out_ptr.dtype.element_ty), inside)
 
-@jit
-def _add_rows_kernel(rows_ptr, ids_ptr, table_ptr, D, COLS: tl.constexpr):
-    """table[ids] += rows, [N, D]; the ids differ. Each program a row: 8 us for 6144 of 768, an H200; index_add_ takes 45."""
-    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
-    table_ptr += tl.load(ids_ptr + row).to(tl.int64) * D + cols
-    total = tl.load(table_ptr, cols < D, other=0.0).to(tl.float32) + tl.load(rows_ptr + row * D + cols, cols < D, other=0.0).to(tl.float32)
-    tl.store(table_ptr, total.to(table_ptr.dtype.element_ty), cols < D)
 
-def row_losses(logits, targets, vocabulary, cap, fast=False):
-    """(losses, log-sum-exp, what the pointer copied or None), all [T] float32, of contiguous logits [T, V]. `fast`: hardware tanh, bf16 on CUDA."""
-    T, V = logits.shape
-    losses, lse, copied = (logits.new_empty(T, dtype=torch.float32) for _ in range(3))
-    copied = copied if targets.log_copy is not None else None
-    _row_loss_kernel[(T,)](logits, *targets[:3], targets.num_always, targets.log_copy, losses, lse, copied, T, V, vocabulary, targets.copy_token, *cap,
-                           K=len(targets.weights), FAST=fast, BLOCK=2048, num_warps=4)
+@jit
+def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: tl.constexpr):
+    """table[ids] += rows, [N, width], for ids that differ: one program a row.
+
+    It takes 8 us for 6144 rows of 768 on an H200, where index_add_, its reference, takes 45.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_N)
+    table_ptr += tl.load(ids_ptr + row).to(tl.int64) * width + column
+    inside = column < width
+    total = tl.load(table_ptr, inside, other=0.0).to(tl.float32)
+    total += tl.load(rows_ptr + row * width + column, inside, other=0.0).to(tl.float32)
+    tl.store(table_ptr, total.to(table_ptr.dtype.element_ty), inside)
+
+
+def row_losses(logits, targets, vocab_rows, cap, fast=False):
+    """(losses, lse, copied or None), [T] float32, of contiguous logits [T, classes]; see row_loss_kernel.
+
+    `fast` uses the hardware's tanh, for bf16 logits on CUDA.
+    """
+    tokens, classes = logits.shape
+    losses = logits.new_empty(tokens, dtype=torch.float32)
+    lse = losses.new_empty(tokens)
+    copied = None if targets.log_copy is None else losses.new_empty(tokens)
+    row_loss_kernel[(tokens,)](
+        logits, targets.class_index, targets.positions, targets.weights, targets.num_always,
+        targets.log_copy, losses, lse, copied,
+        tokens, classes, vocab_rows, targets.copy_token, *cap,
+        TARGETS=len(targets.weights), FAST=fast, BLOCK_N=2048, num_warps=4)
     return losses, lse, copied
 
-def head_grad(logits, targets, vocabulary, lse, copied, factor, cap, dtype, fast=False):
-    """Gradient [T, V], of `dtype`, of the summed loss with respect to the logits, times factor (0-d float32 tensor), and its transposed copy: of
-    e5m2, which saturates and for which T is a multiple of 16; else None."""
-    T, V = logits.shape
-    out, (rows, cols) = logits.new_empty(T, V, dtype=dtype), (8, 512)
-    bits, out_t, bits_t = out, None, None
+
+def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast=False):
+    """The gradient [T, classes] of the summed loss times `factor` (0-d, float32), and its transposed copy or None.
+
+    The copy is made for e5m2, which saturates and for which T is a multiple of 16.
+    """
+    tokens, classes = logits.shape
+    out = out_bits = logits.new_empty(tokens, classes, dtype=dtype)
+    out_t = out_t_desc = None
+    block_m, block_n = 8, 512
     if dtype == torch.float8_e5m2:
-        out_t, rows, cols = out.new_empty(V, T), 32, 64  # of seven shapes the fastest
-        bits, bits_t = out.view(torch.int8), TensorDescriptor.from_tensor(out_t.view(torch.int8), [cols, rows])
-    _head_grad_kernel[triton.cdiv(V, cols), triton.cdiv(T, rows)](
-        logits, *targets[:3], targets.num_always, lse, copied, factor, bits, bits_t, T, V, vocabulary, targets.copy_token, *cap,
-        K=len(targets.weights), FAST=fast, PTX=logits.is_cuda, ROWS=rows, COLS=cols, num_warps=4)
+        block_m, block_n = 32, 64  # the fastest of seven shapes
+        out_bits = out.view(torch.int8)
+        out_t = out.new_empty(classes, tokens)
+        out_t_desc = TensorDescriptor.from_tensor(out_t.view(torch.int8), [block_n, block_m])
+    head_grad_kernel[triton.cdiv(classes, block_n), triton.cdiv(tokens, block_m)](
+        logits, targets.class_index, targets.positions, targets.weights, targets.num_always,
+        lse, copied, factor, out_bits, out_t_desc,
+        tokens, classes, vocab_rows, targets.copy_token, *cap,
+        TARGETS=len(targets.weights), FAST=fast, PTX=logits.is_cuda,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
     return out, out_t
 
+
 class HeadLoss(torch.autograd.Function):
-    """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D] and weight [V, D] bf16. With `scales` the products
-    are FP8: T, D, V and the number of candidates multiples of 16; forward e4m3 · e4m3, backward e5m2 · e4m3 without fast accumulation, which in all
-    backward products costs .035 of the sprint's loss; dx and dW bf16. Without, all is in the operands' own dtype: the path of GPUs without FP8."""
+    """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D], weight [V, D] bf16.
+
+    With `scales` the products are FP8, e4m3 by e4m3 forward and e5m2 by e4m3 backward; T, D, V and the
+    number of sampled classes are then multiples of 16, dx and dweight are bf16. Without, all is in the
+    operands' own dtype: the path of GPUs without FP8.
+    """
     @staticmethod
-    def forward(ctx, x, weight, columns, positions, weights, candidates, certain, log_copy, spare, cap=Softcap(), scales=None):
-        ctx.targets = Targets(columns, positions, weights, candidates, certain, log_copy, spare)
-        ctx.cap, ctx.scales, ctx.parameter = cap, scales, weight
-        saved, total = [], 0.0
-        for rows, part in ctx.targets.parts():
-            head = weight if part.classes is None else weight[part.classes]
-            if scales:
-                (x8, x8_t), (head8, head8_t) = quantize_both(x[rows], scales.x), quantize_both(head, scales.weight)
-                logits, operands = fp8_matmul_nt(x8, head8, scales.x, scales.weight, fast_accum=True), (x8_t, head8_t)
-            else:
-                logits, operands = x[rows] @ head.T, (x[rows], head)
-            losses, lse, copied = row_losses(logits, part, len(weight), cap, fast=scales is not None and logits.is_cuda)
-            saved += [*operands, logits, lse, copied]
+    def forward(ctx, x, weight, *arguments):
+        *targets, cap, scales = arguments
+        targets = Targets(*targets)
+        fast = scales is not None and x.is_cuda
+        total = 0.0
+        saved = []
+        for rows, part in targets.parts():
+            part_weight = weight if part.classes is None else weight[part.classes]
+            logits, *operands = linear_forward(x[rows], part_weight, scales)
+            losses, lse, copied = row_losses(logits, part, len(weight), cap, fast)
             total = total + losses.sum()
+            saved += [*operands, logits, lse, copied]
+        ctx.constants = weight, targets, cap, scales, fast
         ctx.save_for_backward(*saved)
         return total
 
     @staticmethod
     def backward(ctx, grad_output):
-        cap, scales, saved = ctx.cap, ctx.scales, iter(ctx.saved_tensors)
-        dxs, dw = [], None
-        for rows, part in ctx.targets.parts():
-            x, head, logits, *row = (next(saved) for _ in range(5))
-            if scales:
-                factor, fast = unit(1.0 / scales.grad, x.device), logits.is_cuda
-                grad, grad_t = head_grad(logits, part, len(ctx.parameter), *row, factor, cap, torch.float8_e5m2, fast)
-                g_scale = grad_output.float() * scales.grad  # the incoming gradient rides on the scale: no sync, no pass
-                dxs.append(fp8_matmul_nt(grad, head, g_scale, scales.weight, fast_accum=False))
-                dw_part = fp8_matmul_nt(grad_t, x, g_scale, scales.x, fast_accum=False)
-            else:
-                grad, grad_t = head_grad(logits, part, len(ctx.parameter), *row, grad_output.float(), cap, logits.dtype)
-                dxs.append(grad @ head)
-                dw_part = grad.T @ x
-            del grad, grad_t  # before the next part's, as large
+        weight, targets, cap, scales, fast = ctx.constants
+        saved = ctx.saved_tensors
+        dx_parts = []
+        dweight = None
+        if scales is None:
+            dtype = weight.dtype
+            factor = grad_output
+        else:
+            # The incoming gradient becomes part of the products' scale: neither a synchronise nor a pass over grad.
+            dtype = torch.float8_e5m2
+            factor = scale_tensor(1.0 / scales.grad, weight.device)
+            scales = scales._replace(grad=grad_output * scales.grad)
+
+        for (_, part), start in zip(targets.parts(), range(0, len(saved), 5)):
+            *operands, logits, lse, copied = saved[start:start + 5]
+            grad, grad_t = head_grad(logits, part, len(weight), lse, copied, factor, cap, dtype, fast)
+            dx_part, dweight_part = linear_backward(grad, grad_t, *operands, scales)
+            del grad, grad_t  # before those of the next part, which are as large, are made
+            dx_parts.append(dx_part)
+
             if part.classes is None:
-                dw = dw_part
-            else:
-                if dw is None:  # cleared, and one part after the other added
-                    dw = dw_part.new_zeros(ctx.parameter.shape) if (view := unused_grad_view(ctx.parameter)) is None else view.zero_()
-                _add_rows_kernel[(len(dw_part),)](dw_part, part.classes, dw, dw.size(1), COLS=triton.next_power_of_2(dw.size(1)))
-        dlog_copy = -ctx.targets.weights[0] * grad_output * torch.cat(ctx.saved_tensors[4::5]) if ctx.needs_input_grad[7] else None
-        return (dxs[0] if len(dxs) == 1 else torch.cat(dxs)), dw, *(None,) * 5, dlog_copy, *(None,) * 3
+                dweight = dweight_part
+                continue
+            if dweight is None:  # cleared once, then the rows of every part are added
+                view = unused_grad_view(weight)
+                dweight = dweight_part.new_zeros(weight.shape) if view is None else view.zero_()
+            width = weight.size(1)
+            add_rows_kernel[(len(dweight_part),)](
+                dweight_part, part.classes, dweight, width, BLOCK_N=triton.next_power_of_2(width))
+
+        dx = dx_parts[0] if len(dx_parts) == 1 else torch.cat(dx_parts)
+        dlog_copy = None
+        if ctx.needs_input_grad[7]:  # log_copy's
+            dlog_copy = -targets.weights[0] * grad_output * torch.cat(saved[4::5])
+        return dx, dweight, *(None,) * 5, dlog_copy, *(None,) * 3
+
 
 @torch.no_grad()
 def head_loss_eval(x, weight, targets, cap=Softcap(), chunk_rows=8192):
-    """Summed loss of the next tokens without FP8 or approximate functions, 0-d float64; 0.8 GB of bf16 logits alive at the default."""
-    return sum(row_losses(x[rows] @ weight.T, part, len(weight), cap)[0].sum(dtype=torch.float64) for rows, part in targets.parts(chunk_rows))
+    """Summed loss of the next tokens without FP8 or approximate functions, 0-d float64.
+
+    It keeps 0.8 GB of bf16 logits alive at the default.
+    """
+    total = 0.0
+    for rows, part in targets.parts(chunk_rows):
+        losses, *_ = row_losses(x[rows] @ weight.T, part, len(weight), cap)
+        total = total + losses.sum(dtype=torch.float64)
+    return total
+
 
 # ---- MLP -------------------------------------------------------------------------------------------------------------
+
 @jit
-def _mlp_kernel(a, b, hidden, out, out_t, T, H, factor,
-                K: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr):
-    """out = f(a bᵀ) · factor, saturated, [T, H], and out_t its transposed copy. Forward, without hidden: f(x) = relu(x)²; backward: x · sqrt(hidden),
-    where the root stands for relu(pre), which need not be kept: an error of 2^-5 at most, beside 2^-3 of the result's own rounding. Descriptors: a
-    [T, K], b [H, K], hidden [T, H], FP8; out in a's format, out_t as its bits. Persistent: the next tile's loads run under the epilogue. 65,536
-    tokens, H 2560, one H200: 0.26 ms (1010 TFLOP/s), backward 0.32 (800). Fast accumulation: exact takes 1.6 times as long. See relu_squared_mlp."""
-    across = tl.cdiv(H, COLS)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(T, ROWS) * across, tl.num_programs(0), flatten=True):
-        row, col = tile // across * ROWS, tile % across * COLS
-        x = tl.zeros([ROWS, COLS], tl.float32)
-        for k in tl.range(0, K, DEPTH):
-            x = tl.dot(a.load([row, k]), b.load([col, k]).T, x)
-        x *= tl.maximum(x, 0.0) if hidden is None else tl.sqrt(hidden.load([row, col]).to(tl.float32))
-        x8 = tl.clamp(x * factor, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out.dtype)
-        out.store([row, col], x8)
-        out_t.store([col, row], tl.trans(x8.to(tl.int8, bitcast=True)))  # bits: of FP8 tiles ptxas loses some
+def mlp_kernel(
+    a_desc, b_desc, hidden_desc, out_desc, out_t_desc, tokens, mlp_width, factor,
+    WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """out = f(a b^T) * factor, saturated at +-LIMIT, [tokens, mlp_width], and out_t, its transposed copy.
+
+    Forward, without hidden: f(x) = relu(x)^2. Backward: f(x) = x sqrt(hidden). The root stands for
+    relu(pre), which need not be kept: that is an error of at most 2^-5, against 2^-3 of the result's own
+    rounding. Descriptors of FP8 tensors: a [tokens, WIDTH], b [mlp_width, WIDTH], hidden [tokens,
+    mlp_width], out in a's format, out_t as its bits.
+
+    The kernel is persistent, so that the next tile's loads run under the epilogue. 65,536 tokens with
+    mlp_width 2560 take 0.26 ms on one H200 (1010 TFLOP/s), backward 0.32 (800). It accumulates fast: exact
+    accumulation takes 1.6 times as long. Reference: relu_squared_mlp.
+    """
+    tiles_across = tl.cdiv(mlp_width, BLOCK_N)
+    first_tile = tl.program_id(0)
+    tiles = tl.cdiv(tokens, BLOCK_M) * tiles_across
+    for tile in tl.range(first_tile, tiles, tl.num_programs(0), flatten=True):
+        row = tile // tiles_across * BLOCK_M
+        column = tile % tiles_across * BLOCK_N
+        x = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in tl.range(0, WIDTH, BLOCK_K):
+            x = tl.dot(a_desc.load([row, k]), b_desc.load([column, k]).T, x)
+
+        if hidden_desc is None:
+            x *= tl.maximum(x, 0.0)
+        else:
+            x *= tl.sqrt(hidden_desc.load([row, column]).to(tl.float32))
+        out = tl.clamp(x * factor, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out_desc.dtype)
+        out_desc.store([row, column], out)
+        out_t_desc.store([column, row], tl.trans(out.to(tl.int8, bitcast=True)))  # of FP8 tiles ptxas loses some bits
+
 
 def mlp_product(a, b, factor, hidden8=None):
-    """What _mlp_kernel makes of a [T, K] and b [H, K], contiguous FP8, all sizes multiples of 16: [T, H] and [H, T] in a's format."""
-    # Backward two smaller programs a multiprocessor, the epilogue of one beside the products of the other. Shared memory: 208 KB; 2 x 112.
-    rows, cols, depth, programs, warps, stages = (128, 256, 128, 1, 8, 3) if hidden8 is None else (128, 128, 64, 2, 4, 4)
-    (T, K), H, out, out_t, describe = a.shape, len(b), a.new_empty(len(a), len(b)), a.new_empty(len(b), len(a)), TensorDescriptor.from_tensor
-    _mlp_kernel[(min(triton.cdiv(T, rows) * triton.cdiv(H, cols), programs * multiprocessors(a.device)),)](
-        describe(a, [rows, depth]), describe(b, [cols, depth]), None if hidden8 is None else describe(hidden8, [rows, cols]),
-        describe(out, [rows, cols]), describe(out_t.view(torch.int8), [cols, rows]), T, H, factor, K=K, LIMIT=torch.finfo(a.dtype).max,
-        ROWS=rows, COLS=cols, DEPTH=depth, num_warps=warps, num_stages=stages)
+    """What mlp_kernel makes of a [T, width] and b [H, width]: [T, H] and [H, T] in a's format.
+
+    Operands are contiguous FP8, and all sizes are multiples of 16.
+    """
+    # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages, programs a multiprocessor. In the backward pass two smaller programs
+    # share a multiprocessor, so that the epilogue of one runs beside the products of the other.
+    forward = 128, 256, 128, 8, 3, 1  # 208 KB of shared memory
+    backward = 128, 128, 64, 4, 4, 2  # 2 x 112 KB
+    block_m, block_n, block_k, warps, stages, programs = forward if hidden8 is None else backward
+
+    tokens, width = a.shape
+    mlp_width = len(b)
+    out = a.new_empty(tokens, mlp_width)
+    out_t = a.new_empty(mlp_width, tokens)
+    describe = TensorDescriptor.from_tensor
+    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(mlp_width, block_n)
+    mlp_kernel[(min(tiles, programs * multiprocessors(a.device)),)](
+        describe(a, [block_m, block_k]),
+        describe(b, [block_n, block_k]),
+        None if hidden8 is None else describe(hidden8, [block_m, block_n]),
+        describe(out, [block_m, block_n]),
+        describe(out_t.view(torch.int8), [block_n, block_m]),
+        tokens, mlp_width, factor, WIDTH=width, LIMIT=torch.finfo(a.dtype).max,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
     return out, out_t
 
+
 class Fp8Mlp(torch.autograd.Function):
-    """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales)`. h [T, D] RMS-normed, up and down [H, D], all bf16; T, D and H
-    multiples of 16. Forward e4m3 · e4m3, backward e5m2 · e4m3 without fast accumulation. What takes part in two products needs two layouts."""
+    """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales)`.
+
+    h [T, D] is RMS-normed; up and down are [H, D]; all are bf16, and T, D and H are multiples of 16. The
+    products are e4m3 by e4m3 forward, e5m2 by e4m3 without fast accumulation backward. What takes part in
+    two needs two layouts.
+    """
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
-        (h8, h8_t), (up8, up8_t), (down8, down8_t) = map(quantize_both, (h, up, down), (scales.input, scales.weight, scales.weight))
+        h8, h8_t = quantize_both(h, scales.input)
+        up8, up8_t = quantize_both(up, scales.weight)
+        down8, down8_t = quantize_both(down, scales.weight)
         hidden8, hidden8_t = mlp_product(h8, up8, (scales.input * scales.weight) ** 2 / scales.hidden)
-        ctx.parameters, ctx.scales = (up, down), scales
+        ctx.parameters = up, down
+        ctx.scales = scales
         ctx.save_for_backward(h8_t, hidden8, hidden8_t, up8_t, down8)
         return fp8_matmul_nt(hidden8, down8_t, scales.hidden, scales.weight, fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad_output):
-        (h8_t, hidden8, hidden8_t, up8_t, down8), scales, views = ctx.saved_tensors, ctx.scales, map(unused_grad_view, ctx.parameters)
-        g8, g8_t = quantize_both(grad_output, scales.grad, torch.float8_e5m2)
-        dpre8, dpre8_t = mlp_product(g8, down8, 2.0 * scales.weight * scales.hidden ** 0.5, hidden8)  # dhidden · 2 relu(pre)
-        dh = fp8_matmul_nt(dpre8, up8_t, scales.grad, scales.weight, fast_accum=False)
-        dup = fp8_matmul_nt(dpre8_t, h8_t, scales.grad, scales.input, fast_accum=False, out=next(views))
-        ddown = fp8_matmul_nt(hidden8_t, g8_t, scales.hidden, scales.grad, fast_accum=False, out=next(views))
+        h8_t, hidden8, hidden8_t, up8_t, down8 = ctx.saved_tensors
+        scales = ctx.scales
+        up_view, down_view = map(unused_grad_view, ctx.parameters)
+        grad8, grad8_t = quantize_both(grad_output, scales.grad, torch.float8_e5m2)
+        factor = 2.0 * scales.weight * scales.hidden ** 0.5
+        dpre8, dpre8_t = mlp_product(grad8, down8, factor, hidden8)  # dhidden * 2 relu(pre)
+        dh, dup = linear_backward(dpre8, dpre8_t, h8_t, up8_t, scales, up_view)
+        ddown = fp8_matmul_nt(hidden8_t, grad8_t, scales.hidden, scales.grad, fast_accum=False, out=down_view)
         return dh, dup, ddown, None
+
 
 def fp8_mlp(h, up, down):
     """Fp8Mlp in training; validation computes what the reference computes, as head_loss_eval does."""
-    return Fp8Mlp.apply(h, up, down) if torch.is_grad_enabled() else F.linear(h, up).relu_().square_() @ down  # in place: windows are long
+    if torch.is_grad_enabled():
+        return Fp8Mlp.apply(h, up, down)
+    return F.linear(h, up).relu_().square_() @ down  # in place, because windows are long
+
 
 # ---- embedding gradient, sparse update -------------------------------------------------------------------------------
-RUN = 32  # sorted positions summed by one program; a token's ragged ends are then at most 2 · (RUN - 1) rows
+# The gradient of a table's row is the sum over all positions that hold its id: sorted by id, a group of
+# neighbours. Some ids are very frequent (the comma: thousands of positions) and would keep one program busy
+# for long. So the sorted positions are cut into chunks of CHUNK_ROWS, and every chunk that lies within a group
+# is summed by a program of its own. At the two ends of a group at most 2 (CHUNK_ROWS - 1) positions are left.
+CHUNK_ROWS = 32
 
-def sort_ids(ids, rows):
-    """Positions of `ids` (NumPy, below rows and 2^16) grouped by id, by the loader: (order, starts), v at order[starts[v]:starts[v + 1]], ascending.
-    16-bit keys make NumPy's stable sort a radix sort, half a millisecond for 65536 tokens; torch's embedding backward would sort for every table."""
-    order, starts = np.argsort(ids.astype(np.uint16), kind="stable"), np.zeros(rows + 1, np.int32)
-    np.cumsum(np.bincount(ids, minlength=rows), out=starts[1:])
+
+def sort_ids(ids, vocab_rows):
+    """(order, starts), int32: the positions of id v are order[starts[v]:starts[v + 1]], ascending.
+
+    For the loader: `ids` is a NumPy array, below vocab_rows and 2^16. With 16-bit keys NumPy's stable sort
+    is a radix sort, half a millisecond for 65536 tokens. torch's embedding backward would sort again for
+    every table.
+    """
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    starts = np.zeros(vocab_rows + 1, np.int32)
+    np.cumsum(np.bincount(ids, minlength=vocab_rows), out=starts[1:])
     return order.astype(np.int32), starts
 
+
 @jit
-def _sum_rows(in_ptr, order_ptr, begin, end, D, PER: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Σ in[order[i] // PER] over begin <= i < end in float32 (order None: the rows themselves), always in the same order."""
-    cols = tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(begin, end, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        valid = rows < end
+def sum_rows(
+    x_ptr, order_ptr, begin, end, width,
+    IDS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """The float32 sum of x[order[i] // IDS_PER_ROW] over begin <= i < end, always in the same order.
+
+    Without an order it is the sum of x[i].
+    """
+    column = tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(begin, end, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        valid = row < end
         if order_ptr is not None:
-            rows = tl.load(order_ptr + rows, valid, other=0) // PER
-        offsets = rows[:, None].to(tl.int64) * D + cols[None, :]
-        tile = tl.load(in_ptr + offsets, valid[:, None] & (cols < D)[None, :], other=0.0)
+            row = tl.load(order_ptr + row, valid, other=0) // IDS_PER_ROW
+        offsets = row[:, None].to(tl.int64) * width + column[None, :]
+        tile = tl.load(x_ptr + offsets, valid[:, None] & (column < width)[None, :], other=0.0)
         total += tl.sum(tile.to(tl.float32), axis=0)
     return total
 
-@jit
-def _run_sum_kernel(grad_ptr, ids_ptr, order_ptr, partial_ptr, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """partial[r] = Σ of the gradient rows of run r, RUN sorted positions, if all hold one id (other runs: unread); spreads the comma's thousands."""
-    begin = tl.program_id(0) * RUN
-    if tl.load(ids_ptr + tl.load(order_ptr + begin)) == tl.load(ids_ptr + tl.load(order_ptr + begin + RUN - 1)):
-        total = _sum_rows(grad_ptr, order_ptr, begin, begin + RUN, D, PER, ROWS, BLOCK_D)
-        cols = tl.arange(0, BLOCK_D)
-        tl.store(partial_ptr + begin // RUN * D + cols, total, cols < D)
 
 @jit
-def _sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Σ of the gradient rows of one id, sorted positions begin ... end - 1: before its first whole run + the whole runs + after the last."""
-    first_run, last_run = tl.cdiv(begin, RUN), end // RUN  # last is exclusive; none when first >= last
-    head_end = tl.minimum(first_run * RUN, end)
-    tail_begin = tl.maximum(last_run * RUN, head_end)
-    total = _sum_rows(grad_ptr, order_ptr, begin, head_end, D, PER, ROWS, BLOCK_D)
-    total += _sum_rows(partial_ptr, None, first_run, last_run, D, PER, ROWS, BLOCK_D)
-    return total + _sum_rows(grad_ptr, order_ptr, tail_begin, end, D, PER, ROWS, BLOCK_D)
+def chunk_sum_kernel(
+    grad_ptr, ids_ptr, order_ptr, partial_ptr, width,
+    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """partial[c] = the sum of the gradient rows of chunk c, [chunks, width] float32, if all its positions hold one id.
+
+    Each program has one chunk. Sums of other chunks are not written, and sum_group does not read them.
+    """
+    begin = tl.program_id(0) * CHUNK_ROWS
+    first_id = tl.load(ids_ptr + tl.load(order_ptr + begin))
+    last_id = tl.load(ids_ptr + tl.load(order_ptr + begin + CHUNK_ROWS - 1))
+    if first_id == last_id:
+        total = sum_rows(grad_ptr, order_ptr, begin, begin + CHUNK_ROWS, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
+        column = tl.arange(0, BLOCK_N)
+        tl.store(partial_ptr + begin // CHUNK_ROWS * width + column, total, column < width)
+
 
 @jit
-def _embedding_grad_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, V, dense_ptr, D,
-                           PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr):
-    """dense[v] = Σ of the gradient rows of id v < V, zeros without any; ADD: += instead. No atomics, no memset. A program has ids that are far apart,
-    since frequent ones are neighbours. Moves 2TD + 2VD bytes in bf16: 178 MB at T = 65536, D = 768. Reference: embedding_grad_reference."""
-    cols = tl.arange(0, BLOCK_D)
-    for token in range(tl.program_id(0), V, tl.num_programs(0)):
-        begin, end = tl.load(starts_ptr + token), tl.load(starts_ptr + token + 1)
-        total = _sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, D, PER, RUN, ROWS, BLOCK_D)
-        places, inside = dense_ptr + tl.cast(token, tl.int64) * D + cols, cols < D
+def sum_group(
+    grad_ptr, order_ptr, partial_ptr, begin, end, width,
+    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """The sum of the gradient rows of one id, at sorted positions begin ... end - 1.
+
+    It adds the rows before the first whole chunk, the partial sums of the whole chunks and the rows after
+    the last.
+    """
+    first_chunk = tl.cdiv(begin, CHUNK_ROWS)
+    end_chunk = end // CHUNK_ROWS  # no whole chunk if first_chunk >= end_chunk
+    head_end = tl.minimum(first_chunk * CHUNK_ROWS, end)
+    tail_begin = tl.maximum(end_chunk * CHUNK_ROWS, head_end)
+    total = sum_rows(grad_ptr, order_ptr, begin, head_end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
+    total += sum_rows(partial_ptr, None, first_chunk, end_chunk, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
+    total += sum_rows(grad_ptr, order_ptr, tail_begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
+    return total
+
+
+@jit
+def embedding_grad_kernel(
+    grad_ptr, order_ptr, starts_ptr, partial_ptr, vocab_rows, dense_ptr, width,
+    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ADD: tl.constexpr,
+):
+    """dense[v] = the sum of the gradient rows of id v, zeros without any, for all v < vocab_rows; ADD: += instead.
+
+    There are no atomics and no memset. The ids of a program are far apart, since frequent ids are
+    neighbours. It moves 2 T D + 2 V D bytes in bf16: 178 MB for T = 65536, D = 768. Reference:
+    embedding_grad_reference.
+    """
+    column = tl.arange(0, BLOCK_N)
+    for row in range(tl.program_id(0), vocab_rows, tl.num_programs(0)):
+        begin = tl.load(starts_ptr + row)
+        end = tl.load(starts_ptr + row + 1)
+        total = sum_group(
+            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N)
+        row_ptr = dense_ptr + tl.cast(row, tl.int64) * width + column
+        inside = column < width
         if ADD:
             inside &= begin < end  # rows without a gradient are not touched
-            total += tl.load(places, inside, other=0.0).to(tl.float32)
-        tl.store(places, total.to(dense_ptr.dtype.element_ty), inside)
+            total += tl.load(row_ptr, inside, other=0.0).to(tl.float32)
+        tl.store(row_ptr, total.to(dense_ptr.dtype.element_ty), inside)
 
-def launch_groups(kernel, grad, ids, order, starts, *arguments, each=8, ROWS=4, num_warps=2, **options):
-    """Launch a kernel, a program for `each` groups of equal ids [T] or [T, K] (see sort_ids): it sums their rows of grad [T, D] in a fixed order."""
-    runs, D, grad = len(order) // RUN, grad.size(1), grad.contiguous()
-    partial = grad.new_empty(max(runs, 1), D, dtype=torch.float32)
-    shape = dict(PER=len(order) // len(grad), RUN=RUN, ROWS=ROWS, BLOCK_D=triton.next_power_of_2(D), num_warps=num_warps)
-    if runs:
-        _run_sum_kernel[(runs,)](grad, ids, order, partial, D, **shape)
-    kernel[(triton.cdiv(len(starts) - 1, each),)](grad, order, starts, partial, *arguments, D, **shape, **options)
+
+def launch_groups(
+    kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, num_warps=2, **options,
+):
+    """Launch a kernel that sums the rows of grad [T, D] over each group of equal ids, in a fixed order.
+
+    ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are the kernel's own,
+    before the width. A program gets `per_program` groups.
+    """
+    chunks = len(order) // CHUNK_ROWS
+    grad = grad.contiguous()
+    width = grad.size(1)
+    partial = grad.new_empty(max(chunks, 1), width, dtype=torch.float32)
+    shape = dict(IDS_PER_ROW=len(order) // len(grad), CHUNK_ROWS=CHUNK_ROWS, BLOCK_M=BLOCK_M,
+                 BLOCK_N=triton.next_power_of_2(width), num_warps=num_warps)
+    if chunks:
+        chunk_sum_kernel[(chunks,)](grad, ids, order, partial, width, **shape)
+    programs = triton.cdiv(len(starts) - 1, per_program)
+    kernel[(programs,)](grad, order, starts, partial, *arguments, width, **shape, **options)
+
 
 @jit
-def _sparse_adam_kernel(grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ptr, weights_ptr, square_ptr, last_ptr, step_ptr, rate_ptr, shrink_ptr,
-                        beta2, epsilon, scale, D, PER: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-                        CAUTIOUS: tl.constexpr):
-    """One program a sorted id, idle unless it is the last of its group. Moves 4TD + 4UD bytes in bf16 for U rows. See sparse_adam_reference."""
-    at, cols = tl.program_id(0), tl.arange(0, BLOCK_D)
-    begin, end, row = tl.load(starts_ptr + at), tl.load(starts_ptr + at + 1), tl.load(sorted_ptr + at).to(tl.int64)
+def sparse_adam_kernel(
+    grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
+    step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, width,
+    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUTIOUS: tl.constexpr,
+):
+    """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
+
+    It moves 4 T D + 4 U D bytes in bf16, for U rows. Formula and reference: sparse_adam_reference.
+    """
+    index = tl.program_id(0)
+    column = tl.arange(0, BLOCK_N)
+    begin = tl.load(starts_ptr + index)
+    end = tl.load(starts_ptr + index + 1)
+    row = tl.load(sorted_ids_ptr + index).to(tl.int64)
     if begin < end:
-        places, inside = weights_ptr + row * D + cols, cols < D
-        value = tl.load(places, inside, other=0.0).to(tl.float32)  # this and what v needs before the sum: one wait for all
-        step, last, v = tl.load(step_ptr), tl.load(last_ptr + row), tl.load(square_ptr + row)
-        g = scale * _sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, D, PER, RUN, ROWS, BLOCK_D)
-        v = tl.exp2((step - last) * tl.log2(beta2)) * v + (1 - beta2) * tl.sum(g * g, axis=0) / D
-        update = tl.load(rate_ptr) * g / (tl.sqrt(v) + epsilon)
-        decaying = value
-        if CAUTIOUS:
-            decaying = tl.where(update * value > 0, value, 0.0)
-        value -= update + tl.load(shrink_ptr) * decaying
-        tl.store(places, value.to(weights_ptr.dtype.element_ty), inside)
-        tl.store(square_ptr + row, v)
-        tl.store(last_ptr + row, step)
+        row_ptr = weights_ptr + row * width + column
+        inside = column < width
+        # The weights, and what the second moment needs, are loaded before the sum: there is one wait for all.
+        weights = tl.load(row_ptr, inside, other=0.0).to(tl.float32)
+        step = tl.load(step_ptr)
+        last_step = tl.load(last_step_ptr + row)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + row)
+        grad = sum_group(
+            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N)
+        grad = grad_scale * grad
+
+        beta2_power = tl.exp2((step - last_step) * tl.log2(beta2))  # makes up for the steps that did not read the row
+        exp_avg_sq = beta2_power * exp_avg_sq + (1 - beta2) * tl.sum(grad * grad, axis=0) / width
+        update = tl.load(lr_ptr) * grad / (tl.sqrt(exp_avg_sq) + epsilon)
+        decaying = weights
+        if CAUTIOUS:  # weight decay applies where the update shrinks a weight, too
+            decaying = tl.where(update * weights > 0, weights, 0.0)
+        weights -= update + tl.load(wd_ptr) * decaying
+
+        tl.store(row_ptr, weights.to(weights_ptr.dtype.element_ty), inside)
+        tl.store(exp_avg_sq_ptr + row, exp_avg_sq)
+        tl.store(last_step_ptr + row, step)
+
 
 def group_ids(ids):
-    """`ids` [T, K] and, for launch_groups, the order that sorts them, where groups of equal ones start (the last of them has the group, others have
-    none) and the sorted ids. The GPU sorts, without a synchronise: each rank's host would need 6 / 12 / 34 ms for all ranks' n-grams."""
-    found, order = ids.flatten().sort(stable=True)
-    return ids, order, F.pad(torch.searchsorted(found, found, out_int32=True), (0, 1), value=len(found)), found
+    """(ids, order, starts, sorted ids) for launch_groups, of ids [T, K].
 
-def sparse_adam(grad, lookup, *state, cautious=True, ROWS=1, num_warps=2):
-    """sparse_adam_reference; 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens, an H200, with group_ids (under 0.1). More ROWS are slower."""
-    launch_groups(_sparse_adam_kernel, grad, *lookup, *state, each=1, ROWS=ROWS, num_warps=num_warps, CAUTIOUS=cautious)
+    `order` sorts the flat ids. The last of a group of equal ids has the group, the others have an empty
+    one. The GPU sorts, without a synchronise: each rank's host would need 6 / 12 / 34 ms for all ranks'
+    n-grams.
+    """
+    sorted_ids, order = ids.flatten().sort(stable=True)
+    starts = torch.searchsorted(sorted_ids, sorted_ids, out_int32=True)
+    return ids, order, F.pad(starts, (0, 1), value=len(sorted_ids)), sorted_ids
+
+
+def sparse_adam(grad, lookup, *state, cautious=True, BLOCK_M=1, **options):
+    """sparse_adam_reference in kernels. A larger BLOCK_M is slower.
+
+    With group_ids (under 0.1 ms) it takes 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens on an H200.
+    """
+    launch_groups(
+        sparse_adam_kernel, grad, *lookup, *state, per_program=1, BLOCK_M=BLOCK_M, CAUTIOUS=cautious, **options)
 
 # ==== 10. Operator selection ==========================================================================================
 @dataclasses.dataclass(frozen=True)

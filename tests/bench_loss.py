@@ -83,7 +83,7 @@ def time_pieces(T, x, weight, targets):
     w8, w8_t = tg.quantize_both(weight, SCALES.weight)
     piece("quantise x, both layouts", lambda: tg.quantize_both(x, SCALES.x), 4 * T * D / 1e9)
     piece("quantise W, both layouts", lambda: tg.quantize_both(weight, SCALES.weight), 4 * V * D / 1e9)
-    piece("logits, fp8", lambda: tg.fp8_matmul_nt(x8, w8, one, one, True))
+    piece("logits, fp8", lambda: tg.fp8_matmul_nt(x8, w8, one, 1.0, True))
     piece("logits, bf16", lambda: x @ weight.T)
     if not DRY:  # the interpreter knows no inline assembly
         piece("row losses, hardware tanh", lambda: tg.row_losses(logits, targets, V, CAP, True), 2 * T * V / 1e9)
@@ -100,8 +100,8 @@ def time_pieces(T, x, weight, targets):
     grad16 = lambda: tg.head_grad(logits, targets, V, *rows, one, CAP, torch.bfloat16)  # noqa: E731
     piece("gradient to bf16", grad16, 4 * T * V / 1e9)
     g8, g8_t = grad8()
-    piece("dx, fp8", lambda: tg.fp8_matmul_nt(g8, w8_t, one, one, False))
-    piece("dW, fp8", lambda: tg.fp8_matmul_nt(g8_t, x8_t, one, one, False))
+    piece("dx, fp8", lambda: tg.fp8_matmul_nt(g8, w8_t, one, 1.0, False))
+    piece("dW, fp8", lambda: tg.fp8_matmul_nt(g8_t, x8_t, one, 1.0, False))
     del g8, g8_t
     g16, _ = grad16()
     piece("dx, bf16", lambda: g16 @ weight)
@@ -142,7 +142,7 @@ def time_embedding(T):
     tokens, order, starts = lookup = [torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (ids, *sort)]
     grad, dense = torch.randn(T, D, device=DEVICE).bfloat16(), torch.empty(rows, D, dtype=torch.bfloat16, device=DEVICE)
     exactly, counts = tg.embedding_grad_reference(grad.double(), tokens, rows), starts.diff()
-    runs = {"ours": lambda: (tg.launch_groups(tg._embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=False), dense)[1],
+    runs = {"ours": lambda: (tg.launch_groups(tg.embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=False), dense)[1],
             "torch embedding_dense_backward": lambda: torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)}
     case = f"{T} | {rows} ({int((counts > 0).sum())}, {int(counts.max())})"
     print(f"| {case} | sort_ids (host) | {host:.3f} | | | |")

@@ -100,7 +100,7 @@ def time_pieces(T, operands, grad):
         return piece(name, run, size, 2 * T * D * H)
 
     def matmul(name, a, b, fast=False):
-        return product(name, lambda: tg.fp8_matmul_nt(a, b, one, one, fast))
+        return product(name, lambda: tg.fp8_matmul_nt(a, b, one, 1.0, fast))
 
     h8, h8_t = piece("quantise h, both layouts", lambda: tg.quantize_both(h, SCALES.input), 4 * T * D)
     up8, up8_t = piece("quantise up, both layouts (down the same)", lambda: tg.quantize_both(up, SCALES.weight), 4 * H * D)

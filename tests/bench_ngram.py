@@ -26,7 +26,7 @@ import train_gpt as tg
 
 DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
 D = 48 if DRY else tg.GPT_SMALL.width
-SHAPES = [(1, 2)] if DRY else [(rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 2, 4)]  # ROWS, num_warps
+SHAPES = [(1, 2)] if DRY else [(rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 2, 4)]  # BLOCK_M, num_warps
 
 
 def make_ids(tokens, rows):
@@ -62,12 +62,12 @@ def time_step(T, rows):
     want *= -0.1 / (0.05 * want.square().mean(1, keepdim=True)).sqrt()
     for shape in SHAPES:
         update = lambda: tg.sparse_adam(grad, tg.group_ids(ids), table, square, last, *numbers, 0.95, 1e-10, 1.0,  # noqa: E731
-                                        ROWS=shape[0], num_warps=shape[1])  # noqa: B023
+                                        BLOCK_M=shape[0], num_warps=shape[1])  # noqa: B023
         for state in (table, square, last):
             state.zero_()
         update()
         error = ((table[found].double() - want).norm() / want.norm()).item()
-        report(T, f"update, ROWS = {shape[0]}, {shape[1]} warps", milliseconds(update), 4 * (T + len(found)) * D, f"{error:.1e}")
+        report(T, f"update, BLOCK_M = {shape[0]}, {shape[1]} warps", milliseconds(update), 4 * (T + len(found)) * D, f"{error:.1e}")
 
 
 def main():

@@ -33,7 +33,7 @@ def types_of(kernel, given):
     """Signature and alignment of a kernel's arguments: `given` types, and for the rest what the names say."""
     usual = {"rate": "fp32", "scale": "fp32", "factor": "fp32", "cap": "fp32", "shift": "fp32", "temperature": "fp32"}
     def type_of(name):
-        return given.get(name) or ("*i32" if name.startswith(("columns", "positions", "certain")) else "*fp32" if name.endswith("_ptr") else
+        return given.get(name) or ("*i32" if name.startswith(("class_index", "positions", "num_always")) else "*fp32" if name.endswith("_ptr") else
                                    next((kind for end, kind in usual.items() if name.endswith(end)), "i32"))
     return {name: type_of(name) for name in kernel.arg_names}
 
@@ -71,21 +71,22 @@ def test_the_search_finds_what_it_is_for():
 @pytest.mark.parametrize("capability", CONVERTING)
 @pytest.mark.parametrize("kind, limit", [E4M3, E5M2])
 def test_copies_in_both_layouts(kind, limit, capability):
-    given = dict(in_ptr="*bf16", out_ptr=f"*{kind}", out_t_ptr=f"*{kind}")
-    check_conversion(machine_code(tg._quantize_kernel, capability, 8, given, dict(LIMIT=limit, ROWS=128, COLS=64)))
+    given = dict(x_ptr="*bf16", out_ptr=f"*{kind}", out_t_ptr=f"*{kind}")
+    check_conversion(machine_code(tg.quantize_kernel, capability, 8, given, dict(LIMIT=limit, BLOCK_M=128, BLOCK_N=64)))
 
 
 @pytest.mark.parametrize("capability", CONVERTING)
 def test_gradient_of_the_logits(capability):
-    given = dict(logits_ptr="*bf16", out_ptr="*i8", out_t="tensordesc<i8[64, 32]>")
-    assert not misuses(tg._head_grad_kernel, capability, 4, given, dict(K=3, FAST=True, PTX=True, ROWS=32, COLS=64))
+    given = dict(logits_ptr="*bf16", out_ptr="*i8", out_t_desc="tensordesc<i8[64, 32]>")
+    assert not misuses(tg.head_grad_kernel, capability, 4, given, dict(TARGETS=3, FAST=True, PTX=True, BLOCK_M=32, BLOCK_N=64))
 
 
 def split_gradient(capability, ptx, value=True, keys=128):
     given = {f"{name}_ptr": "*bf16" for name in ("qkv", "value", "gates", "dq", "dk", "dv", "dvalue", "dgates")}
-    given |= dict(dqkv_ptr="*i8", dqk_t=f"tensordesc<i8[{keys // 2}, 64]>", dv_t="tensordesc<i8[64, 64]>")
+    given |= dict(dqkv_ptr="*i8", dqk_t_desc=f"tensordesc<i8[{keys // 2}, 64]>", dv_t_desc="tensordesc<i8[64, 64]>")
     nothing = {} if value else dict.fromkeys(("value_ptr", "gates_ptr", "dvalue_ptr", "dgates_ptr"))
-    return misuses(tg._split_heads_grad_kernel, capability, 8, given, dict(PTX=ptx, H=6, D=keys, DV=128, V=768, OFFSET=False, ROWS=64, **nothing))
+    constants = dict(PTX=ptx, HEADS=6, HEAD_DIM_QK=keys, HEAD_DIM_V=128, VALUE_WIDTH=768, KEY_OFFSET=False, BLOCK_M=64, **nothing)
+    return misuses(tg.split_heads_grad_kernel, capability, 8, given, constants)
 
 
 @pytest.mark.parametrize("capability", HOPPER)
@@ -97,7 +98,7 @@ def test_gradient_of_the_projection(keys, value, capability):
 
 def test_the_cure_is_still_needed():
     if not split_gradient(90, ptx=False):
-        pytest.skip("this ptxas is right: _e5m2_bits can give way to Triton's conversion")
+        pytest.skip("this ptxas is right: to_e5m2_bits can give way to Triton's conversion")
 
 
 @pytest.mark.parametrize("capability", HOPPER)
@@ -105,7 +106,7 @@ def test_the_cure_is_still_needed():
 def test_products_of_the_mlp(backward, capability):
     (kind, limit), tile = E5M2 if backward else E4M3, "tensordesc<{}[{}, {}]>".format
     cols, depth, warps, stages = (128, 64, 4, 4) if backward else (256, 128, 8, 3)
-    given = dict(a=tile(kind, 128, depth), b=tile(E4M3[0], cols, depth), hidden=tile(E4M3[0], 128, cols),
-                 out=tile(kind, 128, cols), out_t=tile("i8", cols, 128))
-    constants = dict(K=768, LIMIT=limit, ROWS=128, COLS=cols, DEPTH=depth) | ({} if backward else {"hidden": None})
-    check_conversion(machine_code(tg._mlp_kernel, capability, warps, given, constants, stages=stages), clamp=r"\bFMNMX\S*XORSIGN\S*")  # others: relu
+    given = dict(a_desc=tile(kind, 128, depth), b_desc=tile(E4M3[0], cols, depth), hidden_desc=tile(E4M3[0], 128, cols),
+                 out_desc=tile(kind, 128, cols), out_t_desc=tile("i8", cols, 128))
+    constants = dict(WIDTH=768, LIMIT=limit, BLOCK_M=128, BLOCK_N=cols, BLOCK_K=depth) | ({} if backward else {"hidden_desc": None})
+    check_conversion(machine_code(tg.mlp_kernel, capability, warps, given, constants, stages=stages), clamp=r"\bFMNMX\S*XORSIGN\S*")  # others: relu

@@ -540,12 +540,12 @@ def test_sweeps_at_full_size(count, tokens):
 
 # ---- embedding gradient ----------------------------------------------------------------------------------------------
 def embedding_grad(grad, lookup, dense, add=False):
-    tg.launch_groups(tg._embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=add)
+    tg.launch_groups(tg.embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=add)
     return dense
 
 def token_cases():
     """name: (tokens, vocab_rows)."""
-    rng, run = np.random.default_rng(0), tg.RUN
+    rng, run = np.random.default_rng(0), tg.CHUNK_ROWS
     common = np.where(rng.random(300) < 0.6, 11, rng.integers(0, 40, 300))
     return {
         "repetitive": (common, 41), "one id": (np.full(7 * run + 3, 2), 4), "single": (np.array([3]), 4),
@@ -648,7 +648,7 @@ def test_groups(name):
 
 def sparse_steps():
     """name: (rows, the ids [T, 2] of each step). Rows pause for a step or more; row 0 and the last occur and do not."""
-    random, run = np.random.default_rng(0), tg.RUN
+    random, run = np.random.default_rng(0), tg.CHUNK_ROWS
     common = np.where(random.random((200, 2)) < 0.6, 7, random.integers(0, 90, (200, 2)))
     return {
         "few": (30, [random.integers(0, 30, (12, 2)) for _ in range(6)]), "one token": (5, [np.array([[4, 0]]), np.array([[1, 4]]), np.array([[4, 4]])]),

@@ -270,8 +270,8 @@ def gradients_of_qkv(leaves, turn, grads, scale=None, rows=64, key_offset=False)
     describe = lambda grad: tg.TensorDescriptor.from_tensor(out_t.view(torch.int8), [grad.size(2) // 2, rows])  # noqa: E731
     bits = (out.view(torch.int8), *map(describe, grads[1:])) if scale else (out, None, None)
     others = [None if x is None else torch.empty_like(x) for x in (value, gates)]
-    tg.ProjectHeads.launch(tg._split_heads_grad_kernel, qkv, value, gates, *turn[:3], *grads, *bits, *others, 1.0 / (scale or 1.0),
-                           qkv.is_cuda, heads=turn[3], rows=rows, key_offset=key_offset)
+    tg.ProjectHeads.launch(tg.split_heads_grad_kernel, qkv, value, gates, *turn[:3], *grads, *bits, *others, 1.0 / (scale or 1.0),
+                           qkv.is_cuda, heads=turn[3], block_m=rows, key_offset=key_offset)
     return out, out_t
 
 
