@@ -15,6 +15,7 @@ Map
    10 operator selection    11 runtime          12 run log        13 afterwards      14 main
 """
 
+
 # ==== 1. Imports, constants ===========================================================================================
 from __future__ import annotations
 
@@ -84,8 +85,7 @@ PEAK_TFLOPS = (
 # ==== 2. Configuration ================================================================================================
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer of the network. The table of layers is the only place that knows which layer does
-    what."""
+    """One layer of the network. The table of layers is the only place that knows which layer does what."""
     attention: bool = True
     mlp: bool = True
     window: str = "short"  # which of the stage's two windows its attention uses
@@ -95,8 +95,7 @@ class Layer:
 
 
 class Softcap(NamedTuple):
-    """z = softcap · σ((logit + shift) / temperature): bounded by (0, softcap), so softmax needs no
-    running maximum."""
+    """z = softcap · σ((logit + shift) / temperature): bounded by (0, softcap), so softmax needs no running maximum."""
     softcap: float = 23.0
     shift: float = 5.0  # record 54
     temperature: float = 7.5
@@ -135,13 +134,11 @@ class ModelConfig:
 
     @property
     def table_rows(self) -> int:
-        """Rows of the n-gram table: the hashed ones, then those of `longest_suffix_match`. 0: there
-        is no table."""
+        """Rows of the n-gram table: the hashed ones, then those of `longest_suffix_match`. 0: there is no table."""
         return self.ngram_rows + self.longest_suffix_match * (3 * self.padded_vocabulary + 32)
 
 
-# Each parameter declares a role, and each role has one rule: that is how the optimizer knows what
-# to do with it.
+# Each parameter declares a role, and each role has one rule: so the optimizer knows what to do with it.
 @dataclasses.dataclass(frozen=True)
 class MuonRule:
     """Hidden matrices, orthogonalised one by one; the parameter says which shape they have."""
@@ -159,8 +156,7 @@ class AdamRule:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Differences in loss named here are of whole sprints, one run each (records/LOG.md): chance
-    alone makes 0.002."""
+    """Differences in loss named here are of whole sprints, one run each (records/LOG.md); chance makes 0.002."""
     muon_learning_rate: float = 0.023  # 0.0265: +0.0027
     muon_weight_decay: float = 1.2  # times the square of the learning rate, so it fades early (record 43)
     # Momentum warms up from the first value to the second (record 9) and cools down at the end
@@ -176,8 +172,7 @@ class OptimizerConfig:
     # Weights decay only where the update shrinks them too (records 43, 50). False: everywhere, as in AdamW.
     cautious_decay: bool = True
     cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
-    # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's.
-    # 0.15: +0.0033.
+    # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
     final_learning_rate: float = 0.25
     # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the
     # same time.
@@ -211,8 +206,7 @@ class Stage:
     short_window_tokens: int
     long_window_tokens: int
     learning_rate_multiplier: float = 1.0
-    # Weights of the next, second next, ... token as targets, at the first and after the last step
-    # (record 53).
+    # Weights of the next, second next, ... token as targets, at the first and after the last step (record 53).
     targets: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
     sampled_classes: int | None = None  # of the softmax, for each batch chunk, its targets included; None: all classes
     extension: bool = False  # after the scheduled steps, at the final learning rate
@@ -245,8 +239,7 @@ class Preset:
 
 EMPTY = Layer(attention=False, mlp=False)
 
-# Layer 0 is empty: the public records removed its MLP (record 30) and its attention (35). The
-# numbers stay comparable.
+# Layer 0 is empty, as the public records removed its MLP (30) and its attention (35): the numbers stay comparable.
 LAYERS = (
     EMPTY,
     Layer(),
@@ -268,14 +261,7 @@ GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value
 GPT_SPRINT = dataclasses.replace(
     GPT_SMALL, heads=3, key_width=64, attention_scale=0.16, mlp_width=2560, value_embeddings=3,
     layers=(
-        *LAYERS[:3],
-        EMPTY,
-        LAYERS[4],
-        Layer(attention=False),
-        *LAYERS[6:8],
-        EMPTY,
-        Layer(value_embedding=1),
-        EMPTY,
+        *LAYERS[:3], EMPTY, LAYERS[4], Layer(attention=False), *LAYERS[6:8], EMPTY, Layer(value_embedding=1), EMPTY,
         Layer(value_embedding=2, window="long", key_offset=True)))
 
 GPT_TINY = ModelConfig(
@@ -284,16 +270,14 @@ GPT_TINY = ModelConfig(
     layers=(
         Layer(value_embedding=0),
         Layer(value_embedding=1, window="long", key_offset=True),
-        Layer(attention=False, skip_from=1),
-        Layer(value_embedding=NGRAMS),
-        Layer(value_embedding=NGRAMS),
+        Layer(attention=False, skip_from=1), Layer(value_embedding=NGRAMS), Layer(value_embedding=NGRAMS),
         Layer(value_embedding=2, window="long", key_offset=True)))
 
 
 def three_stages(steps: Sequence[int], extension_steps: int, batch_tokens: Sequence[int], rates: Sequence[float],
                  cap_tokens: int, sampled_classes: Sequence[int | None]) -> tuple[Stage, ...]:
-    """Batches, windows and learning rates grow by stage (record 46), while the second and third
-    next token fade as targets (record 53). The extension follows (record 35)."""
+    """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
+    targets (record 53). The extension follows (record 35)."""
     windows = (128, 384), (384, 896), (640, 1408)
     targets = (
         ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)),  # at 0.3 and not 0.5 the loss is 0.0012 lower, fading faster
@@ -315,6 +299,14 @@ PRESETS = {preset.name: preset for preset in (
                      (10_240, 14_336, 28_672)),
         train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28,
         status="speedrun: not yet run on FineWeb"),
+    # The same at 0.735 of the length, one pass over 243 M tokens, where FineWeb is not to be had.
+    Preset(
+        "speedrun-webmix", GPT_SMALL,
+        three_stages((294, 294, 294), 29, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072,
+                     (10_240, 14_336, 28_672)),
+        OptimizerConfig(momentum_warmup_steps=220, momentum_cooldown_steps=37), "data/webmix",
+        train_tokens=243_000_000, val_tokens=4_194_304, target_loss=3.1029,
+        status="speedrun-webmix: at most one pass over 24 shards"),
     # One pass over 94 M tokens in half the speedrun's batches: twice the steps lower the loss by
     # 0.04 at the same time on one GPU (records/LOG.md).
     Preset(
@@ -353,8 +345,7 @@ def stage_index(preset: Preset, step: int) -> int:
 
 
 def learning_rate(preset: Preset, step: int) -> float:
-    """Relative rate: the stage's multiplier, then a linear cooldown to the final rate, which the
-    extension keeps."""
+    """Relative rate: the stage's multiplier, then a linear cooldown to the final rate, which the extension keeps."""
     config = preset.optimizer
     stage = preset.stages[stage_index(preset, step)]
 
@@ -375,9 +366,8 @@ def muon_momentum(preset: Preset, step: int) -> float:
 
 
 def step_rates(preset: Preset, step: int) -> dict[str, float]:
-    """What an optimizer step reads: its number, Muon's learning rate and momentum, and for each
-    role with an AdamRule the step size, bias corrections included, and the share of a weight that
-    decays."""
+    """What an optimizer step reads: its number, Muon's learning rate and momentum, and for each role with an AdamRule
+    the step size, bias corrections included, and the share of a weight that decays."""
     config = preset.optimizer
     scale = learning_rate(preset, step)
     rates = {"step": step + 1.0, "muon": config.muon_learning_rate * scale, "momentum": muon_momentum(preset, step)}
@@ -417,69 +407,6 @@ def target_weights(preset: Preset, step: int) -> list[float]:
     steps_before = sum(s.steps for s in preset.stages[:index])
     passed = (step - steps_before) / stage.steps
     return [start + passed * (end - start) for start, end in zip(*stage.targets)]
-
-
-def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
-    """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage.
-
-    Half of the channels are rotary dims, in pairs; the others are stationary. At each change of the
-    long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens
-    the softmax (arXiv 2309.00071)."""
-    model = preset.model
-    frequency = model.rotary_base ** -np.linspace(0, 1, model.key_width // 4)
-    scale = model.attention_scale
-
-    windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
-    for old, new in zip(windows, windows[1:]):
-        turns = old * frequency / (2 * math.pi)
-        keep = np.clip((turns - 1) / (32 - 1), 0, 1)
-        frequency = frequency * (old / new + keep * (1 - old / new))
-        scale *= 0.2 * math.log(new / old) + 1
-    return frequency, scale
-
-
-def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int], positions: int, dtype: torch.dtype,
-                    device: torch.device) -> Geometry:
-    """Geometry with cosines and sines for `positions` positions; the stationary dims get angle
-    0."""
-    angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
-    cos = torch.from_numpy(np.cos(angle)).to(device, dtype)
-    sin = torch.from_numpy(np.sin(angle)).to(device, dtype)
-    return Geometry(dict(zip(("short", "long"), windows)), scale, cos, sin)
-
-
-def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device,
-                    windows: tuple[int, int] | None = None) -> Geometry:
-    """Attention's geometry in a stage, or with other `windows`: the final validation looks further
-    back (record 33)."""
-    stage = preset.stages[index]
-    windows = windows or (stage.short_window_tokens, stage.long_window_tokens)
-    frequency, scale = rotary_frequencies(preset, index)
-    return geometry_tables(frequency, scale, windows, positions, getattr(torch, preset.model.dtype), device)
-
-
-def scaled_preset(preset: Preset, length: float) -> Preset:
-    """`preset` with `length` times the steps: one preset serves a longer or a shorter corpus (--length).
-
-    Every stage, the extension, and the warm-up and cool-down of the momentum keep their shares of the schedule, rounded, but
-    take at least one step. Training tokens grow by what the schedule takes more, so that enough shards are opened.
-    """
-    def scaled(steps: int) -> int:
-        return max(1, round(length * steps))
-
-    stages = tuple(dataclasses.replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
-    optimizer = dataclasses.replace(
-        preset.optimizer,
-        momentum_warmup_steps=scaled(preset.optimizer.momentum_warmup_steps),
-        momentum_cooldown_steps=scaled(preset.optimizer.momentum_cooldown_steps))
-    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
-    return dataclasses.replace(preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)
-
-
-# The speedrun's own model and schedule where FineWeb is not to be had: one pass over the 243 M tokens of webmix.
-PRESETS["speedrun-webmix"] = dataclasses.replace(
-    scaled_preset(PRESETS["speedrun"], 0.735), name="speedrun-webmix", data="data/webmix", train_tokens=243_000_000,
-    val_tokens=4_194_304, target_loss=3.1029, status="speedrun-webmix: at most one pass over 24 shards")
 
 
 # ==== 4. Model ========================================================================================================
@@ -655,8 +582,12 @@ def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
 
 
 class EmbeddingLookup(torch.autograd.Function):
-    """`EmbeddingLookup.apply(gather, table, ids, ...)`: gather(ids, table), [T, D]. The gradient goes, with what follows `table`, to info.receive_grad;
-    autograd, with five passes over a mostly empty table, is told of none, yet calls the table's hooks after the last lookup of a backward pass."""
+    """`EmbeddingLookup.apply(gather, table, ids, ...)` is gather(ids, table), [T, D].
+
+    The gradient goes to table.info.receive_grad, with all that follows `table`. Autograd, which would make five passes
+    over a mostly empty table, is told of no gradient, yet it calls the hooks of the table after its last lookup.
+    """
+
     @staticmethod
     def forward(ctx, gather, table, *lookup):
         ctx.table, ctx.lookup = table, lookup
@@ -674,6 +605,7 @@ def gathered(parameter: nn.Parameter) -> nn.Parameter:
         parameter.info.owner.wait_gather()
     return parameter
 
+
 @dataclasses.dataclass
 class ParamInfo:
     """What model, optimizer and kernels know of a parameter besides its values: `parameter.info`."""
@@ -687,6 +619,7 @@ class ParamInfo:
     receive_grad: Callable[..., None] | None = None
     # The part of the optimizer's buffer that collects the gradient; kernels may write there, see unused_grad_view.
     grad_view: Tensor | None = None
+
 
 def make_param(role: str, tensor: Tensor, matrix_shape: tuple[int, int] | None = None) -> nn.Parameter:
     """A parameter with its ParamInfo. Role and matrix shape are the model's; the optimizer fills in the rest."""
@@ -920,6 +853,45 @@ class GPT(nn.Module):
         shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
         copied = F.pad(documents.class_index[-len(k):-1], (0, 1), value=config.vocabulary)
         return p.index_fill(0, copied[-1:].long(), 0).index_add(0, copied, p[config.vocabulary] * shares)
+
+
+def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
+    """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage.
+
+    Half of the channels are rotary dims, in pairs; the others are stationary. At each change of the
+    long window YaRN stretches the slow frequencies (less than 32 turns in the window) and sharpens
+    the softmax (arXiv 2309.00071)."""
+    model = preset.model
+    frequency = model.rotary_base ** -np.linspace(0, 1, model.key_width // 4)
+    scale = model.attention_scale
+
+    windows = [stage.long_window_tokens for stage in preset.stages[:index + 1]]
+    for old, new in zip(windows, windows[1:]):
+        turns = old * frequency / (2 * math.pi)
+        keep = np.clip((turns - 1) / (32 - 1), 0, 1)
+        frequency = frequency * (old / new + keep * (1 - old / new))
+        scale *= 0.2 * math.log(new / old) + 1
+    return frequency, scale
+
+
+def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int], positions: int, dtype: torch.dtype,
+                    device: torch.device) -> Geometry:
+    """Geometry with cosines and sines for `positions` positions; the stationary dims get angle
+    0."""
+    angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
+    cos = torch.from_numpy(np.cos(angle)).to(device, dtype)
+    sin = torch.from_numpy(np.sin(angle)).to(device, dtype)
+    return Geometry(dict(zip(("short", "long"), windows)), scale, cos, sin)
+
+
+def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device,
+                    windows: tuple[int, int] | None = None) -> Geometry:
+    """Attention's geometry in a stage, or with other `windows`: the final validation looks further
+    back (record 33)."""
+    stage = preset.stages[index]
+    windows = windows or (stage.short_window_tokens, stage.long_window_tokens)
+    frequency, scale = rotary_frequencies(preset, index)
+    return geometry_tables(frequency, scale, windows, positions, getattr(torch, preset.model.dtype), device)
 
 
 # ==== 5. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
@@ -1792,7 +1764,7 @@ def training_work(trainer: Trainer, steps: int) -> tuple[int, int]:
     and of the pointer, because the number of visible keys depends on the documents. It also leaves out layers that are
     computed again, and the optimizer."""
     config = trainer.preset.model
-    hidden = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.info.matrix_shape is not None)
+    hidden = sum(p.numel() for p in trainer.model.parameters() if p.info.matrix_shape is not None)
     tokens = operations = 0
     for step in range(steps):
         stage = trainer.preset.stages[stage_index(trainer.preset, step)]
@@ -2612,7 +2584,8 @@ def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
     return dense.index_add_(0, tokens.long(), wide).to(dtype or grad.dtype)
 
 
-def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, cautious=True):
+def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale,
+                          cautious=True):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
 
     ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
@@ -3344,7 +3317,6 @@ class PointerLogCopy(torch.autograd.Function):
 
 
 # ---- FP8 copies and products -----------------------------------------------------------------------------------------
-
 @jit
 def to_e5m2_bits(x, PTX: tl.constexpr):
     """x in e5m2, saturated, as int8.
@@ -3449,7 +3421,10 @@ def linear_backward(grad, grad_t, x, weight, scales, out=None):
 
 
 def unused_grad_view(weight):
-    """A new view of where the optimizer collects a parameter's gradient, for a step's first backward pass to fill, or None. One reader a pass."""
+    """A new view of where the optimizer collects the gradient of a parameter, for a step's first backward pass to fill.
+
+    None if there is no such place, or if it holds a gradient already. A backward pass may ask once.
+    """
     view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
     return view.view_as(weight) if view is not None and weight.grad is None else None
 
@@ -3457,6 +3432,7 @@ def unused_grad_view(weight):
 # ---- from the projection to attention --------------------------------------------------------------------------------
 # The rotary embedding turns dim i of a head together with dim i + D / 2, so the kernels hold a head as its
 # two halves.
+
 
 @jit
 def load_halves(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
@@ -3714,6 +3690,7 @@ class ProjectHeads(torch.autograd.Function):
 # The columns j of the logits are classes: all V token ids, or P of them. Of these P, the first num_always (n)
 # are always included, among them every target and the copy token. The others are sampled and carry the
 # importance weight (V - n) / (P - n), so that the partition function is unbiased; see Targets.
+
 
 @jit
 def tanh_of_softcap(logits, shift, temperature, FAST: tl.constexpr):
@@ -3977,7 +3954,6 @@ def head_loss_eval(x, weight, targets, cap=Softcap(), chunk_rows=8192):
 
 
 # ---- MLP -------------------------------------------------------------------------------------------------------------
-
 @jit
 def mlp_kernel(
     a_desc, b_desc, hidden_desc, out_desc, out_t_desc, tokens, mlp_width, factor,
@@ -4269,6 +4245,7 @@ def sparse_adam(grad, lookup, *state, cautious=True, BLOCK_M=1, **options):
     """
     launch_groups(
         sparse_adam_kernel, grad, *lookup, *state, per_program=1, BLOCK_M=BLOCK_M, CAUTIOUS=cautious, **options)
+
 
 # ==== 10. Operator selection ==========================================================================================
 @dataclasses.dataclass(frozen=True)
@@ -5014,6 +4991,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
     add("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
     return parser.parse_args(argv)
+
+
+def scaled_preset(preset: Preset, length: float) -> Preset:
+    """`preset` with `length` times the steps: one preset serves a longer or a shorter corpus (--length).
+
+    Every stage, the extension, and the warm-up and cool-down of the momentum keep their shares of the schedule,
+    rounded, but take at least one step. Training tokens grow by what the schedule takes more, so that enough shards
+    are opened.
+    """
+    def scaled(steps: int) -> int:
+        return max(1, round(length * steps))
+
+    stages = tuple(dataclasses.replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
+    optimizer = dataclasses.replace(
+        preset.optimizer,
+        momentum_warmup_steps=scaled(preset.optimizer.momentum_warmup_steps),
+        momentum_cooldown_steps=scaled(preset.optimizer.momentum_cooldown_steps))
+    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
+    return dataclasses.replace(
+        preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)
 
 
 def chosen_preset(arguments: argparse.Namespace) -> Preset:
