@@ -89,7 +89,7 @@ def ending_losses(model: tg.GPT, content: dict[str, Any], documents: list[tuple[
     losses = []
     for stop, (_, length) in zip(stops.tolist(), documents):
         part = slice(stop - length, stop)
-        own = {name: tensor[part] for name in ("columns", "positions", "log_copy") if (tensor := getattr(targets, name)) is not None}
+        own = {name: tensor[part] for name in ("class_index", "positions", "log_copy") if (tensor := getattr(targets, name)) is not None}
         losses.append(float(tg.head_loss_reference(features[part], head, targets._replace(**own), cap)))
     return losses
 

@@ -81,14 +81,14 @@ def test_reference_is_the_definition(layout, chunk):
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, tiles):
+def test_kernel_is_the_dense_formula_in_every_layout(layout, tiles):
     check(*LAYOUTS[layout])
 
 
 @interpreted
 @each_tile
 @pytest.mark.parametrize("layout", ["many_in_a_tile", "window_of_a_tile", "one_document"])
-def test_tiles(layout, tiles):
+def test_tile_shapes_do_not_matter(layout, tiles):
     check(*LAYOUTS[layout], width=32, names=50)
 
 
@@ -102,7 +102,7 @@ def test_windows_that_end_beside_a_step(window, tiles):
 @interpreted
 @each_capability
 @pytest.mark.parametrize("width", [64, 128])
-def test_own_tiles(width, capability):
+def test_tiles_chosen_for_a_gpu_are_right(width, capability):
     check([100, 1, 40], 48, width=width, scale=0.1)
 
 
@@ -204,7 +204,7 @@ def test_probabilities_add_up(tiny, window):
 def test_loss_is_causal_and_stays_in_its_document(tiny, candidates):
     """A token changes its own loss and later ones of its document, none before and none of others; a cut piece knows its following token."""
     model, pieces = random_model(), [document(length, seed) for seed, length in enumerate((12, 1, 20))]
-    base, start = losses(model, pieces, candidates=candidates), 0
+    base, start = losses(model, pieces, sampled_classes=candidates), 0
     for number, piece in enumerate(pieces):
         for at in range(1, len(piece)):
             changed = [p.copy() for p in pieces]
@@ -212,14 +212,14 @@ def test_loss_is_causal_and_stays_in_its_document(tiny, candidates):
             changed[number][at] = (piece[at] + 1) % 9
             if candidates and len({*np.concatenate(changed)}) != len({*np.concatenate(pieces)}):
                 continue
-            differs = (losses(model, changed, candidates=candidates) - base).abs() > 1e-9
+            differs = (losses(model, changed, sampled_classes=candidates) - base).abs() > 1e-9
             first, stop = start + at - 1, start + len(piece) - 1
             assert differs[first:stop].any() and not differs[:first].any() and not differs[stop:].any(), (number, at)
         start += len(piece) - 1
 
 
 def test_the_spare_id_is_a_certain_candidate(tiny):
-    documents = packed([document(40, 3)], candidates=64)
+    documents = packed([document(40, 3)], sampled_classes=64)
     assert documents.classes[0, 0] == DOUBLE.vocabulary and documents.num_always[0] == len(set(document(40, 3)[1:])) + 1
     assert (documents.classes[0, documents.class_index.long()] == torch.from_numpy(document(40, 3)[1:].astype(int))).all()
     ids, certain, columns = tg.sample_classes(np.arange(9), 5, 512, 0, [509])
@@ -229,7 +229,7 @@ def test_the_spare_id_is_a_certain_candidate(tiny):
 def test_gradients_of_the_whole(tiny):
     """By finite differences, through pointer and softmax, into the pointer's matrix and the head: several targets, candidates with one missing."""
     model = random_model()
-    batch = packed([document(14, 5, names=4), document(6, 6)], candidates=12)
+    batch = packed([document(14, 5, names=4), document(6, 6)], sampled_classes=12)
     batch.class_index[7] = -1
     values = [model.pointer.detach().clone(), model.head.detach()[:, :3].clone()]
 

@@ -74,7 +74,7 @@ REACHES = {  # how far a table of layers sees with windows of 3 and 7
 @pytest.mark.parametrize("layers, reach", REACHES.values(), ids=REACHES)
 def test_windows_bound_what_is_seen(tiny, layers, reach, monkeypatch):
     """The reach of the network is the sum of its layers', and two for the token triples; what is recalled may lie anywhere before."""
-    monkeypatch.setattr(tg, "recall", lambda tokens, positions, vocabulary: 0 * positions)
+    monkeypatch.setattr(tg, "longest_suffix_match", lambda tokens, positions, vocabulary: 0 * positions)
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
     seen = influence(replace(DOUBLE, layers=layers, value_embeddings=1, ngram_rows=2**16), [40], windows=(3, 7))  # no two triples in one row
     assert seen.equal((distance >= 0) & (distance <= reach + 2))
@@ -260,14 +260,14 @@ def test_candidates_that_are_all_columns_change_nothing(tiny):
     pieces, results = pieces_of([20, 12], np.random.default_rng(3)), []
     for candidates in (None, MODEL.padded_vocabulary):
         model = random_model(DOUBLE)
-        loss = model(packed(pieces, candidates=candidates), geometry_of(DOUBLE, 20), torch.tensor([1.0, 0.5]))
+        loss = model(packed(pieces, sampled_classes=candidates), geometry_of(DOUBLE, 20), torch.tensor([1.0, 0.5]))
         results.append((loss.detach(), *plain_gradients_of(model, loss).values()))
     assert all(relative(a, b) < 1e-9 for a, b in zip(*results))
 
 
 def test_head_chunks_do_not_matter(tiny):
     """Chunks of the loss are an implementation detail: the same loss and gradients for any size of them."""
-    results, documents = [], packed(pieces_of([40, 24], np.random.default_rng(4)), candidates=90)
+    results, documents = [], packed(pieces_of([40, 24], np.random.default_rng(4)), sampled_classes=90)
     targets = tg.Targets(documents.class_index, documents.positions, torch.tensor([1.0, 0.5, 0.25]), documents.classes, documents.num_always)
     for rows in (7, 64, 4096):
         x, weight = (torch.randn(n, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64).requires_grad_() for n in (64, 512))
@@ -399,7 +399,7 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
     helpers.randomise(trainer.model)
     ranks, optimizer = trainer.ranks, trainer.optimizer
     waits, arrive, step_of, at_step = [], tg.Gathered.wait_gather, optimizer.step, []
-    monkeypatch.setattr(tg.Gathered, "arrive", lambda owner: (waits.append(owner), arrive(owner)))
+    monkeypatch.setattr(tg.Gathered, "wait_gather", lambda owner: (waits.append(owner), arrive(owner)))
 
     def count_and_step(rates):
         at_step.append((len(ranks.sent), len(waits)))
