@@ -152,27 +152,27 @@ def test_reference_is_the_definition(layout, chunk):
 
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, tiles):
+def test_kernel_is_the_dense_formula_in_every_layout(layout, tiles):
     check(*LAYOUTS[layout])
 
 
 @interpreted
 @each_tile
 @pytest.mark.parametrize("layout", ["many_in_a_tile", "window_of_a_tile", "one_document"])
-def test_tiles(layout, tiles):
+def test_tile_shapes_do_not_matter(layout, tiles):
     check(*LAYOUTS[layout], dk=32, dv=16)
 
 
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gates(layout, tiles):
+def test_gated_kernel_is_the_dense_formula(layout, tiles):
     """Twice the usual error: the logarithm of a tiny gate, up to 20, coarsens lse."""
     check(*LAYOUTS[layout], gates=gates_of(sum(LAYOUTS[layout][0])), tolerance=4e-6)
 
 
 @interpreted
 @each_tile
-def test_gates_by_tiles(tiles):
+def test_tile_shapes_do_not_matter_with_gates(tiles):
     check(*LAYOUTS["window_of_a_tile"], gates=gates_of(133), tolerance=4e-6, dk=32, dv=16)
 
 
@@ -219,14 +219,14 @@ def test_windows_that_end_beside_a_step(window, tiles):
 
 @interpreted
 @pytest.mark.parametrize("widths", [(16, 32), (32, 16)])
-def test_widths(widths, tiles):
+def test_keys_and_values_of_different_widths(widths, tiles):
     check(*LAYOUTS["window_of_a_tile"], dk=widths[0], dv=widths[1])
 
 
 @interpreted
 @each_capability
 @pytest.mark.parametrize("widths", [(128, 128), (64, 128), (128, 64), (64, 64)])
-def test_own_tiles(widths, capability):
+def test_tiles_chosen_for_a_gpu_are_right(widths, capability):
     check([100, 1, 40], 48, heads=1, dk=widths[0], dv=widths[1], scale=0.1)
 
 

@@ -493,7 +493,7 @@ def test_bad_encoding(ranks, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["fetch", "--shards", "104"], ["fetch", "--shards", "x"], ["tokenize", "a"], []])
-def test_usage(arguments, capsys):
+def test_wrong_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         fineweb.main(arguments)
     assert stop.value.code == 2 and "error: " in capsys.readouterr().err

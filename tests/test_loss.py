@@ -461,7 +461,7 @@ def test_offsets_past_int32():
 
 @pytest.mark.parametrize("pointer", [False, True])
 @pytest.mark.parametrize("chunk_rows", [3, 7, 100])
-def test_eval(chunk_rows, pointer):
+def test_validation_loss_is_cross_entropy_whatever_the_chunks(chunk_rows, pointer):
     x, weight, targets = make_head(7, 131, 24, pointer=pointer)
     want, *_ = exact_head(x, weight, targets, CAPS[1])
     got = tg.head_loss_eval(x, weight, targets, CAPS[1], chunk_rows)
@@ -635,7 +635,7 @@ def on_device(ids):
 
 
 @pytest.mark.parametrize("name", token_cases())
-def test_groups(name):
+def test_each_row_has_one_group_of_its_positions(name):
     """What the kernel is told: every row that occurs has one group of all the positions where it occurs, ascending; all other groups are empty."""
     tokens = np.random.default_rng(2).permutation(token_cases()[name][0])
     ids, order, starts, found = tg.group_ids(on_device(tokens[:len(tokens) // 2 * 2 or 1].reshape(-1, min(len(tokens), 2))))

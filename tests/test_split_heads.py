@@ -123,7 +123,7 @@ def test_reference_is_the_definition():
                 torch.testing.assert_close(out[t, h], want)
 
 
-def test_tables():
+def test_channels_beyond_the_rotary_ones_have_angle_zero():
     """What the kernels rely on: the still channels have angle 0."""
     for preset in tg.PRESETS.values():
         for stage in range(len(preset.stages)):
@@ -137,7 +137,7 @@ def test_tables():
 @each_flag
 @with_value
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, value, flags):
+def test_kernel_is_the_reference_in_every_layout(layout, value, flags):
     inputs = make_inputs(LAYOUTS[layout], value=value)
     got = run(split_heads, *inputs, **flags)
     compare(got, exactly(*inputs, **flags))
@@ -170,7 +170,7 @@ def test_half_precision(gate_dtype, dtype, flags):
 
 @each_flag
 @pytest.mark.parametrize("heads, keys, width", [(2, 128, 128), (4, 64, 128), (6, 64, 64), (2, 32, 16), (8, 8, 8)])
-def test_shapes(heads, keys, width, flags):
+def test_any_number_of_heads_and_widths(heads, keys, width, flags):
     inputs = make_inputs([33, 1, 12], heads, width, keys=keys)
     compare(run(split_heads, *inputs, **flags), exactly(*inputs, **flags))
 
