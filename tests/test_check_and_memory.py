@@ -33,6 +33,7 @@ def check(corpus, tiny, tmp_path, capsys):
 
 @pytest.mark.parametrize("dtype, options, parts", [
     ("float32", (), []), ("bfloat16", (), ["attention", "head", "mlp"]), ("bfloat16", ("--no-fp8", "head"), ["attention", "mlp"])])
+@pytest.mark.fast
 def test_fp8_is_for_bfloat16_models(check, monkeypatch, dtype, options, parts):
     asked, select = [], tg.select_ops
     monkeypatch.setitem(tg.PRESETS, "tiny", replace(PRESET, model=replace(PRESET.model, dtype=dtype)))
@@ -40,6 +41,7 @@ def test_fp8_is_for_bfloat16_models(check, monkeypatch, dtype, options, parts):
     assert check(*options).code == 0 and asked == [parts]
 
 
+@pytest.mark.fast
 def test_check_says_a_line_an_item_and_does_nothing(check, tmp_path, monkeypatch):
     monkeypatch.setattr(tg, "Trainer", lambda *_: pytest.fail("started"))
     found = check("--save", tmp_path / "model.pt")
@@ -51,6 +53,7 @@ def test_check_says_a_line_an_item_and_does_nothing(check, tmp_path, monkeypatch
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.fast
 def test_check_goes_on_after_a_failure(check, tmp_path):
     (tmp_path / "file").write_text("")
     found = check("--log-dir", tmp_path / "file" / "logs", data=tmp_path)
@@ -106,6 +109,7 @@ def test_forced_reference_operators_are_what_a_cpu_has(corpus, tiny, tmp_path, c
     assert "no GPU, attention: reference" in capsys.readouterr().out
 
 
+@pytest.mark.fast
 def test_errors_of_the_device_are_explained():
     ranks = tg.Ranks(0, 1, CPU)
     for error in (torch.OutOfMemoryError("CUDA out of memory.\nmore"), torch.AcceleratorError("an illegal memory access\n1"),
@@ -156,6 +160,7 @@ def test_state_is_summed_exactly(ranked, world):
 @pytest.mark.parametrize("card, free_bytes, recompute, slots", [
     ("141 GB", 149.5 * GB, False, [4, 2, 2, 2]), ("80 GB", 84 * GB, False, [4, 2, 2, 2]), ("48 GB", 47.5 * GB, False, [4, 2, 1, 1]),
     ("24 GB", 25.2 * GB, True, [4, 2, 1, 1]), ("20 GB", 21.2 * GB, True, [2, 1, 1, 1])])
+@pytest.mark.fast
 def test_what_fits_on_which_card(card, free_bytes, recompute, slots):
     """The whole schedule in each memory: fewer slots at a time, and below one slot layers recomputed. Never another batch."""
     preset, ranks = LARGE, tg.Ranks(0, 1, CPU)
@@ -164,6 +169,7 @@ def test_what_fits_on_which_card(card, free_bytes, recompute, slots):
     assert [tg.micro_batch_chunks(stage, ranks, tokens) for stage in preset.stages] == slots
 
 
+@pytest.mark.fast
 def test_a_sampled_softmax_needs_less():
     """Logits and their gradient take 4 bytes a column of the head that the batch uses, in whichever stage uses most."""
     sampled = replace(LARGE, stages=tuple(replace(stage, sampled_classes=n) for stage, n in zip(LARGE.stages, (1024, 20_480, 4096, 4096))))
@@ -171,6 +177,7 @@ def test_a_sampled_softmax_needs_less():
     assert tokens == other and full - less == tokens * 4 * (50_304 - 20_480)
 
 
+@pytest.mark.fast
 def test_what_does_not_fit():
     with pytest.raises(tg.Failure, match=r"GPU memory: expected 1\d\.\d GiB for one slot of 49,152 tokens at a time, found 10\.6 GiB; fix: ") as caught:
         tg.memory_plan(LARGE, tg.Ranks(0, 1, CPU), FAST, 0.95 * 12 * GB)
@@ -206,6 +213,7 @@ def test_recomputing_layers_changes_no_number(corpus, tiny, tmp_path, monkeypatc
     assert ends[0] == ends[1]
 
 
+@pytest.mark.fast
 def test_recomputing_keeps_less(corpus, tiny, monkeypatch):
     """Between forward and backward pass only what enters the layers is kept."""
     kept = []
@@ -219,6 +227,7 @@ def test_recomputing_keeps_less(corpus, tiny, monkeypatch):
 
 
 # ---- throughput ------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
 def test_the_summary(corpus, tiny, monkeypatch):
     """6 operations a weight and token: against the matrices counted by hand from the table of layers."""
     trainer = helpers.make_trainer(corpus)

@@ -21,7 +21,7 @@ from helpers import CPU, tg
 from test_attention import LAYOUTS, capability, distances, each_capability, each_tile, interpreted, needs_gpu, tiles  # noqa: F401
 
 # log2 of no match at all is -inf, as intended
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:overflow:RuntimeWarning")]
 
 
 def dense_log_copy(qk, ids, lengths, window, scale):
@@ -88,6 +88,7 @@ def test_kernel_is_the_dense_formula_in_every_layout(layout, tiles):
 @interpreted
 @each_tile
 @pytest.mark.parametrize("layout", ["many_in_a_tile", "window_of_a_tile", "one_document"])
+@pytest.mark.slow
 def test_tile_shapes_do_not_matter(layout, tiles):
     check(*LAYOUTS[layout], width=32, names=50)
 
@@ -95,6 +96,7 @@ def test_tile_shapes_do_not_matter(layout, tiles):
 @interpreted
 @each_tile
 @pytest.mark.parametrize("window", [14, 15, 30, 46])
+@pytest.mark.slow
 def test_windows_that_end_beside_a_step(window, tiles):
     check([99], window)
 
@@ -102,6 +104,7 @@ def test_windows_that_end_beside_a_step(window, tiles):
 @interpreted
 @each_capability
 @pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.slow
 def test_tiles_chosen_for_a_gpu_are_right(width, capability):
     check([100, 1, 40], 48, width=width, scale=0.1)
 

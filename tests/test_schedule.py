@@ -11,6 +11,8 @@ import pytest
 
 from helpers import CPU, ROOT, tg
 
+pytestmark = pytest.mark.fast
+
 SPEEDRUN, SPRINT = tg.PRESETS["speedrun"], tg.PRESETS["sprint"]
 # Two schedules whose values were worked out by hand; the presets' own may be tuned without touching them.
 CONFIG = tg.OptimizerConfig(

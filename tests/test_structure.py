@@ -15,6 +15,8 @@ import pytest
 
 from helpers import ROOT, tg
 
+pytestmark = pytest.mark.fast
+
 PATH = ROOT / "train_gpt.py"
 SOURCE = PATH.read_text()
 LINES = SOURCE.splitlines()
