@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 import types
@@ -121,17 +120,6 @@ def test_errors_of_the_device_are_explained():
     assert tg.explained(FileNotFoundError(2, "No such file or directory", "x.bin"), ranks).code == 2
 
 
-def test_the_readme_has_every_message():
-    """What a message begins with, file names aside, stands in "When something goes wrong"."""
-    section = (helpers.ROOT / "README.md").read_text().partition("## When something goes wrong")[2].partition("\n## ")[0]
-    source = ast.parse((helpers.ROOT / "train_gpt.py").read_text())
-    messages = [call.args[0] for call in ast.walk(source) if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "fail"]
-    messages += [node.value.elts[0] for node in ast.walk(source) if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "(what, fix)"]
-    pieces = [[part.value if isinstance(part, ast.Constant) else "" for part in getattr(message, "values", [message])] for message in messages]
-    words = {max(parts, key=len).strip(" :") for parts in pieces} - {""}
-    assert len(words) > 20 and not [text for text in words if text not in section]
-
-
 # ---- memory ----------------------------------------------------------------------------------------------------------
 FAST = replace(tg.select_ops(CPU), names={"attention": "triton", "mlp": "bf16"})
 LARGE = replace(tg.PRESETS["sprint"], model=replace(tg.GPT_SPRINT, ngram_rows=2**20),
@@ -183,23 +171,6 @@ def test_what_does_not_fit():
         tg.memory_plan(LARGE, tg.Ranks(0, 1, CPU), FAST, 0.95 * 12 * GB)
     assert caught.value.code == 4
     assert tg.memory_plan(tg.PRESETS["smoke-gpu"], tg.Ranks(0, 1, CPU), FAST, 0.95 * 12 * GB)[2] < 11.4 * GB
-
-
-def test_readme_states_the_memory():
-    """Of the sprint and the speedrun by GPUs and card, of smoke-gpu in a sentence: GiB, of which 95 % are free; * where layers are recomputed."""
-    def needed(preset, world, card):
-        ops = replace(FAST, names=FAST.names | {"mlp": "fp8"})
-        try:
-            recompute, _, size = tg.memory_plan(tg.PRESETS[preset], tg.Ranks(0, world, CPU), ops, 0.95 * card * 2**30)
-        except tg.Failure:
-            return "too small"
-        return f"{size / 2**30:.1f}" + "*" * recompute
-
-    text = (helpers.ROOT / "README.md").read_text()
-    for world in (1, 2, 4, 8):
-        cells = (", ".join(needed(preset, world, card) for preset in ("sprint", "speedrun")) for card in (80, 48, 24))
-        assert f"| {world} GPU{'s' * (world > 1)} | {' | '.join(cells)} |\n" in text
-    assert f"`smoke-gpu` takes {needed('smoke-gpu', 1, 80)} on one large GPU and {needed('smoke-gpu', 1, 12)} on a 12 GB one" in text
 
 
 def test_recomputing_layers_changes_no_number(corpus, tiny, tmp_path, monkeypatch):
