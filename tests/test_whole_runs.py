@@ -324,7 +324,6 @@ def test_options_reach_the_optimizer(run):
 
 
 @pytest.mark.parametrize("options", [["--preset", "huge"], ["--runs", "0"], ["--stop-after", "-1"], ["--profile", "x"], ["--sed", "1"]])
-@pytest.mark.fast
 def test_wrong_options_exit_with_2(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:
         tg.main(options)
