@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [train_gpt.py options]   set up if needed, then train with what this machine has
-# ./run.sh test [pytest options]    set up if needed, then test, two processes at a time
+# ./run.sh test [pytest options]    set up if needed, then test, two processes at a time; --fast: the subset for an edit loop (tests/README.md)
 # PYTHON=... is the interpreter to try first; RUN_SH_DRY=1 prints the training command instead of running it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -92,9 +92,19 @@ test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a
 }
 
 run_tests() { # Triton's interpreter is on or off for a whole process, so each file that turns it on has its own
-  local argument file chosen=() options=() together='' alone=()
-  for argument in "$@"; do case $argument in *.py | *.py::*) chosen+=("$argument") ;; *) options+=("$argument") ;; esac; done
+  local argument file chosen=() options=() fast='' together='' alone=()
+  for argument in "$@"; do
+    case $argument in
+      --fast) fast=yes options+=(-m "fast and not slow") ;;
+      *.py | *.py::*) chosen+=("$argument") ;;
+      *) options+=("$argument") ;;
+    esac
+  done
   ((${#chosen[@]})) || chosen=(tests/test_*.py)
+  if [[ $fast ]]; then # a file without a fast test is not even imported
+    for file in "${!chosen[@]}"; do grep -q 'pytest\.mark\.fast' "${chosen[file]%%::*}" || unset "chosen[file]"; done
+    ((${#chosen[@]})) || die "test --fast: expected a test marked fast, found none in those files; fix: leave --fast out"
+  fi
   for file in "${chosen[@]}"; do
     if grep -q '^os.environ.*TRITON_INTERPRET' "${file%%::*}"; then alone+=("$file"); else together+="${together:+ }$file"; fi
   done

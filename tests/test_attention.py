@@ -18,6 +18,8 @@ pytest.importorskip("triton")
 import helpers
 from helpers import tg
 
+pytestmark = pytest.mark.fast
+
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 # tokens a program owns, tokens a step; rectangular both ways, since a step longer than a tile takes other masks
@@ -152,32 +154,35 @@ def test_reference_is_the_definition(layout, chunk):
 
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, tiles):
+def test_kernel_is_the_dense_formula_in_every_layout(layout, tiles):
     check(*LAYOUTS[layout])
 
 
 @interpreted
 @each_tile
 @pytest.mark.parametrize("layout", ["many_in_a_tile", "window_of_a_tile", "one_document"])
-def test_tiles(layout, tiles):
+@pytest.mark.slow
+def test_tile_shapes_do_not_matter(layout, tiles):
     check(*LAYOUTS[layout], dk=32, dv=16)
 
 
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gates(layout, tiles):
+def test_gated_kernel_is_the_dense_formula(layout, tiles):
     """Twice the usual error: the logarithm of a tiny gate, up to 20, coarsens lse."""
     check(*LAYOUTS[layout], gates=gates_of(sum(LAYOUTS[layout][0])), tolerance=4e-6)
 
 
 @interpreted
 @each_tile
-def test_gates_by_tiles(tiles):
+@pytest.mark.slow
+def test_tile_shapes_do_not_matter_with_gates(tiles):
     check(*LAYOUTS["window_of_a_tile"], gates=gates_of(133), tolerance=4e-6, dk=32, dv=16)
 
 
 @interpreted
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+@pytest.mark.slow
 def test_gates_in_half_precision(kind, tiles):
     """No tiny ones: fp16 has no numbers for their outputs."""
     gates = gates_of(133, dtype=kind, least=2.0**-5)
@@ -186,6 +191,7 @@ def test_gates_in_half_precision(kind, tiles):
 
 @interpreted
 @pytest.mark.parametrize("gate", [1.0, 2.0**-20])
+@pytest.mark.slow
 def test_gates_all_alike(gate, tiles):
     """With gates of 1 every bit is as without; small ones make everything small, but for their own gradients."""
     lengths, window = LAYOUTS["many_in_a_tile"]
@@ -213,20 +219,23 @@ def test_the_layers_gates_are_positive(embedded, scale):
 @interpreted
 @each_tile
 @pytest.mark.parametrize("window", [14, 15, 30, 46])
+@pytest.mark.slow
 def test_windows_that_end_beside_a_step(window, tiles):
     check([100], window, heads=1)
 
 
 @interpreted
 @pytest.mark.parametrize("widths", [(16, 32), (32, 16)])
-def test_widths(widths, tiles):
+@pytest.mark.slow
+def test_keys_and_values_of_different_widths(widths, tiles):
     check(*LAYOUTS["window_of_a_tile"], dk=widths[0], dv=widths[1])
 
 
 @interpreted
 @each_capability
 @pytest.mark.parametrize("widths", [(128, 128), (64, 128), (128, 64), (64, 64)])
-def test_own_tiles(widths, capability):
+@pytest.mark.slow
+def test_tiles_chosen_for_a_gpu_are_right(widths, capability):
     check([100, 1, 40], 48, heads=1, dk=widths[0], dv=widths[1], scale=0.1)
 
 
@@ -350,6 +359,7 @@ def test_causal_and_windowed(tiles):
 
 
 @interpreted
+@pytest.mark.slow
 def test_repeatable(tiles):
     lengths, window = LAYOUTS["many_in_a_tile"]
     q, k, v, dout = operands(sum(lengths))

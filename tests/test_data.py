@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 import helpers
 from helpers import BOS, CPU, VOCABULARY, tg, write_shard
 
+pytestmark = pytest.mark.fast
+
 MARK = 59_999  # the BOS of the corpus whose other tokens are all different, so that a token tells its place
 STAGES = (tg.Stage(3, 512, 40, 8, 16, sampled_classes=128), tg.Stage(2, 1024, 100, 8, 16), tg.Stage(2, 768, 40, 8, 16))
 MODEL = replace(helpers.MODEL, vocabulary=60_000, padded_vocabulary=60_032, ngram_rows=140_002)
@@ -303,6 +305,7 @@ def test_candidates(distinct):
 
 
 @pytest.mark.parametrize("preset", [p for p in tg.PRESETS.values() if any(s.sampled_classes for s in p.stages)], ids=lambda p: p.name)
+@pytest.mark.slow
 def test_the_sweep_draws_every_id(preset):
     """Over the slots of a stage no id is drawn much more rarely than another."""
     for stage in preset.stages:
@@ -399,6 +402,7 @@ def test_closing_waits_for_one_item_only(tiny, seconds):
     assert not helpers.own_threads() and time.monotonic() - started < 2 and len(made) <= 9
 
 
+@pytest.mark.slow
 def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch, capsys):
     read, limit = tg.TokenStream.read, tg.TokenStream(corpus, 8000, VOCABULARY).consumed(tiny.stages[:2])
 

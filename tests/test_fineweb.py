@@ -248,6 +248,7 @@ def test_fetch_disk_full(tmp_path, monkeypatch):
 # verify
 
 
+@pytest.mark.fast
 def test_verify_good_shards(tmp_path, capsys):
     (tmp_path / "a_val_000000.bin").write_bytes(shard([BOS, 1, 2, BOS, 3]))
     (tmp_path / "a_train_000001.bin").write_bytes(shard([4, 5, BOS, 6]))  # from the middle of a document: as FineWeb's
@@ -272,6 +273,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("content, message", BAD.values(), ids=BAD)
+@pytest.mark.fast
 def test_verify_bad_shard(tmp_path, capsys, content, message):
     (tmp_path / "bad.bin").write_bytes(content)
     (tmp_path / "good.bin").write_bytes(shard([BOS, 7]))
@@ -373,6 +375,7 @@ def test_killed_worker_is_an_error_and_none_stays(ranks):
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.fast
 def test_plain_text_and_empty_documents(ranks, tmp_path):
     (tmp_path / "one.txt").write_text("\nfirst\n\n----\nstays\n\n", encoding="utf-8")
     (tmp_path / "two.txt").write_text("", encoding="utf-8")
@@ -414,6 +417,7 @@ def test_parquet_without_pyarrow(ranks, tmp_path, monkeypatch, capsys):
     assert "expected pyarrow, to read parquet, found not installed; fix: pip install pyarrow" in capsys.readouterr().err
 
 
+@pytest.mark.fast
 def test_bad_input_leaves_nothing(ranks, tmp_path, capsys):
     good = as_jsonl(tmp_path / "good.jsonl", TEXTS)
     packed = gzip.compress("".join(TEXTS).encode())
@@ -493,12 +497,13 @@ def test_bad_encoding(ranks, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["fetch", "--shards", "104"], ["fetch", "--shards", "x"], ["tokenize", "a"], []])
-def test_usage(arguments, capsys):
+def test_wrong_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         fineweb.main(arguments)
     assert stop.value.code == 2 and "error: " in capsys.readouterr().err
 
 
+@pytest.mark.fast
 def test_import_is_light():
     code = "import sys, fineweb, make_sample; print({'huggingface_hub', 'tiktoken', 'pyarrow', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "data", capture_output=True, text=True, check=True)
@@ -509,6 +514,7 @@ def test_import_is_light():
 # data/sample
 
 
+@pytest.mark.fast
 def test_sample(capsys):
     folder = ROOT / "data/sample"
     assert fineweb.main(["verify", "--dir", str(folder)]) == 0

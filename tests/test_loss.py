@@ -207,6 +207,7 @@ each_cap = pytest.mark.parametrize("cap", CAPS, ids=("default", "other"))
 # ---- reference -------------------------------------------------------------------------------------------------------
 
 @each_head
+@pytest.mark.fast
 def test_targets_ahead(kind):
     for T in (3, 66):
         sampled = kind.get("sampled") if T == 66 else None
@@ -236,6 +237,7 @@ def test_reference_is_cross_entropy(kind, cap):
         assert got[0].dtype == torch.float64 and max(map(relative, got, want)) < (2.0 ** -23 if "sampled" in kind else 1e-12)
 
 
+@pytest.mark.fast
 def test_exact_is_cross_entropy():
     """The yardstick itself, where torch has the same function, and its gradient by finite differences."""
     logits, targets, _ = make_rows(7, 131)
@@ -254,6 +256,7 @@ def test_exact_is_cross_entropy():
 @pytest.mark.parametrize("pointer", [False, True])
 @pytest.mark.parametrize("K", [1, 2, 3])
 @pytest.mark.parametrize("T, V, sampled", [(7, 131, False), (1, 2, False), (2, 2048, False), (9, 131, True), (3, 4099, True)])
+@pytest.mark.fast
 def test_row_losses(T, V, sampled, K, pointer, cap):
     logits, targets, vocabulary = make_rows(T, V, K, sampled, vocabulary=V + 1000, pointer=pointer)
     want, want_lse, _, *dlog_copy = exact_rows(logits, targets, cap, vocabulary)
@@ -269,6 +272,7 @@ def test_row_losses(T, V, sampled, K, pointer, cap):
 
 
 @pytest.mark.parametrize("certain", [4098, 4099])
+@pytest.mark.fast
 def test_row_losses_where_nearly_all_is_certain(certain):
     """One drawn column that stands for tens of thousands, or none: the others' digits are not lost beside its weight."""
     logits, targets, _ = make_rows(3, 4099, sampled=True)
@@ -278,6 +282,7 @@ def test_row_losses_where_nearly_all_is_certain(certain):
     torch.testing.assert_close(lse.double(), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.fast
 def test_row_losses_keep_nan():
     logits, targets, V = make_rows(3, 131)
     logits[1, 57] = float("nan")
@@ -317,6 +322,7 @@ def test_head_grad_fp8(T, V, kind):
 
 
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=[pytest.mark.gpu, pytest.mark.skipif(INTERPRETED, reason="the hardware's")])])
+@pytest.mark.fast
 def test_head_grad_saturates(fast):
     logits, targets, V = make_rows(16, 131)
     _, _, want = exact_rows(logits, targets, CAPS[0], V)
@@ -328,6 +334,7 @@ def test_head_grad_saturates(fast):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float32])
 @pytest.mark.parametrize("R, C", [(7, 131), (1, 1), (128, 64), (130, 70), (9, 513)])
+@pytest.mark.fast
 def test_quantize_both(R, C, dtype):
     values = torch.randn(R, C, generator=torch.Generator().manual_seed(R)) * 100
     values[0, 0], values[-1, -1] = 1e8, -1e8
@@ -364,6 +371,7 @@ def test_head_loss(T, V, D, kind):
     assert got[0].dtype == torch.float32 and max(map(relative, got, want)) < 2e-6
 
 
+@pytest.mark.fast
 def test_one_token():
     for kind in (dict(K=3), dict(K=3, sampled=(1, 8)), dict(K=3, pointer=True)):
         head = make_head(1, 9, 4, **kind)  # a sum of few terms keeps the rounding of each: 23 · 2^-24 of the exponent
@@ -461,7 +469,8 @@ def test_offsets_past_int32():
 
 @pytest.mark.parametrize("pointer", [False, True])
 @pytest.mark.parametrize("chunk_rows", [3, 7, 100])
-def test_eval(chunk_rows, pointer):
+@pytest.mark.fast
+def test_validation_loss_is_cross_entropy_whatever_the_chunks(chunk_rows, pointer):
     x, weight, targets = make_head(7, 131, 24, pointer=pointer)
     want, *_ = exact_head(x, weight, targets, CAPS[1])
     got = tg.head_loss_eval(x, weight, targets, CAPS[1], chunk_rows)
@@ -487,6 +496,7 @@ def test_all_candidates_are_the_full_softmax(K, certain):
         assert max(map(relative, run_head(apply, x, weight, sampled), want)) < 2e-6
 
 
+@pytest.mark.fast
 def test_partition_function_is_unbiased():
     """Over all ways to draw 3 of 8 columns beside 2 targets, the mean of exp(lse) is the sum over the whole vocabulary."""
     logits, V, certain = make_logits(1, 10, spread=4.0), 10, 2
@@ -510,6 +520,7 @@ def estimates(vocabulary, targets, count, sweeps):
     return [total / sweeps for total in totals]
 
 
+@pytest.mark.fast
 def test_sweeps_are_unbiased():
     """The walk's own draws: each id stands for exactly one column on average where the targets lie evenly on the walk. Where they do
     not, an id is met as often as the stretch before it is long, targets included; over all ids the mean is one all the same."""
@@ -564,6 +575,7 @@ def embedding_inputs(name):
 
 
 @pytest.mark.parametrize("name", token_cases())
+@pytest.mark.fast
 def test_sort_ids(name):
     tokens, order, starts = (tensor.cpu().numpy() for tensor in embedding_inputs(name))
     for token in range(len(starts) - 1):
@@ -635,7 +647,8 @@ def on_device(ids):
 
 
 @pytest.mark.parametrize("name", token_cases())
-def test_groups(name):
+@pytest.mark.fast
+def test_each_row_has_one_group_of_its_positions(name):
     """What the kernel is told: every row that occurs has one group of all the positions where it occurs, ascending; all other groups are empty."""
     tokens = np.random.default_rng(2).permutation(token_cases()[name][0])
     ids, order, starts, found = tg.group_ids(on_device(tokens[:len(tokens) // 2 * 2 or 1].reshape(-1, min(len(tokens), 2))))

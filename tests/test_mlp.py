@@ -20,6 +20,8 @@ import helpers
 import train_gpt as tg
 from test_loss import DEVICE, E4M3, E5M2, INTERPRETED, exact_casts, full_size, guard, guarded, relative  # noqa: F401 (two are fixtures)
 
+pytestmark = pytest.mark.fast
+
 SCALES = tg.MlpScales()
 FULL = [pytest.param(T, 768, 3072, marks=[pytest.mark.gpu, full_size]) for T in (16_384, 49_152)]
 SIZES = [(16, 16, 144), (144, 64, 208), (4096 + 16, 48, 272), *FULL]  # T, D, H: less than a tile; odd ends of tiles; several tiles a program

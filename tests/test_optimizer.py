@@ -11,6 +11,8 @@ import torch
 import helpers
 from helpers import CPU, MODEL, PRESET, relative, tg
 
+pytestmark = pytest.mark.fast
+
 RULES = dict(tg.OptimizerConfig().rules)
 OPS = tg.select_ops(CPU)
 
@@ -229,6 +231,7 @@ ADAM = replace(PRESET, stages=(tg.Stage(40, 512, 48, 8, 16),), optimizer=tg.Opti
 
 
 @pytest.mark.parametrize("roles", [["embedding"], ["gate", "scalar", "gate"]], ids=["table", "scalars"])
+@pytest.mark.slow
 def test_adam_is_torchs(roles):
     """Seven updates at the rates of the schedule, bias corrections included, gradients of very different sizes."""
     torch.manual_seed(4)
@@ -360,6 +363,7 @@ def test_ranks_share_out_everything_once(world):
     assert tg.Ranks(1, world, CPU).shard(full).data_ptr() == full[16 // world:].data_ptr(), "a view"
 
 
+@pytest.mark.slow
 def test_the_state_is_complete(corpus, tiny):
     """Everything a training step changes is in Optimizer.state(), so that the hash and the restore see it."""
     trainer = helpers.make_trainer(corpus)

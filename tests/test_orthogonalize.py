@@ -53,6 +53,7 @@ def check(out_buffer, out, expected, dtype):
 @pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
 @dtypes
 @shapes
+@pytest.mark.fast
 def test_gram(shape, dtype, tiles):
     values = gaussian(2, *shape)
     _, matrices = inside_nan(values, dtype)
@@ -79,6 +80,7 @@ def test_triangular_grid_covers_every_tile():
 @pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
 @dtypes
 @pytest.mark.parametrize("n", [1, 6, 65, 200])
+@pytest.mark.fast
 def test_polynomial_of_symmetric_matrix(n, dtype, tiles):
     values = gaussian(2, n, n)
     _, A = inside_nan((values + values.mT) / n**0.5, dtype)
@@ -93,6 +95,7 @@ def test_polynomial_of_symmetric_matrix(n, dtype, tiles):
 @pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
 @dtypes
 @shapes
+@pytest.mark.fast
 def test_add_product(shape, dtype, tiles):
     n, tall = min(shape), shape[0] > shape[1]
     square = gaussian(2, n, n, seed=1)
@@ -105,6 +108,7 @@ def test_add_product(shape, dtype, tiles):
 
 
 @needs_kernels
+@pytest.mark.fast
 def test_symmetric_output_from_asymmetric_input():
     """Rounding must not break the symmetry of a tile on the diagonal: its upper half is a copy."""
     out = tg.symmetric_product(gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), x_scale=1.0)
@@ -147,6 +151,7 @@ def test_no_address_outside_the_operands(monkeypatch, n, m, tall):
 
 
 @needs_kernels
+@pytest.mark.fast
 def test_add_product_does_not_assume_symmetry():
     """B is read as it stands, so an error that symmetry would hide shows."""
     B, X = gaussian(1, 70, 70).float().to(DEVICE), gaussian(1, 70, 100).float().to(DEVICE)
@@ -190,6 +195,7 @@ BOUNDS = {
 @recipes
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64), (96, 96)], ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
+@pytest.mark.fast
 def test_close_to_polar_factor(path, shape, recipe):
     values = gaussian(1, *shape, seed=3)
     fast = path == "fast"
@@ -206,6 +212,7 @@ def test_close_to_polar_factor(path, shape, recipe):
 
 
 @recipes
+@pytest.mark.fast
 def test_gain_and_room_above_one(recipe):
     """Slope at 0 of the composite as published; inputs 2 % above the norm, far more than bf16 adds, stay in bounds."""
     gain = torch.tensor([a for a, _, _ in recipe.coefficients]).prod() / recipe.safety
@@ -219,6 +226,7 @@ def test_gain_and_room_above_one(recipe):
 
 @recipes
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.fast
 def test_reference_applies_the_composite_polynomial(recipe, transposed):
     """A diagonal matrix keeps its singular vectors, so every entry follows the scalar polynomial."""
     s = torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64)
@@ -262,6 +270,7 @@ def test_zero_matrix_and_zero_row(path, recipe):
     assert (out[1] == 0).all() and (out[2, 3] == 0).all() and out[0].norm() > 2
 
 
+@pytest.mark.fast
 def test_tiles_fit_in_shared_memory():
     for dtype in (torch.bfloat16, torch.float32):
         for batch, rows, columns in ((40, 768, 768), (3, 768, 3072), (60, 256, 768), (8, 6, 12)):

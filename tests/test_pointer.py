@@ -21,7 +21,7 @@ from helpers import CPU, tg
 from test_attention import LAYOUTS, capability, distances, each_capability, each_tile, interpreted, needs_gpu, tiles  # noqa: F401
 
 # log2 of no match at all is -inf, as intended
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:overflow:RuntimeWarning")]
 
 
 def dense_log_copy(qk, ids, lengths, window, scale):
@@ -81,20 +81,22 @@ def test_reference_is_the_definition(layout, chunk):
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 @interpreted
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, tiles):
+def test_kernel_is_the_dense_formula_in_every_layout(layout, tiles):
     check(*LAYOUTS[layout])
 
 
 @interpreted
 @each_tile
 @pytest.mark.parametrize("layout", ["many_in_a_tile", "window_of_a_tile", "one_document"])
-def test_tiles(layout, tiles):
+@pytest.mark.slow
+def test_tile_shapes_do_not_matter(layout, tiles):
     check(*LAYOUTS[layout], width=32, names=50)
 
 
 @interpreted
 @each_tile
 @pytest.mark.parametrize("window", [14, 15, 30, 46])
+@pytest.mark.slow
 def test_windows_that_end_beside_a_step(window, tiles):
     check([99], window)
 
@@ -102,7 +104,8 @@ def test_windows_that_end_beside_a_step(window, tiles):
 @interpreted
 @each_capability
 @pytest.mark.parametrize("width", [64, 128])
-def test_own_tiles(width, capability):
+@pytest.mark.slow
+def test_tiles_chosen_for_a_gpu_are_right(width, capability):
     check([100, 1, 40], 48, width=width, scale=0.1)
 
 

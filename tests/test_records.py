@@ -27,6 +27,8 @@ import runner  # noqa: E402
 import stats  # noqa: E402
 from verify import verify  # noqa: E402
 
+pytestmark = pytest.mark.fast
+
 FAKE = '''"""Stand-in: writes the log of a run whose loss and time follow from the seed."""
 # ====================================================================================
 # 1. Imports, constants
@@ -310,6 +312,7 @@ def test_finished_records_verify(finished):
     assert str(finished[0]) not in first_log(finished[2]).read_text()  # logs do not tell where they were made
 
 
+@pytest.mark.slow
 def test_run_continues_after_an_interruption(tmp_path, monkeypatch, capsys):
     root = make_repository(tmp_path)
     path = make(root, "idea")
@@ -609,6 +612,7 @@ def test_gain_must_be_shown(copy, monkeypatch):
     assert not claim(copy, {}, monkeypatch=monkeypatch)["gain"].ok
 
 
+@pytest.mark.slow
 def test_systems_leaves_the_training_alone(tmp_path):
     """The sections that say what is trained, the tokens and the loss are the parent's; a better loss is as suspect as a worse one."""
     root = make_repository(tmp_path)
@@ -805,6 +809,7 @@ def named(root, name):
     return next(root.glob(f"records/*_{name}"))
 
 
+@pytest.mark.slow
 def test_verify_command(clone):
     done = call(clone, "verify")
     assert done.returncode == 0 and "2 of 2 records verify" in done.stdout and "FAIL" not in done.stdout
@@ -816,6 +821,7 @@ def test_verify_command(clone):
     assert call(clone, "verify", "nowhere").returncode == 1 and call(clone, "compare", "nowhere", "nowhere").returncode == 2
 
 
+@pytest.mark.slow
 def test_leaderboard_command(clone):
     readme = clone / "records/README.md"
     assert call(clone, "leaderboard", "--check").returncode == 1 and "nothing" in readme.read_text()
@@ -840,6 +846,7 @@ def test_diff_command(clone):
     assert done.returncode == 0 and "+1     -1  Imports" in done.stdout and "-LOSS, MS = 5.0, 100.0" in done.stdout
 
 
+@pytest.mark.slow
 def test_plot_command(clone):
     pytest.importorskip("matplotlib")
     for name, runs in (("plot.svg", []), ("plot.png", [str(named(clone, "child")), str(named(clone, "start"))])):

@@ -11,6 +11,8 @@ scipy_stats = pytest.importorskip("scipy.stats")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
 import stats  # noqa: E402
 
+pytestmark = pytest.mark.fast
+
 SIZES = [2, 3, 5, 8, 20, 80]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BASH = shutil.which("bash")
-pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
+pytestmark = [pytest.mark.fast, pytest.mark.skipif(BASH is None, reason="needs bash")]
 
 FAKE_TORCH = """
 import os
@@ -201,3 +201,16 @@ def test_counts_tests_of_all_processes(machine):
     machine.write("tests/test_b.py", "import os\nos.environ.setdefault('TRITON_INTERPRET', '1')\ndef test_4(): os._exit(3)\n")
     result = machine.run("test")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "2 passed, 3 failed, 0 skipped"), "a crash is a failure"
+
+
+def test_fast_runs_what_is_marked_fast(machine):
+    machine.write("pytest.ini", "[pytest]\nmarkers =\n    fast\n    slow\n")
+    mark = "import pytest\npytestmark = pytest.mark.fast\n"
+    machine.write("tests/test_a.py", mark + "def test_1(): pass\n@pytest.mark.slow\ndef test_2(): assert False\n")
+    machine.write("tests/test_b.py", "raise SystemExit('a file without a fast test is imported')")
+    machine.write("tests/test_c.py", "import os, pytest\nos.environ['TRITON_INTERPRET'] = '1'\n@pytest.mark.fast\ndef test_3(): pass\ndef test_4(): assert False\n")
+    for arguments, passed in ((["--fast"], 2), (["tests/test_c.py", "--fast"], 1)):
+        result = machine.run("test", *arguments)
+        assert (result.returncode, result.stdout.splitlines()[-1]) == (0, f"{passed} passed, 0 failed, 0 skipped"), result.stdout + result.stderr
+    result = machine.run("test", "--fast", "tests/test_b.py")
+    assert result.returncode == 2 and "test --fast: expected a test marked fast" in result.stderr

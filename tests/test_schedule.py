@@ -9,7 +9,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from helpers import CPU, ROOT, tg
+from helpers import CPU, tg
+
+pytestmark = pytest.mark.fast
 
 SPEEDRUN, SPRINT = tg.PRESETS["speedrun"], tg.PRESETS["sprint"]
 # Two schedules whose values were worked out by hand; the presets' own may be tuned without touching them.
@@ -216,11 +218,3 @@ def test_validation_geometry_stretches_nothing():
     final, validation = (tg.rotary_geometry(SPEEDRUN, 3, 50, CPU, windows) for windows in (None, (768, 2560)))
     assert validation.windows == {"short": 768, "long": 2560}
     assert validation.scale == final.scale and validation.cos.equal(final.cos) and validation.sin.equal(final.sin)
-
-
-def test_readme_states_the_presets():
-    text = (ROOT / "README.md").read_text()
-    for preset in (SPEEDRUN, SPRINT):
-        tokens = sum(stage.steps * stage.batch_tokens for stage in preset.stages)
-        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{preset.name}` |")]
-        assert f" {preset.steps} steps, " in row and f"{tokens / 1e6:.0f} M tokens" in row

@@ -97,6 +97,7 @@ def same(got, want):
 
 # ---- reference -------------------------------------------------------------------------------------------------------
 
+@pytest.mark.fast
 def test_reference_is_the_definition():
     """Token by token, head by head, from the words of its docstring."""
     for flags, keys in itertools.product(FLAGS.values(), (8, 4)):
@@ -123,7 +124,8 @@ def test_reference_is_the_definition():
                 torch.testing.assert_close(out[t, h], want)
 
 
-def test_tables():
+@pytest.mark.fast
+def test_channels_beyond_the_rotary_ones_have_angle_zero():
     """What the kernels rely on: the still channels have angle 0."""
     for preset in tg.PRESETS.values():
         for stage in range(len(preset.stages)):
@@ -137,7 +139,7 @@ def test_tables():
 @each_flag
 @with_value
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, value, flags):
+def test_kernel_is_the_reference_in_every_layout(layout, value, flags):
     inputs = make_inputs(LAYOUTS[layout], value=value)
     got = run(split_heads, *inputs, **flags)
     compare(got, exactly(*inputs, **flags))
@@ -170,11 +172,12 @@ def test_half_precision(gate_dtype, dtype, flags):
 
 @each_flag
 @pytest.mark.parametrize("heads, keys, width", [(2, 128, 128), (4, 64, 128), (6, 64, 64), (2, 32, 16), (8, 8, 8)])
-def test_shapes(heads, keys, width, flags):
+def test_any_number_of_heads_and_widths(heads, keys, width, flags):
     inputs = make_inputs([33, 1, 12], heads, width, keys=keys)
     compare(run(split_heads, *inputs, **flags), exactly(*inputs, **flags))
 
 
+@pytest.mark.fast
 def test_zero_rows():
     """RMSNorm of zeros is zero; its slope there is that of x / sqrt(1e-6)."""
     (qkv, *rest), turn, grads = make_inputs([5, 3])
@@ -186,6 +189,7 @@ def test_zero_rows():
 
 @each_flag
 @with_value
+@pytest.mark.fast
 def test_documents_do_not_leak(value, flags):
     """NaN in all the other documents changes no bit of a document's outputs and gradients."""
     lengths, own = [13, 30, 21], slice(13, 43)
@@ -204,6 +208,7 @@ def test_documents_do_not_leak(value, flags):
 
 
 @pytest.mark.parametrize("size, step", [(3, 1), (2, 2)])
+@pytest.mark.fast
 def test_key_offset_moves_the_still_channels_by_one_token(size, step):
     """A token's still channels reach the next key and its own query, never another document or the one after."""
     (qkv, *rest), turn, grads = make_inputs([size, size], heads=1, value=False, keys=16)
@@ -359,12 +364,14 @@ def test_fp8_projection(T, width, heads, keys, head_width, value, flags):
 
 @each_flag
 @with_value
+@pytest.mark.fast
 def test_bf16_projection(value, flags):
     inputs = make_projection(48, 40, 2, 16, value)
     for a, want in zip(run_projection(*inputs, scales=None, **flags), exact_projection(*inputs, **flags), strict=True):
         assert (a is None) == (want is None) and (a is None or relative(a, want) < 2.0 ** -7)
 
 
+@pytest.mark.fast
 def test_gradient_comes_to_its_place():
     leaves, turn, grads = make_projection(32, 48, 2, 16, True)
     helpers.check_grad_views(lambda: torch.autograd.backward(tg.ProjectHeads.apply(*leaves, *turn, False, SCALES), grads), leaves[1:2])
@@ -402,6 +409,7 @@ def test_recomputed_projection(scales):
     assert same(torch.autograd.grad(outs, leaves, grads), run_projection(leaves, turn, grads, scales, key_offset=True)[3:])
 
 
+@pytest.mark.fast
 def test_choice_of_operators(monkeypatch):
     """FP8 where a GPU has it and nobody forbids it, and never in validation."""
     monkeypatch.setattr(tg, "capability", lambda device: (9, 0))

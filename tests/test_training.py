@@ -54,6 +54,7 @@ TABLES = {"tiny": MODEL.layers, "record's": tg.LAYERS, "key offset": (L(key_offs
 
 
 @pytest.mark.parametrize("layers", TABLES.values(), ids=TABLES)
+@pytest.mark.fast
 def test_no_attention_across_documents_or_into_the_future(tiny, layers):
     """Two slots in one micro-batch, cut documents at both ends: exactly the earlier tokens of one's own document count."""
     slots = [[13, 1, 18], [9, 2, 21]]  # the first document of slot 1 follows directly on the last of slot 0
@@ -72,6 +73,7 @@ REACHES = {  # how far a table of layers sees with windows of 3 and 7
 
 
 @pytest.mark.parametrize("layers, reach", REACHES.values(), ids=REACHES)
+@pytest.mark.fast
 def test_windows_bound_what_is_seen(tiny, layers, reach, monkeypatch):
     """The reach of the network is the sum of its layers', and two for the token triples; what is recalled may lie anywhere before."""
     monkeypatch.setattr(tg, "longest_suffix_match", lambda tokens, positions, vocabulary: 0 * positions)
@@ -80,6 +82,7 @@ def test_windows_bound_what_is_seen(tiny, layers, reach, monkeypatch):
     assert seen.equal((distance >= 0) & (distance <= reach + 2))
 
 
+@pytest.mark.fast
 def test_layers_use_what_their_table_says(tiny):
     """Each entry of the table and each parameter changes the features: nothing is ignored."""
     documents, geometry = packed(pieces_of([20, 12], np.random.default_rng(2))), geometry_of(MODEL, 20, (2, 9))
@@ -175,6 +178,7 @@ def plain_features(model, documents, geometry):
     return norm(x + weights[:, :1] * x0 + weights[:, 1:] * ngram)
 
 
+@pytest.mark.fast
 def test_initial_weights(tiny):
     """As the records have them: of each layer what it adds starts at nothing, but for the mixes."""
     model = tg.GPT(replace(DOUBLE, width=128, heads=8, mlp_width=256), tg.select_ops(CPU), CPU)
@@ -190,6 +194,7 @@ def test_initial_weights(tiny):
 
 
 @pytest.mark.parametrize("key_width", [16, 8])
+@pytest.mark.fast
 def test_features_and_gradients_by_their_formulas(tiny, key_width):
     """Queries and keys as wide as values, and half as wide: then v and out are two matrices each of the shape that q and k have."""
     config = replace(DOUBLE, key_width=key_width)
@@ -225,6 +230,7 @@ def plain_gradients(corpus, request):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 8])
+@pytest.mark.fast
 def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_gradients, slots):
     monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: slots)
     trainer, (step, expected_loss, expected) = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE)), plain_gradients
@@ -255,6 +261,7 @@ def test_accumulation_trains_the_same_table(corpus, tiny, monkeypatch):
     assert ends[0]["last_step"].unique().tolist() == [0, 1, 2, 3, 4, 5], "the tokens of each step are its own"
 
 
+@pytest.mark.fast
 def test_candidates_that_are_all_columns_change_nothing(tiny):
     """In another order, each target certain and each other standing for itself: loss and gradients of the full softmax."""
     pieces, results = pieces_of([20, 12], np.random.default_rng(3)), []
@@ -265,6 +272,7 @@ def test_candidates_that_are_all_columns_change_nothing(tiny):
     assert all(relative(a, b) < 1e-9 for a, b in zip(*results))
 
 
+@pytest.mark.fast
 def test_head_chunks_do_not_matter(tiny):
     """Chunks of the loss are an implementation detail: the same loss and gradients for any size of them."""
     results, documents = [], packed(pieces_of([40, 24], np.random.default_rng(4)), sampled_classes=90)
@@ -276,6 +284,7 @@ def test_head_chunks_do_not_matter(tiny):
     assert all(relative(a, b) < 1e-12 for result in results[1:] for a, b in zip(result, results[0]))
 
 
+@pytest.mark.fast
 def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
     """From the zero initialisation it takes some updates until the signal has reached everything; no gradient outlives its step."""
     trainer = helpers.make_trainer(corpus)
@@ -321,6 +330,7 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.fast
 def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monkeypatch, slots):
     """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed: the n-grams' before the
     embedding's; the scalars' after all else."""
@@ -390,6 +400,7 @@ class Recorded(tg.Ranks):
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.fast
 def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
     """Gradients of the last layers leave first, during the backward pass, each group once and complete; weights are asked for in the order in which
     the forward pass waits for them."""
@@ -426,6 +437,7 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
         assert all(barrier for full, barrier in zip(ranks.wanted, ranks.barriers) if full.data_ptr() in {o.weights.data_ptr() for o in optimizer.gather_now})
 
 
+@pytest.mark.fast
 def test_a_step_that_was_broken_off_leaves_nothing(corpus, tiny, monkeypatch):
     """Neither a gradient nor what a sparse table has received: the run after it is that of another process."""
     monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: 4)
@@ -586,6 +598,7 @@ def test_one_rank_speaks(ranked):
         assert "val loss" in said[0] and not any("loss" in text for text in said[1:])
 
 
+@pytest.mark.fast
 def test_one_rank_communicates_nothing(corpus, tiny, monkeypatch):
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object", "init_process_group", "barrier", "broadcast"):
         monkeypatch.setattr(tg.dist, name, lambda *_, **__: pytest.fail("communicated with one rank"))
@@ -595,6 +608,7 @@ def test_one_rank_communicates_nothing(corpus, tiny, monkeypatch):
     trainer.validate(trainer.final_geometry)
 
 
+@pytest.mark.fast
 def test_training_learns(corpus, tiny):
     """Forty steps on text where a token says much about the next: well below the entropy of single tokens (6.2)."""
     preset = replace(PRESET, train_tokens=12_000, stages=(tg.Stage(20, 256, 48, 16, 32), tg.Stage(6, 512, 48, 16, 32)))

@@ -1,8 +1,8 @@
 """Times and errors of the n-gram table on one GPU, as a markdown table; not a test.
 
-    python tests/bench_ngram.py                    under 60 s on an H200
-    python tests/bench_ngram.py --rows 8388608     a larger table
-    python tests/bench_ngram.py --cpu-dry-run      tiny, interpreted kernels: proves that it runs through
+    python benchmarks/bench_ngram.py                    under 60 s on an H200
+    python benchmarks/bench_ngram.py --rows 8388608     a larger table
+    python benchmarks/bench_ngram.py --cpu-dry-run      tiny, interpreted kernels: proves that it runs through
 
 For a step of each stage: the lookup of the sums, the grouping of the ids (a sort and a search) alone, and the sparse update, grouping included,
 with several shapes of its kernel. Times are medians over replays of a CUDA graph; ceilings are bytes at 4.27 TB/s. The errors are Frobenius

@@ -1,9 +1,9 @@
 """Windowed document attention on one GPU: times, errors, and the sweep that chose the tiles in train_gpt.attention_tiles.
 
-    python tests/bench_attention.py                 times and errors of the fixed tiles, beside torch's varlen_attn and FlashAttention-3
-    python tests/bench_attention.py --sweep         also times every tile of TILES on every cell and ranks them
-    python tests/bench_attention.py --sprint        with the heads of the preset sprint, narrower in q and k than in v
-    python tests/bench_attention.py --cpu-dry-run   both, at toy sizes in Triton's interpreter: proves that the script runs
+    python benchmarks/bench_attention.py                 times and errors of the fixed tiles, beside torch's varlen_attn and FlashAttention-3
+    python benchmarks/bench_attention.py --sweep         also times every tile of TILES on every cell and ranks them
+    python benchmarks/bench_attention.py --sprint        with the heads of the preset sprint, narrower in q and k than in v
+    python benchmarks/bench_attention.py --cpu-dry-run   both, at toy sizes in Triton's interpreter: proves that the script runs
 
 Times are microseconds, medians over replays of a CUDA graph of several calls (operands of a big cell exceed the L2, so calls do not warm it
 for each other); backward is delta plus all three gradients. Width 128 and 6 heads (but for --sprint), normalised q and k, scale 0.12. Ours

@@ -1,9 +1,9 @@
 """Times and errors on one GPU of the way to attention: QKV projection, split into heads, and back, in FP8 and in bf16.
 
-    python tests/bench_split_heads.py                       under 30 s on an H200
-    python tests/bench_split_heads.py --compiled            torch.compile of the reference besides: half a minute more
-    python tests/bench_split_heads.py --sweep               tokens a program and warps of the kernels instead
-    python tests/bench_split_heads.py --cpu-dry-run         tiny sizes, interpreted kernels: proves that it runs through
+    python benchmarks/bench_split_heads.py                       under 30 s on an H200
+    python benchmarks/bench_split_heads.py --compiled            torch.compile of the reference besides: half a minute more
+    python benchmarks/bench_split_heads.py --sweep               tokens a program and warps of the kernels instead
+    python benchmarks/bench_split_heads.py --cpu-dry-run         tiny sizes, interpreted kernels: proves that it runs through
 
 Microseconds, medians over replays of a CUDA graph. First table: the whole path; backward is what it adds to a forward. Its ceiling is the time of
 the products alone at 790 TFLOP/s in bf16 and 1500 in FP8. Errors are Frobenius norms relative to float64, the largest of the outputs and the

@@ -51,6 +51,7 @@ def at_step(monkeypatch, number, action):
 
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
+@pytest.mark.fast
 def test_log_is_complete(run, corpus):
     result = run("--seed", 3)
     (log,) = result.logs
@@ -152,6 +153,7 @@ def test_the_clock_encloses_all_steps_and_the_last_exchange(corpus, tiny, tmp_pa
     assert seen == ["training", *["step"] * PRESET.steps, "gather", None]
 
 
+@pytest.mark.fast
 def test_the_clock(monkeypatch):
     """Against a hand-turned time: pauses do not count, the running interval does."""
     now = [100.0]
@@ -187,6 +189,7 @@ def test_an_unwritable_log_folder(run, corpus, tmp_path, capsys):
     assert err.count("\n") == 1 and re.match(r"run log: expected to write .*, found '.*Not a directory.*'; fix: .* UNLOGGED", err)
 
 
+@pytest.mark.fast
 def test_a_disk_that_fills_up(tmp_path, capsys):
     """The file fails in the middle of a run: one message, and the run's later lines go nowhere without harm."""
     if not os.path.exists("/dev/full"):
@@ -202,6 +205,7 @@ def test_a_disk_that_fills_up(tmp_path, capsys):
     assert out == "still here\n" and err.count("No space left") == 1 and err.count("\n") == 1
 
 
+@pytest.mark.fast
 def test_a_log_is_never_overwritten(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     path.write_text("a result\n")
@@ -250,6 +254,7 @@ def test_a_training_averages(corpus, tiny, tmp_path, monkeypatch):
         assert calls == expected
 
 
+@pytest.mark.fast
 def test_warm_up_changes_nothing(corpus, tiny, monkeypatch):
     """It really trains, on none of the training data, and the state after it is the state before it, generator included."""
     trainer = helpers.make_trainer(corpus)
@@ -263,12 +268,14 @@ def test_warm_up_changes_nothing(corpus, tiny, monkeypatch):
     assert all(t.equal(weights[name]) for name, t in trainer.optimizer.state().items())
 
 
+@pytest.mark.fast
 def test_warm_up_that_leaves_a_trace_ends_the_run(run, monkeypatch):
     monkeypatch.setattr(tg.AdamTable, "reset", lambda table: None)
     with pytest.raises(AssertionError, match="warm-up changed the training state"):
         run("--seed", 3)
 
 
+@pytest.mark.fast
 def test_compiling_in_the_timed_run_is_no_record(run, monkeypatch):
     counts = iter(range(10, 100))
     monkeypatch.setattr(tg, "compiled_graphs", lambda: next(counts))
@@ -344,6 +351,7 @@ def test_wrong_options_exit_with_2(tiny, capsys, options):
 
 # ---- when something goes wrong ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world", ["3", "5", "16"])
+@pytest.mark.fast
 def test_impossible_world_sizes(corpus, tiny, monkeypatch, capsys, world):
     monkeypatch.setenv("WORLD_SIZE", world)
     assert tg.main(["--preset", "tiny", "--data", str(corpus)]) == 2
@@ -351,6 +359,7 @@ def test_impossible_world_sizes(corpus, tiny, monkeypatch, capsys, world):
     assert re.fullmatch(rf"train_gpt: number of processes: expected 1, 2, 4 or 8, found {world}; fix: .*\n", said)
 
 
+@pytest.mark.fast
 def test_ranks_that_are_no_numbers(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "x")
     assert tg.main([]) == 2 and "WORLD_SIZE: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
@@ -371,6 +380,7 @@ def test_ctrl_c(run, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.fast
 def test_numerical_failure(run, monkeypatch, tmp_path, value):
     """Seen at the next flush, two logged steps later at most; the log says at which step, and is kept."""
     at_step(monkeypatch, 2, lambda trainer: trainer.model.embedding.data.fill_(value))
@@ -466,6 +476,7 @@ def saved(kept, run, tmp_path):
     return path, kept["log"]
 
 
+@pytest.mark.fast
 def test_a_saved_model_evaluates_to_its_loss(saved, corpus, capsys):
     path, log = saved
     assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 0
@@ -551,6 +562,7 @@ BAD_MODELS = {  # the fault, and what the message tells of it
 
 
 @pytest.mark.parametrize("name", BAD_MODELS)
+@pytest.mark.fast
 def test_bad_model_files(saved, corpus, capsys, monkeypatch, tmp_path, name):
     path, _ = saved
     monkeypatch.chdir(tmp_path)
@@ -562,6 +574,7 @@ def test_bad_model_files(saved, corpus, capsys, monkeypatch, tmp_path, name):
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.fast
 def test_wrong_weights_are_named(saved, corpus, capsys):
     path, _ = saved
     edit(lambda content: content["weights"].pop("lm_head"))(path)
@@ -576,6 +589,7 @@ def test_sampling_without_tiktoken(saved, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("option, value", [("--seed", "9" * 20), ("--seed", "-1"), ("--stall-limit", "0"), ("--stall-limit", "nan"), ("--runs", "0")])
+@pytest.mark.fast
 def test_numbers_out_of_range_are_usage_errors(option, value, capsys):
     with pytest.raises(SystemExit) as caught:
         tg.main([option, value])

@@ -1,8 +1,8 @@
 """Times and errors of the pointer on one GPU.
 
-    python tests/bench_pointer.py                 the fixed tiles at each size: kernels alone, and what a step adds to the head
-    python tests/bench_pointer.py --sweep         other tiles too
-    python tests/bench_pointer.py --cpu-dry-run   toy sizes in Triton's interpreter: proves that the script runs
+    python benchmarks/bench_pointer.py                 the fixed tiles at each size: kernels alone, and what a step adds to the head
+    python benchmarks/bench_pointer.py --sweep         other tiles too
+    python benchmarks/bench_pointer.py --cpu-dry-run   toy sizes in Triton's interpreter: proves that the script runs
 
 Medians over replays of a CUDA graph, ms. Documents as in bench_attention.py (mean 570 tokens, cap 3072), Zipf-like ids; width,
 window and scale of the sprint (in LOG.md the figures to 2026-11-23 are of window 2048 and scale 128^-.5).

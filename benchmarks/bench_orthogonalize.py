@@ -1,9 +1,9 @@
 """Time and accuracy of orthogonalisation on a CUDA GPU; not a test.
 
-    python tests/bench_orthogonalize.py                 every recipe, next to torch.bmm / baddbmm, and polar errors
-    python tests/bench_orthogonalize.py --sweep         each kernel with every tile candidate, next to torch.bmm
-    python tests/bench_orthogonalize.py --compile       with the two scaling helpers compiled by torch.compile
-    python tests/bench_orthogonalize.py --cpu-dry-run   tiny sizes in Triton's interpreter: only proves that it runs
+    python benchmarks/bench_orthogonalize.py                 every recipe, next to torch.bmm / baddbmm, and polar errors
+    python benchmarks/bench_orthogonalize.py --sweep         each kernel with every tile candidate, next to torch.bmm
+    python benchmarks/bench_orthogonalize.py --compile       with the two scaling helpers compiled by torch.compile
+    python benchmarks/bench_orthogonalize.py --cpu-dry-run   tiny sizes in Triton's interpreter: only proves that it runs
 
 Times are medians of CUDA events around replayed CUDA graphs, so no launch overhead is in them; "eager" has it. TFLOP/s
 count what the algorithm needs: 3 n^2 m + n^3 flops a step and matrix (n <= m), symmetric products at half; the ceiling is

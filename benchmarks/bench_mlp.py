@@ -1,9 +1,9 @@
 """Times and errors of the MLP on one GPU, FP8 against bf16, as markdown tables; and the ranges its FP8 scales must cover.
 
-    python tests/bench_mlp.py                       under 40 s on an H200
-    python tests/bench_mlp.py --tokens 16384        one size
-    python tests/bench_mlp.py --cpu-dry-run         tiny sizes, interpreted kernels (whose FP8 casts are coarse): it runs through
-    python tests/bench_mlp.py --diagnose 0,20,111,339 --preset sprint --data DIR --seed 1
+    python benchmarks/bench_mlp.py                       under 40 s on an H200
+    python benchmarks/bench_mlp.py --tokens 16384        one size
+    python benchmarks/bench_mlp.py --cpu-dry-run         tiny sizes, interpreted kernels (whose FP8 casts are coarse): it runs through
+    python benchmarks/bench_mlp.py --diagnose 0,20,111,339 --preset sprint --data DIR --seed 1
         trains with the options that follow and prints, for the first micro-batch of those steps and every layer, how large
         what is rounded to FP8 is, in the QKV projections too (add --no-fp8 mlp or attention to see it in a bf16 training)
 

@@ -1,9 +1,9 @@
 """Times and errors of the head, the loss and the embedding gradient on one GPU, as markdown tables.
 
-    python tests/bench_loss.py                       under 40 s on an H200
-    python tests/bench_loss.py --compiled            also torch.compile of the plain formula, 15 s more
-    python tests/bench_loss.py --tokens 16384        one size
-    python tests/bench_loss.py --cpu-dry-run         tiny sizes, interpreted kernels: proves that it runs through
+    python benchmarks/bench_loss.py                       under 40 s on an H200
+    python benchmarks/bench_loss.py --compiled            also torch.compile of the plain formula, 15 s more
+    python benchmarks/bench_loss.py --tokens 16384        one size
+    python benchmarks/bench_loss.py --cpu-dry-run         tiny sizes, interpreted kernels: proves that it runs through
 
 Medians over replays of a CUDA graph. Ceilings: 4.27 TB/s for kernels, 790 TFLOP/s for bf16 products, 1500 for FP8; of a whole path the products and
 the bytes of its elementwise kernels. Errors are Frobenius norms relative to a float64 result of the same bf16 operands.

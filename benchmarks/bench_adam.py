@@ -1,7 +1,7 @@
 """Time and accuracy of adam_update, compiled, on the large tables of one rank; not a test.
 
-    python tests/bench_adam.py                    under 30 s on an H200
-    python tests/bench_adam.py --cpu-dry-run      tiny tables, not compiled: proves that it runs through
+    python benchmarks/bench_adam.py                    under 30 s on an H200
+    python benchmarks/bench_adam.py --cpu-dry-run      tiny tables, not compiled: proves that it runs through
 
 Milliseconds, medians over replays of a CUDA graph. An element moves 14 bytes: a gradient read, a weight and two moments read and
 written, all bf16; the ceiling is their time at 4.27 TB/s. Errors are Frobenius norms relative to float64 after one step that
