@@ -228,7 +228,6 @@ class Preset:
     val_tokens: int
     val_window_tokens: int = 131_072  # contiguous tokens a forward pass of the validation sees
     val_windows_tokens: tuple[int, int] = (768, 2560)  # (short, long) attention windows of the final validation
-    target_loss: float | None = None
     status: str  # one line said at the start
     log_every_steps: int = 25
 
@@ -274,8 +273,11 @@ GPT_TINY = ModelConfig(
         Layer(value_embedding=2, window="long", key_offset=True)))
 
 
-def three_stages(steps: Sequence[int], extension_steps: int, batch_tokens: Sequence[int], rates: Sequence[float],
-                 cap_tokens: int, sampled_classes: Sequence[int | None]) -> tuple[Stage, ...]:
+def three_stages(
+    steps: Sequence[int], extension_steps: int, batch_tokens: Sequence[int] = (131_072, 262_144, 393_216),
+    rates: Sequence[float] = (1.0, 1.51, 1.73), cap_tokens: int = 3072,
+    sampled_classes: Sequence[int | None] = (10_240, 14_336, 28_672),
+) -> tuple[Stage, ...]:
     """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
     targets (record 53). The extension follows (record 35)."""
     windows = (128, 384), (384, 896), (640, 1408)
@@ -294,25 +296,21 @@ def three_stages(steps: Sequence[int], extension_steps: int, batch_tokens: Seque
 
 PRESETS = {preset.name: preset for preset in (
     Preset(
-        "speedrun", GPT_SMALL,
-        three_stages((400, 400, 400), 40, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072,
-                     (10_240, 14_336, 28_672)),
-        train_tokens=500_000_000, val_tokens=10_485_760, target_loss=3.28,
+        "speedrun", GPT_SMALL, three_stages((400, 400, 400), 40),
+        train_tokens=500_000_000, val_tokens=10_485_760,
         status="speedrun: not yet run on FineWeb"),
     # The same at 0.735 of the length, one pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
-        "speedrun-webmix", GPT_SMALL,
-        three_stages((294, 294, 294), 29, (131_072, 262_144, 393_216), (1.0, 1.51, 1.73), 3072,
-                     (10_240, 14_336, 28_672)),
+        "speedrun-webmix", GPT_SMALL, three_stages((294, 294, 294), 29),
         OptimizerConfig(momentum_warmup_steps=220, momentum_cooldown_steps=37), "data/webmix",
-        train_tokens=243_000_000, val_tokens=4_194_304, target_loss=3.1029,
+        train_tokens=243_000_000, val_tokens=4_194_304,
         status="speedrun-webmix: at most one pass over 24 shards"),
     # One pass over 94 M tokens in half the speedrun's batches: twice the steps lower the loss by
     # 0.04 at the same time on one GPU (records/LOG.md).
     Preset(
         "sprint", GPT_SPRINT,
-        three_stages((239, 239, 229), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45), 3072,
-                     (6144, 10_240, 14_336)),
+        three_stages((239, 239, 229), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45),
+                     sampled_classes=(6144, 10_240, 14_336)),
         train_tokens=94_000_000, val_tokens=2_097_152,
         status="sprint: at most one pass over one shard"),
     Preset(
@@ -337,10 +335,8 @@ PRESETS = {preset.name: preset for preset in (
 
 # ==== 3. Schedule: pure functions of the step =========================================================================
 def stage_index(preset: Preset, step: int) -> int:
-    """The index of the stage that holds a step (0-based); IndexError after the last step."""
+    """The index of the stage that holds a step (0-based); the number of stages after the last step."""
     ends = list(itertools.accumulate(stage.steps for stage in preset.stages))
-    if step >= ends[-1]:
-        raise IndexError(f"step {step} of {ends[-1]}")
     return bisect.bisect_right(ends, step)
 
 
@@ -2694,7 +2690,7 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs: BLOCK_M, BLOCK_N and BLOCK_K are the
 # rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a head. Every header names the reference
-# in section 8, and has shapes, operations or bytes, and measured times (one H200, by tests/bench_*.py).
+# in section 8, and has shapes, operations or bytes, and measured times (one H200, by benchmarks/bench_*.py).
 
 LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
 
@@ -3110,7 +3106,7 @@ def attention_backward_kernel(
 def attention_tiles(device: torch.device, head_dim_qk: int = 128) -> tuple[dict, dict]:
     """Fixed launch configurations of forward and backward: own tokens, tokens a step; warps, stages.
 
-    tests/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps are half as long
+    benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps are half as long
     where shared memory is small or steps go through pointers, since the backward would spill registers.
     """
     forward = dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
@@ -3323,7 +3319,7 @@ def to_e5m2_bits(x, PTX: tl.constexpr):
 
     Triton converts two numbers at once into a 16-bit register. Where the two bytes of such a pair are
     stored apart, as in a transposed store, ptxas (of Triton 3.6 and 3.7, sm_90) reads half of them from the
-    stack pointer. The PTX written by hand here uses 32-bit registers instead; tests/test_compiled.py looks
+    stack pointer. The PTX written by hand here uses 32-bit registers instead; tests/test_fp8_machine_code.py looks
     for the fault.
     """
     if PTX:

@@ -271,7 +271,6 @@ def test_every_track_and_its_preset_agree():
         preset = train_gpt.PRESETS[track.preset]
         assert preset.val_tokens == track.val_tokens and preset.train_tokens <= track.shard_tokens, name
         assert name.partition("-")[2] == "webtext" or preset.data == track.data, "one preset serves both tracks of the sprint"
-        assert preset.target_loss in (None, track.target_loss), name
 
 
 def test_the_track_of_webmix(tmp_path):
