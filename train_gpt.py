@@ -174,8 +174,9 @@ class OptimizerConfig:
     cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
     # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
     final_learning_rate: float = 0.25
-    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the
-    # same time.
+    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the same time.
+    # It should look back over 7 % of the run: that is interval / rate steps. A longer run wants a lower rate,
+    # -0.004 at 1854 steps.
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
     averaging_rate: float = 0.0755
@@ -297,12 +298,14 @@ def three_stages(
 PRESETS = {preset.name: preset for preset in (
     Preset(
         "speedrun", GPT_SMALL, three_stages((400, 400, 400), 40),
+        OptimizerConfig(averaging_rate=0.044, averaged_share=0.65),
         train_tokens=500_000_000, val_tokens=10_485_760,
         status="speedrun: not yet run on FineWeb"),
     # The same at 0.735 of the length, one pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
         "speedrun-webmix", GPT_SMALL, three_stages((294, 294, 294), 29),
-        OptimizerConfig(momentum_warmup_steps=220, momentum_cooldown_steps=37), "data/webmix",
+        OptimizerConfig(momentum_warmup_steps=220, momentum_cooldown_steps=37, averaging_rate=0.06,
+                        averaged_share=0.65), "data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304,
         status="speedrun-webmix: at most one pass over 24 shards"),
     # One pass over 94 M tokens in half the speedrun's batches: twice the steps lower the loss by
@@ -2611,43 +2614,30 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
 
 @dataclasses.dataclass(frozen=True)
 class OrthogonalizeRecipe:
-    """How singular values are driven to 1: scale them into (0, 1], then apply a s + b s^3 + c s^5 in each step.
+    """How singular values are driven to 1: divide by safety * ||X||_F, then apply a s + b s^3 + c s^5 in each step.
 
-    scaling: "frobenius" divides by safety * ||X||_F. "aol" scales every row i by
-    (sum_j |G_ij|)^-1/2, G = X X^T. This also bounds the spectral norm by 1 but is tighter, and
-    takes no pass over X (arXiv 2208.03160); it changes the polar factor a little, since it
-    equalises rows. coefficients: one (a, b, c) a step. safety: room for rounding, since a
-    polynomial explodes above its interval.
+    coefficients: one (a, b, c) a step. safety: room for rounding, since a polynomial explodes above its interval.
     """
     name: str
-    scaling: str
     coefficients: tuple[tuple[float, float, float], ...]
     safety: float = 1.0
 
 
 # Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
-# values log-uniform in 1e-3..1: quintic .163 | .203 | .473, polar-express .096 | .123 | .354, turbo .034 | .094 | .434.
+# values log-uniform in 1e-3..1: quintic .163 | .203 | .473, polar-express .096 | .123 | .354.
 RECIPES = {recipe.name: recipe for recipe in (
     # Muon's first polynomial is steep at 0 and never settles at 1 (singular values end in
     # .68..1.20).
-    OrthogonalizeRecipe("quintic", "frobenius", ((3.4445, -4.7750, 2.0315),) * 5),
+    OrthogonalizeRecipe("quintic", ((3.4445, -4.7750, 2.0315),) * 5),
     # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves
     # (arXiv 2505.16932). It diverges above 1.02: keep the safety.
-    OrthogonalizeRecipe("polar-express", "frobenius", (
+    OrthogonalizeRecipe("polar-express", (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ), safety=1.02),
-    # Turbo-Muon (arXiv 2512.04632): of the published four-step tables the most accurate one on
-    # gaussian matrices, within .94..1.05 from .01 up to 1.1.
-    OrthogonalizeRecipe("turbo", "aol", (
-        (4.6051, -9.6552, 5.6769),
-        (4.7505, -6.0861, 2.1790),
-        (2.7763, -2.3190, 0.5523),
-        (2.4231, -2.2861, 0.8193),
-    )),
 )}
 
 
@@ -2662,25 +2652,13 @@ def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
     return (X / divisor.to(X.dtype)).to(dtype)
 
 
-def aol_scale(X: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """diag(s) X and, without a product, its Gram matrix, where G = X X^T and s_i = (sum_j |G_ij|)^-1/2."""
-    wide = wide_dtype(X)
-    row_sums = torch.linalg.vector_norm(G, ord=1, dim=-1, keepdim=True, dtype=wide)
-    s = row_sums.clamp_min(torch.finfo(wide).tiny).rsqrt()
-    gram = G * (s * s.mT)  # s_i s_j is formed first, so that the result is symmetric
-    return (X * s).to(X.dtype), gram.to(G.dtype)
-
-
 def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Tensor:
     """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
     tall = matrices.size(-2) > matrices.size(-1)
     X = matrices.mT if tall else matrices  # a view: now rows <= columns, and the Gram matrix is the small one
-    if recipe.scaling == "frobenius":
-        X = frobenius_scale(X, recipe.safety, X.dtype)
-    for step, (a, b, c) in enumerate(recipe.coefficients):
+    X = frobenius_scale(X, recipe.safety, X.dtype)
+    for a, b, c in recipe.coefficients:
         A = X @ X.mT
-        if step == 0 and recipe.scaling == "aol":
-            X, A = aol_scale(X, A)
         X = a * X + (b * A + c * A @ A) @ X
     return X.mT if tall else X
 
@@ -2842,23 +2820,17 @@ def orthogonalize(
 ) -> Tensor:
     """Near-orthogonal factor of each matrix of [batch, M, N] (float32 or bf16), computed in dtype.
 
-    It agrees with orthogonalize_reference up to rounding, and leaves the input as it is. The scaling "aol"
-    squares unscaled entries in dtype, so in fp16, whose range is small, they must not be tiny.
+    It agrees with orthogonalize_reference up to rounding, and leaves the input as it is.
     """
     tall = matrices.size(-2) > matrices.size(-1)
     X = matrices.mT if tall else matrices
     n = X.size(1)
     A, P = matrices.new_empty((2, X.size(0), n, n), dtype=dtype)  # A = X X^T and P = b A + c A A
 
-    X = frobenius_scale(X, recipe.safety, dtype) if recipe.scaling == "frobenius" else X.to(dtype)
-    symmetric_product(X, out=A)
-    if recipe.scaling == "aol":
-        X, A = aol_scale(X, A)
-
+    X = frobenius_scale(X, recipe.safety, dtype)
     next_X = torch.empty_like(X)
-    for step, (a, b, c) in enumerate(recipe.coefficients):
-        if step:
-            symmetric_product(X, out=A)
+    for a, b, c in recipe.coefficients:
+        symmetric_product(X, out=A)
         symmetric_product(A, out=P, scale=c, x_scale=b)
         add_product(P, X, a, out=next_X)
         X, next_X = next_X, X
@@ -4993,8 +4965,8 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     """`preset` with `length` times the steps: one preset serves a longer or a shorter corpus (--length).
 
     Every stage, the extension, and the warm-up and cool-down of the momentum keep their shares of the schedule,
-    rounded, but take at least one step. Training tokens grow by what the schedule takes more, so that enough shards
-    are opened.
+    rounded, but take at least one step. Averages look back over the same share of it. Training tokens grow by what
+    the schedule takes more, so that enough shards are opened.
     """
     def scaled(steps: int) -> int:
         return max(1, round(length * steps))
@@ -5003,7 +4975,8 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     optimizer = dataclasses.replace(
         preset.optimizer,
         momentum_warmup_steps=scaled(preset.optimizer.momentum_warmup_steps),
-        momentum_cooldown_steps=scaled(preset.optimizer.momentum_cooldown_steps))
+        momentum_cooldown_steps=scaled(preset.optimizer.momentum_cooldown_steps),
+        averaging_rate=min(1.0, preset.optimizer.averaging_rate / length))
     more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
     return dataclasses.replace(
         preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_orthogonalize.py                 every recipe, next to torch.bmm / baddbmm, and polar errors
     python benchmarks/bench_orthogonalize.py --sweep         each kernel with every tile candidate, next to torch.bmm
-    python benchmarks/bench_orthogonalize.py --compile       with the two scaling helpers compiled by torch.compile
+    python benchmarks/bench_orthogonalize.py --compile       with the scaling compiled by torch.compile
     python benchmarks/bench_orthogonalize.py --cpu-dry-run   tiny sizes in Triton's interpreter: only proves that it runs
 
 Times are medians of CUDA events around replayed CUDA graphs, so no launch overhead is in them; "eager" has it. TFLOP/s
@@ -89,12 +89,9 @@ def orthogonalize_torch(matrices, recipe):
     """The same recipe through cuBLAS: full products, no kernels of ours."""
     tall = matrices.size(1) > matrices.size(2)
     X = matrices.mT if tall else matrices
-    X = X.to(DTYPE) if recipe.scaling == "aol" else tg.frobenius_scale(X, recipe.safety, DTYPE)
-    A = torch.bmm(X, X.mT)
-    if recipe.scaling == "aol":
-        X, A = tg.aol_scale(X, A)
-    for step, (a, b, c) in enumerate(recipe.coefficients):
-        A = torch.bmm(X, X.mT) if step else A
+    X = tg.frobenius_scale(X, recipe.safety, DTYPE)
+    for a, b, c in recipe.coefficients:
+        A = torch.bmm(X, X.mT)
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, P, X, beta=a)
     return X.mT if tall else X
@@ -181,7 +178,7 @@ if __name__ == "__main__":
     started = time.perf_counter()
     torch.manual_seed(0)
     if args.compile:
-        tg.frobenius_scale, tg.aol_scale = (torch.compile(f, dynamic=False) for f in (tg.frobenius_scale, tg.aol_scale))
+        tg.frobenius_scale = torch.compile(tg.frobenius_scale, dynamic=False)
     with torch.no_grad():
         sweep() if args.sweep else bench_recipes()
     print(f"\n{'CPU, dry run' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, "

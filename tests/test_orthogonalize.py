@@ -160,13 +160,13 @@ def test_add_product_does_not_assume_symmetry():
 
 
 @needs_kernels
-@pytest.mark.parametrize("shape, name", [(shape, "turbo") for shape in [(1, 12), (12, 6), (65, 130), (130, 65), (70, 70)]] + [
-    ((12, 6), "quintic"), ((65, 130), "quintic"), ((12, 6), "polar-express"), ((65, 130), "polar-express")], ids=str)
+@pytest.mark.parametrize("shape, name", [(shape, "polar-express") for shape in [(1, 12), (12, 6), (65, 130), (130, 65), (70, 70)]] + [
+    ((12, 6), "quintic"), ((65, 130), "quintic")], ids=str)
 def test_fast_path_equals_reference(shape, name):
     recipe, values = tg.RECIPES[name], gaussian(2, *shape).float().to(DEVICE)
     _, strided = inside_nan(values, torch.float32)
     expected = tg.orthogonalize_reference(values, recipe)
-    for matrices in (values, strided) if name == "turbo" else (values,):
+    for matrices in (values, strided) if name == "polar-express" else (values,):
         out = tg.orthogonalize(matrices, recipe, torch.float32)
         assert out.shape == values.shape and out.dtype == torch.float32
         assert (out - expected).norm() / expected.norm() < 5e-5
@@ -188,7 +188,6 @@ def test_half_precision_stays_close_to_float64(recipe):
 BOUNDS = {
     "quintic": ((0.68, 1.21), 0.22, 0.23),
     "polar-express": ((0.85, 1.15), 0.11, 0.13),
-    "turbo": ((0.93, 1.06), 0.045, 0.11),
 }
 
 
@@ -216,7 +215,7 @@ def test_close_to_polar_factor(path, shape, recipe):
 def test_gain_and_room_above_one(recipe):
     """Slope at 0 of the composite as published; inputs 2 % above the norm, far more than bf16 adds, stay in bounds."""
     gain = torch.tensor([a for a, _, _ in recipe.coefficients]).prod() / recipe.safety
-    assert gain == pytest.approx({"quintic": 485, "polar-express": 970, "turbo": 147}[recipe.name], rel=2e-3)
+    assert gain == pytest.approx({"quintic": 485, "polar-express": 970}[recipe.name], rel=2e-3)
     x = torch.linspace(0.01, 1.02, 1000, dtype=torch.float64) / recipe.safety
     for a, b, c in recipe.coefficients:
         x = a * x + b * x**3 + c * x**5
@@ -232,21 +231,13 @@ def test_reference_applies_the_composite_polynomial(recipe, transposed):
     s = torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64)
     matrix = torch.zeros(4, 9, dtype=torch.float64)
     matrix[range(4), range(4)] = s
-    x = torch.ones(4, dtype=torch.float64) if recipe.scaling == "aol" else s / s.norm() / recipe.safety
+    x = s / s.norm() / recipe.safety
     for a, b, c in recipe.coefficients:
         x = a * x + b * x**3 + c * x**5
     out = tg.orthogonalize_reference(7 * (matrix.T if transposed else matrix), recipe)
     out = out.T if transposed else out
     torch.testing.assert_close(out.diagonal(), x)
     assert out.sum().isclose(x.sum())
-
-
-def test_aol_scaling_bounds_the_spectral_norm():
-    X = torch.cat([gaussian(1, 8, 8), torch.ones(1, 8, 8, dtype=torch.float64)])  # the bound is reached at rank one
-    scaled, gram = tg.aol_scale(X, X @ X.mT)
-    norms = torch.linalg.matrix_norm(scaled, ord=2)
-    assert norms[0] < 1 and norms[1].isclose(torch.ones((), dtype=torch.float64))
-    torch.testing.assert_close(gram, scaled @ scaled.mT)
 
 
 @recipes

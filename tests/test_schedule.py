@@ -77,8 +77,7 @@ def test_lengths():
     assert (LONG.steps, SHORT.steps) == (2160, 340)
     for preset in (SPEEDRUN, SPRINT):
         assert preset.val_windows_tokens == (768, 2560)
-        with pytest.raises(IndexError):
-            tg.stage_index(preset, preset.steps)
+        assert tg.stage_index(preset, preset.steps) == len(preset.stages)
     assert SPEEDRUN.val_tokens == 10_485_760 and SPRINT.val_tokens == 2_097_152
     assert SPRINT.train_tokens <= 95_000_000, "one pass over one shard"
 
@@ -117,6 +116,7 @@ def test_a_scaled_preset():
         scaled = tg.scaled_preset(LONG, length)
         assert [stage.steps for stage in scaled.stages] == steps
         assert (scaled.optimizer.momentum_warmup_steps, scaled.optimizer.momentum_cooldown_steps) == (warmup, cooldown)
+        assert scaled.optimizer.averaging_rate == min(1.0, LONG.optimizer.averaging_rate / length)
         assert [replace(stage, steps=0) for stage in scaled.stages] == [replace(stage, steps=0) for stage in LONG.stages], "nothing else of a stage"
     twice = tg.scaled_preset(LONG, 2.0)
     for fraction in (0, 0.25, 0.5, 0.75):

@@ -28,7 +28,7 @@ SECTIONS = ["Imports, constants", "Configuration", "Schedule", "Model", "Optimiz
             "Operator selection", "Runtime", "Run log", "Afterwards", "Main"]
 # Which other sections a section may use, besides imports and configuration, which all may. The story comes first and the machinery after it.
 USES = {
-    "Schedule": ["Model"],  # the type of what it makes
+    "Schedule": [],
     "Model": ["Reference operators", "Runtime"],
     "Optimizer": ["Reference operators", "Triton kernels", "Runtime"],
     "Training": ["Schedule", "Model", "Optimizer", "Data", "Runtime", "Run log"],
@@ -38,8 +38,8 @@ USES = {
     "Operator selection": ["Model", "Reference operators", "Triton kernels", "Runtime"],
     "Runtime": [],
     "Run log": ["Runtime"],
-    "Afterwards": ["Schedule", "Model", "Data", "Operator selection", "Runtime", "Run log"],
-    "Main": ["Schedule", "Training", "Reference operators", "Operator selection", "Runtime", "Run log", "Afterwards"],
+    "Afterwards": ["Model", "Data", "Operator selection", "Runtime", "Run log"],
+    "Main": ["Training", "Reference operators", "Operator selection", "Runtime", "Run log", "Afterwards"],
 }
 FUNCTIONS = [node for node in ast.walk(TREE) if isinstance(node, ast.FunctionDef)]
 CALLS = [node for node in ast.walk(TREE) if isinstance(node, ast.Call)]
@@ -186,23 +186,17 @@ def code_tokens():
     return [token for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline) if token.type not in layout and token.start[0] not in prose]
 
 
-unfinished = pytest.mark.xfail(strict=False, reason="the sections are being rewritten one by one")
-
-
-@unfinished
 def test_the_script_is_small():
     """Size is counted in tokens: a cap on lines would make the code dense, not small."""
     assert len(code_tokens()) <= 39_000, f"{len(code_tokens())} tokens: the script is meant to be read whole, so what comes in replaces something"
 
 
-@unfinished
 def test_the_script_is_not_dense():
     tokens = code_tokens()
     lines = len({token.start[0] for token in tokens})
     assert len(tokens) <= 12.5 * lines, f"{len(tokens) / lines:.1f} tokens a line of code: one idea a line"
 
 
-@unfinished
 def test_no_line_is_wide():
     assert not [number for number, line in enumerate(LINES, 1) if len(line) > 120]
 

@@ -317,9 +317,9 @@ def test_profile_writes_a_trace(run, tmp_path):
 
 
 def test_options_reach_the_optimizer(run):
-    (log,) = run("--seed", 3, "--muon", "--orthogonalize", "turbo").logs
+    (log,) = run("--seed", 3, "--muon", "--orthogonalize", "quintic").logs
     optimizer = log[0]["preset"]["optimizer"]
-    assert optimizer["second_moment_decay"] is None and optimizer["orthogonalization"] == "turbo"
+    assert optimizer["second_moment_decay"] is None and optimizer["orthogonalization"] == "quintic"
     assert log[-1]["loss"] != run("--seed", 3).logs[0][-1]["loss"]
 
 
