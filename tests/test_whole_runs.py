@@ -312,7 +312,7 @@ def test_profile_writes_a_trace(run, tmp_path):
     result = run("--seed", 3, "--profile", "1:2")
     trace = json.loads(next((tmp_path / "logs").glob("*.trace.json")).read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
-    assert "reduce head" in names and any("Backward" in str(name) for name in names)
+    assert "reduce lm_head" in names and any("Backward" in str(name) for name in names)
     assert result.logs[0][-1]["state"].startswith("no record") and "Self CPU" in result.out
 
 
