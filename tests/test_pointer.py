@@ -238,7 +238,7 @@ def test_gradients_of_the_whole(tiny):
 
     def loss(pointer, columns):
         head = torch.cat([columns, model.lm_head.detach()[:, 3:]], 1)
-        pointer.info, head.info = model.pointer.info, model.lm_head.info  # they stand in for parameters
+        pointer.info, head.info = model.pointer.info, model.lm_head.info
         return torch.func.functional_call(model, {"pointer": pointer, "lm_head": head}, (batch, geometry_of(60), torch.tensor([1.0, 0.5])))
 
     assert torch.autograd.gradcheck(loss, [value.requires_grad_() for value in values], fast_mode=True)
