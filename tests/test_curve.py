@@ -12,6 +12,8 @@ sys.path.insert(0, str(ROOT / "records"))
 import curve  # noqa: E402
 from runlog import Failure  # noqa: E402
 
+pytestmark = pytest.mark.fast
+
 
 def write_log(path, rows, kind="val"):
     """A public text log of (step, seconds, loss) rows."""
@@ -49,6 +51,7 @@ def test_training_and_validation_losses_are_not_compared(sides, tmp_path):
         curve.table([sides[0], str(other)])
 
 
+@pytest.mark.slow
 def test_command(sides, tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("curve.svg", "curve.png"):
