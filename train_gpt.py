@@ -72,6 +72,8 @@ BOS = 50256  # <|endoftext|>: opens every document
 CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that every world size sees the same tokens
 FP8_PARTS = "attention", "head", "mlp"  # whose matrix products can be FP8
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
+SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
+NEW_TOKEN_ROWS = 32  # rows that it shares out among tokens without a match
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
@@ -108,16 +110,17 @@ class ModelConfig:
     mlp_width: int
     layers: tuple[Layer, ...]
     value_embeddings: int
-    ngram_rows: int  # hashed pairs and triples of tokens, added in every layer (records 62, 92); 0: none
+    # Of hashed n-grams, in equal parts by NGRAM_MULTIPLIERS, added in every layer (records 62, 92). 0: none.
+    ngram_rows: int
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
-    # Times normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels the loss
-    # is 0.005 lower at 0.13 than at 0.1, and 0.16 and 0.2 are alike.
+    # The factor of products of normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels
+    # the loss is 0.005 lower at 0.13 than at 0.1, and 0.16 and 0.2 are alike.
     attention_scale: float = 0.1
     longest_suffix_match: bool = True  # adds a row of what followed the same tokens, see that function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
-    # Times these, normalised. With it, a window of 4096 and not 2048 tokens and the n-grams' learning
-    # rate the loss fell by 0.0025, together.
+    # The factor of products of its normalised queries and keys. This value, a window of 4096 and not 2048 tokens and a
+    # higher learning rate of the n-grams lowered the loss by 0.0025 together.
     pointer_scale: float = 0.1
     # Channels that a gate reads, half of them of the value embedding if there is one (record 70); not tuned.
     gate_inputs: int = 16
@@ -135,7 +138,7 @@ class ModelConfig:
     @property
     def table_rows(self) -> int:
         """Rows of the n-gram table: the hashed ones, then those of `longest_suffix_match`. 0: there is no table."""
-        return self.ngram_rows + self.longest_suffix_match * (3 * self.padded_vocabulary + 32)
+        return self.ngram_rows + self.longest_suffix_match * (SUFFIX_LENGTHS * self.padded_vocabulary + NEW_TOKEN_ROWS)
 
 
 # Each parameter declares a role, and each role has one rule: so the optimizer knows what to do with it.
@@ -228,7 +231,7 @@ class Preset:
     train_tokens: int  # shards are opened in order until they hold this many
     val_tokens: int
     val_window_tokens: int = 131_072  # contiguous tokens a forward pass of the validation sees
-    val_windows_tokens: tuple[int, int] = (768, 2560)  # (short, long) attention windows of the final validation
+    val_attention_windows: tuple[int, int] = (768, 2560)  # (short, long) attention windows of the final validation
     status: str  # one line said at the start
     log_every_steps: int = 25
 
@@ -324,14 +327,14 @@ PRESETS = {preset.name: preset for preset in (
         OptimizerConfig(momentum_warmup_steps=30, momentum_cooldown_steps=8, cooldown_fraction=0.55,
                         averaging_interval_steps=1),
         "data/sample", train_tokens=10_000_000, val_tokens=8192, val_window_tokens=2048,
-        val_windows_tokens=(128, 512), log_every_steps=10,
+        val_attention_windows=(128, 512), log_every_steps=10,
         status="smoke: practice on a small public-domain sample, never on a leaderboard"),
     Preset(
         "smoke-gpu", dataclasses.replace(GPT_SMALL, ngram_rows=2**20),
         (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
         OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5),
         "data/sample", train_tokens=10_000_000, val_tokens=65_536, val_window_tokens=65_536,
-        val_windows_tokens=(384, 1408), log_every_steps=5,
+        val_attention_windows=(384, 1408), log_every_steps=5,
         status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
 )}
 
@@ -462,7 +465,7 @@ class Documents:
     tokens: Tensor  # [T], ids
     order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
     starts: Tensor  # [ids + 1], where each id's group starts in `order`
-    ngrams: Tensor  # [T, 0 to 3], rows of the n-gram table: two hashed ones, one of the longest suffix match
+    ngrams: Tensor  # [T, K], rows of the n-gram table: one for each of NGRAM_MULTIPLIERS, then the longest suffix match
     class_index: Tensor  # see Targets, as `classes` and `num_always`
     positions: Tensor  # [T], how many tokens of its document are before a token
     remaining: Tensor  # [T], how many are after it; the batch may hold only a part of a document, which then counts
@@ -850,8 +853,11 @@ class GPT(nn.Module):
         q, k = pointer_in(h[-1 - config.pointer_window_tokens:], self.pointer).float().unbind(1)
         scores = config.pointer_scale * (k[:-1] @ q[-1])
         shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
-        copied = F.pad(documents.class_index[-len(k):-1], (0, 1), value=config.vocabulary)
-        return p.index_fill(0, copied[-1:].long(), 0).index_add(0, copied, p[config.vocabulary] * shares)
+        copy_token = config.vocabulary
+        copied = F.pad(documents.class_index[-len(k):-1], (0, 1), value=copy_token)
+        p_copy = p[copy_token].clone()
+        p[copy_token] = 0
+        return p.index_add(0, copied, p_copy * shares)
 
 
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
@@ -1545,7 +1551,7 @@ def state_bytes(preset: Preset, ranks: Ranks, ops: Ops) -> int:
     tokens = sum(batch_sizes) if several else max(batch_sizes)
     gathered = 2 * preset.model.width * tokens * len(optimizer.sparse)
 
-    # Averaging one bank or table (Stateful.average_) takes up to four temporary tensors as large as its average.
+    # Averaging one bank or table (Owner.average_) takes up to four temporary tensors as large as its average.
     averaging = 4 * max((item.average.nbytes for item in optimizer.averaged), default=0)
     return state + gradients + gathered + averaging
 
@@ -1646,7 +1652,7 @@ class Trainer:
         stages = range(len(preset.stages))
         positions = max(self.longest_piece, *(stage.document_cap_tokens for stage in preset.stages))
         self.geometries = [rotary_geometry(preset, index, positions, self.device) for index in stages]
-        self.final_geometry = rotary_geometry(preset, stages[-1], positions, self.device, preset.val_windows_tokens)
+        self.final_geometry = rotary_geometry(preset, stages[-1], positions, self.device, preset.val_attention_windows)
 
         steps = range(preset.steps)
         rates = [step_rates(preset, step) for step in steps]
@@ -1673,7 +1679,10 @@ class Trainer:
         return loss
 
     def _run_step(self, index: int) -> Tensor:
-        """One step of a stage, on the inputs in its buffers. It reads nothing else that changes within the stage."""
+        """One step of a stage, on the inputs in its buffers. It reads nothing else that changes within the stage.
+
+        With graphs this code runs only twice a stage, in the warm-up and when its step is captured; replays run none
+        of it. So it must not branch on a step or on a value."""
         (*_, rates, target_weights), micro_batches = self.inputs[index]
         total = torch.zeros((), device=self.device)
 
@@ -1794,8 +1803,8 @@ def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
 class Meter:
     """Losses and times of the logged steps.
 
-    What is recorded is read only when the next record comes. The device has surely finished it by then, so the host
-    does not wait. The time of a step is the mean over the interval since the record before."""
+    What is recorded is read only when the next record comes. The device has surely finished it by then, so that
+    waiting for it returns at once. The time of a step is the mean over the interval since the record before."""
 
     def __init__(self, log: RunLog, trainer: Trainer, total_steps: int):
         self.log = log
@@ -2177,8 +2186,9 @@ def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_numbe
 
 
 # The orders of n-grams that hash_ngrams looks up, one row an order: here pairs and triples. A
-# further row is all that another order takes. A row holds the multipliers of the token itself, of
-# the one before it, and so on. They are below 2^16 as tokens are, so products fit into uint32.
+# further row is all that another order takes; ModelConfig.ngram_rows are then shared by more of
+# them. A row holds the multipliers of the token itself, of the one before it, and so on: odd numbers
+# below 2^16, as tokens are below 2^16 too, so that products fit into uint32.
 NGRAM_MULTIPLIERS = (
     (36313, 27191),
     (17351, 60961, 45259),
@@ -2211,7 +2221,7 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
 
     The result [T] is that following token plus vocabulary * (matched tokens - 1): a row of this
     feature's part of the n-gram table (ModelConfig.table_rows counts them). A token that is new to
-    its document gets one of 32 more rows in turn, so that the one program that sums the gradients
+    its document gets one of NEW_TOKEN_ROWS more rows in turn, so that the one program that sums the gradients
     of a row need not sum half of all gradients.
 
     Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
@@ -2228,18 +2238,19 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     count = len(tokens)
     keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
     ends = np.arange(count)
-    rows = 3 * vocabulary + ends % 32
-    suffix_id = np.zeros(count, int)  # of the suffix of `shorter` tokens that ends before each position
-    for shorter in range(3):
+    rows = SUFFIX_LENGTHS * vocabulary + ends % NEW_TOKEN_ROWS
+    suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
+    for length_before in range(SUFFIX_LENGTHS):
         ends = ends[np.argsort(keys[ends], kind="stable")]
         prev, cur = ends[:-1], ends[1:]
         same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
-        same_document = cur - prev <= positions[cur] - shorter
+        same_document = cur - prev <= positions[cur] - length_before
         match = same_suffix & same_document
-        rows[cur[match]] = tokens[prev[match] + 1].astype(int) + shorter * vocabulary
+        rows[cur[match]] = tokens[prev[match] + 1].astype(int) + length_before * vocabulary
 
-        # Number the suffixes in their sorted order, then move on by one position, to the tokens
-        # that they precede.
+        # Number the suffixes in their sorted order, then move on by one position, to the tokens that
+        # they precede. In the example the first round ends with longer_id [0 1 2 0 1], suffix_id
+        # [-1 0 1 2 0] and ends [0 1 4 2 3].
         longer_id = np.empty(count, int)
         longer_id[ends] = np.cumsum(np.append(False, ~same_suffix))
         suffix_id = np.append(-1, longer_id[:-1])
@@ -2594,7 +2605,7 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
 
         v <- beta2^(step - last_step) v + (1 - beta2) mean(g^2)
 
-    lr and wd are those of adam_update.
+    lr is the step size with its bias correction and wd the share that decays, as for adam_update.
     """
     ids = lookup[0]
     rows, group = ids.flatten().unique(return_inverse=True)
@@ -2707,7 +2718,7 @@ def product_kernel(
     scale, x_scale, ADD_X: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X]. ADD_X adds what is in brackets.
+    """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X]. ADD_X adds the term in brackets.
 
     out is not X, and sums are float32. Reference: the products in orthogonalize_reference.
 
@@ -2842,7 +2853,7 @@ def orthogonalize(
 #     delta[i] = dgate[i] = dout[i].out[i] / gate[i]       lse[i] = log2 (sum_j 2^(scale log2(e) q[i].k[j]) / gate[i])
 #     dv[j] = sum_i p[i, j] dout[i]                        ds[i, j] = p[i, j] (dout[i].v[j] - delta[i])
 #     dk[j] = scale sum_i ds[i, j] q[i]                    dq[i] = scale sum_j ds[i, j] k[j]
-# Without gates, gate[i] is 1.
+# So p[i] is the softmax times gate[i], and its sum is gate[i]: the gate is part of lse. Without gates it is 1.
 #
 # Tiles lie on the flat token axis, because documents (median 391 tokens) are hardly longer than a tile: one
 # tile may hold many. A program owns BLOCK_M tokens of one head and visits the other side in steps of BLOCK_N
@@ -3223,7 +3234,8 @@ def pointer_kernel(
             grad_log_copy = load_vector(grad_log_copy_ptr, query, tokens)
             log2_copy = load_vector(log_copy_ptr, query, tokens) * LOG2_E
             lse = load_vector(lse_ptr, query, tokens)
-            # Where ids match, p is e^(s - lse - log_copy), so that e^(s - lse) = p e^log_copy.
+            # With a = e^(s - lse) and the copied share c = e^log_copy, ds is grad_log_copy times a / c - a where ids
+            # match, and times -a elsewhere. p is a / c where they match, else a: one factor serves both.
             p = tl.exp2(scores - lse - tl.where(match, log2_copy, 0.0))
             matching_grad = grad_log_copy - grad_log_copy * tl.exp2(log2_copy)
             ds = p * tl.where(match, matching_grad, -grad_log_copy)
@@ -3761,6 +3773,8 @@ def head_grad_kernel(
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
     num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
 
+    # A tile of sampled classes alone takes their common importance here, as a part of the factor of each row. A tile
+    # with always-included classes takes it below by column, with the targets, which are always included.
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     for k in tl.static_range(TARGETS):
         target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
@@ -3874,6 +3888,7 @@ class HeadLoss(torch.autograd.Function):
         weight, targets, cap, scales, fast = ctx.constants
         saved = ctx.saved_tensors
         dx_parts = []
+        copied_parts = []
         dweight = None
         if scales is None:
             dtype = weight.dtype
@@ -3890,6 +3905,7 @@ class HeadLoss(torch.autograd.Function):
             dx_part, dweight_part = linear_backward(grad, grad_t, *operands, scales)
             del grad, grad_t  # before those of the next part, which are as large, are made
             dx_parts.append(dx_part)
+            copied_parts.append(copied)
 
             if part.classes is None:
                 dweight = dweight_part
@@ -3903,8 +3919,8 @@ class HeadLoss(torch.autograd.Function):
 
         dx = dx_parts[0] if len(dx_parts) == 1 else torch.cat(dx_parts)
         dlog_copy = None
-        if ctx.needs_input_grad[7]:  # log_copy's
-            dlog_copy = -targets.weights[0] * grad_output * torch.cat(saved[4::5])
+        if targets.log_copy is not None:
+            dlog_copy = -targets.weights[0] * grad_output * torch.cat(copied_parts)
         return dx, dweight, *(None,) * 5, dlog_copy, *(None,) * 3
 
 
@@ -3995,6 +4011,7 @@ class Fp8Mlp(torch.autograd.Function):
     """
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
+        # By the scales: pre = product of FP8 values * input * weight, and hidden8 = relu(pre)^2 / hidden.
         h8, h8_t = quantize_both(h, scales.input)
         up8, up8_t = quantize_both(up, scales.weight)
         down8, down8_t = quantize_both(down, scales.weight)
@@ -4010,8 +4027,9 @@ class Fp8Mlp(torch.autograd.Function):
         scales = ctx.scales
         up_view, down_view = map(unused_grad_view, ctx.parameters)
         grad8, grad8_t = quantize_both(grad_output, scales.grad, torch.float8_e5m2)
+        # dpre = dhidden * 2 relu(pre), where dhidden8 = product * weight and relu(pre) = sqrt(hidden8 * hidden).
         factor = 2.0 * scales.weight * scales.hidden ** 0.5
-        dpre8, dpre8_t = mlp_product(grad8, down8, factor, hidden8)  # dhidden * 2 relu(pre)
+        dpre8, dpre8_t = mlp_product(grad8, down8, factor, hidden8)
         dh, dup = linear_backward(dpre8, dpre8_t, h8_t, up8_t, scales, up_view)
         ddown = fp8_matmul_nt(hidden8_t, grad8_t, scales.hidden, scales.grad, fast_accum=False, out=down_view)
         return dh, dup, ddown, None
@@ -4197,7 +4215,8 @@ def sparse_adam_kernel(
 def group_ids(ids):
     """(ids, order, starts, sorted ids) for launch_groups, of ids [T, K].
 
-    `order` sorts the flat ids. The last of a group of equal ids has the group, the others have an empty
+    `order` sorts the flat ids. searchsorted gives every member of a group of equal ids the place of the first one, so
+    starts[i] < starts[i + 1] holds for its last member alone: that one has the group, the others have an empty
     one. The GPU sorts, without a synchronise: each rank's host would need 6 / 12 / 34 ms for all ranks'
     n-grams.
     """
@@ -4220,14 +4239,14 @@ def sparse_adam(grad, lookup, *state, cautious=True, BLOCK_M=1, **options):
 class Ops:
     """The operators of this run. The model calls them and never asks what hardware it is on.
 
-    Shapes: T tokens, H heads, D the width of a head."""
-    attention: Callable  # (q, k, v [T, H, D], documents, window, scale, gates [T, H]) -> [T, H, D]
+    Shapes: T tokens, H heads, Dk the width of a head's queries and keys, Dv of its values."""
+    attention: Callable  # (q, k [T, H, Dk], v [T, H, Dv], documents, window, scale, gates [T, H]) -> [T, H, Dv]
     head_loss: Callable  # (x [T, width], head's weight, targets, softcap) -> sum over tokens in nats
     head_loss_eval: Callable  # the same without a gradient; Triton's sums in float64
-    pointer: Callable  # (queries and keys [T, 2, D], documents, window, scale) -> log_copy [T] of Targets
+    pointer: Callable  # (queries and keys [T, 2, Dk], documents, window, scale) -> log_copy [T] of Targets
     embed: Callable  # (table [rows, width], documents) -> [T, width]
     sparse_adam: Callable  # see sparse_adam_reference
-    project_heads: Callable  # (x [T, width], weight, ...) -> q, k, v [T, H, D]: see split_heads_reference
+    project_heads: Callable  # (x [T, width], weight, ...) -> q, k, v: see split_heads_reference
     mlp: Callable  # (x [T, width], up, down [mlp_width, width]) -> [T, width]
     orthogonalize: Callable  # (matrices [N, rows, columns], recipe) -> the same shape
     compile: Callable  # (function of tensors) -> the same function, faster
@@ -4299,6 +4318,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         return HeadLoss.apply(x, weight, *targets, cap, head_scales)
 
     def pointer(qk, documents, *settings):
+        # Class indices are numbered by batch chunk, and no document crosses a chunk: equal ones are equal tokens.
         return PointerLogCopy.apply(qk, documents.class_index, documents.positions, documents.remaining, *settings)
 
     def embed(table, documents):
@@ -4591,8 +4611,10 @@ class Watchdog:
 
 
 class Clock:
-    """The only reader of time. It runs from the synchronise before the first step to the one after the last, minus
-    named pauses."""
+    """The only reader of the host's time.
+
+    It runs from the synchronise before the first step to the one after the last, minus named pauses.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -4791,7 +4813,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
     content = {
         "weights": {name: parameter.detach().cpu() for name, parameter in trainer.model.named_parameters()},
         "model": json.dumps(dataclasses.asdict(preset.model)),
-        "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_windows_tokens},
+        "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
         "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
         "provenance": {
             "val_loss": loss, "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]),

@@ -37,7 +37,7 @@ PRESET = tg.Preset(
      tg.Stage(1, 1024, 48, 16, 40, 1.5, extension=True)),
     # Adam moves an entry by its rate whatever the gradient's size: one that is only rounding noise must not count (epsilon).
     tg.OptimizerConfig(momentum_warmup_steps=3, momentum_cooldown_steps=2, adam_epsilon=1e-4, averaging_fraction=0.6, averaging_interval_steps=2,
-                       averaging_rate=0.3), "nowhere", train_tokens=8000, val_tokens=1280, val_window_tokens=256, val_windows_tokens=(16, 48),
+                       averaging_rate=0.3), "nowhere", train_tokens=8000, val_tokens=1280, val_window_tokens=256, val_attention_windows=(16, 48),
     status="tiny: for tests", log_every_steps=2)
 # With other seeds (5, 6) rounding decides for one entry whether an update shrinks it too, and the cautious decay jumps by 1e-4 there.
 SEED = 8

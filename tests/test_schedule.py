@@ -76,7 +76,7 @@ def test_borders(preset, step, expected):
 def test_lengths():
     assert (LONG.steps, SHORT.steps) == (2160, 340)
     for preset in (SPEEDRUN, SPRINT):
-        assert preset.val_windows_tokens == (768, 2560)
+        assert preset.val_attention_windows == (768, 2560)
         assert tg.stage_index(preset, preset.steps) == len(preset.stages)
     assert SPEEDRUN.val_tokens == 10_485_760 and SPRINT.val_tokens == 2_097_152
     assert SPRINT.train_tokens <= 95_000_000, "one pass over one shard"
@@ -98,7 +98,7 @@ def test_every_preset_is_consistent(preset):
         assert not (stage.short_window_tokens | stage.long_window_tokens) % 16, "else Triton compiles another kernel for it"
         assert stage.sampled_classes is None or stage.sampled_classes % 128 == 0 and stage.sampled_classes <= model.padded_vocabulary
         assert len(stage.targets[0]) == len(stage.targets[1]) and stage.targets[0][0] == stage.targets[1][0] == 1.0
-    assert not any(window % 16 for window in (*preset.val_windows_tokens, model.pointer_window_tokens))
+    assert not any(window % 16 for window in (*preset.val_attention_windows, model.pointer_window_tokens))
     assert preset.stages[-1].targets == ((1.0,), (1.0,)), "it ends on what is validated"
     assert preset.val_tokens % 8 == 0 and not any(a.extension and not b.extension for a, b in zip(preset.stages, preset.stages[1:]))
     rates = [tg.learning_rate(preset, step) for step in range(preset.steps)]
@@ -136,7 +136,7 @@ def test_a_scaled_preset_opens_enough_shards(preset, length):
 def test_the_speedrun_on_webmix():
     """The speedrun, its schedule scaled to one pass over 24 shards, which hold 243.2 M tokens."""
     webmix = tg.PRESETS["speedrun-webmix"]
-    assert webmix.model == SPEEDRUN.model and webmix.val_windows_tokens == SPEEDRUN.val_windows_tokens
+    assert webmix.model == SPEEDRUN.model and webmix.val_attention_windows == SPEEDRUN.val_attention_windows
     assert [stage.steps for stage in webmix.stages] == [294, 294, 294, 29]
     assert [replace(stage, steps=0) for stage in webmix.stages] == [replace(stage, steps=0) for stage in SPEEDRUN.stages]
     assert sum(stage.steps * stage.batch_tokens for stage in webmix.stages) == 242_614_272 < webmix.train_tokens <= 243_200_000
