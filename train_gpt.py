@@ -177,17 +177,15 @@ class OptimizerConfig:
     cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
     # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
     final_learning_rate: float = 0.25
-    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the same time.
-    # It should look back over 7 % of the run: that is interval / rate steps. A longer run wants a lower rate,
-    # -0.004 at 1854 steps.
+    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the same time. It should
+    # look back over 7 % of the run, that is interval / rate steps: a longer run wants a lower rate.
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
     averaging_rate: float = 0.0755
     averaged_share: float = 0.5  # of the final weights; 0: no averages are kept
-    # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004;
-    # scalars' 5 +0.003. Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and
-    # gates: record 52. First betas of tables are the public records', not tuned; the n-grams have
-    # no first moment (record 92).
+    # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004; scalars' 5 +0.003.
+    # Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and gates: record 52. First betas of tables
+    # are the public records', not tuned; the n-grams have no first moment (record 92).
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
         ("attention", MuonRule(2.0)),
         ("pointer", MuonRule(2.0)),
@@ -302,23 +300,19 @@ PRESETS = {preset.name: preset for preset in (
     Preset(
         "speedrun", GPT_SMALL, three_stages((400, 400, 400), 40),
         OptimizerConfig(averaging_rate=0.044, averaged_share=0.65),
-        train_tokens=500_000_000, val_tokens=10_485_760,
-        status="speedrun: not yet run on FineWeb"),
+        train_tokens=500_000_000, val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # The same at 0.735 of the length, one pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
         "speedrun-webmix", GPT_SMALL, three_stages((294, 294, 294), 29),
         OptimizerConfig(momentum_warmup_steps=220, momentum_cooldown_steps=37, averaging_rate=0.06,
                         averaged_share=0.65), "data/webmix",
-        train_tokens=243_000_000, val_tokens=4_194_304,
-        status="speedrun-webmix: at most one pass over 24 shards"),
-    # One pass over 94 M tokens in half the speedrun's batches: twice the steps lower the loss by
-    # 0.04 at the same time on one GPU (records/LOG.md).
+        train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
+    # One pass over 94 M tokens in half the speedrun's batches: twice the steps lower the loss by 0.04 on one GPU.
     Preset(
         "sprint", GPT_SPRINT,
         three_stages((239, 239, 229), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45),
                      sampled_classes=(6144, 10_240, 14_336)),
-        train_tokens=94_000_000, val_tokens=2_097_152,
-        status="sprint: at most one pass over one shard"),
+        train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset(
         "smoke", GPT_TINY,
         (Stage(30, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), sampled_classes=4096),
