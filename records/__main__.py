@@ -62,7 +62,7 @@ def command_diff(arguments: argparse.Namespace) -> int:
 
 
 def command_leaderboard(arguments: argparse.Namespace) -> int:
-    from report import leaderboard
+    from leaderboard import leaderboard
     return leaderboard(arguments.check)
 
 

@@ -839,6 +839,23 @@ def test_leaderboard_command(clone):
     assert done.returncode == 0 and "_child does not verify" in done.stdout and "child" not in readme.read_text()
 
 
+def test_the_readme_shows_the_fastest_of_each_class():
+    """Of each track and hardware the fastest that meets the target, or where none does the one with the lowest loss."""
+    from types import SimpleNamespace
+
+    from leaderboard import fastest_of_each_class
+
+    def folder(loss, seconds, target=5.0, gpu="A"):
+        run = SimpleNamespace(head={"gpus": [gpu], "device": gpu, "world": 1})
+        return SimpleNamespace(record={"track": "t", "means": {"a": {"loss": loss, "ms": 1e3 * seconds}}},
+                               track=SimpleNamespace(target_loss=target), runs=lambda arm: [run])
+
+    slow, fast, missed, other = folder(4.9, 20), folder(5.0, 10), folder(5.1, 5), folder(6.0, 1, gpu="B")
+    assert fastest_of_each_class([slow, fast, missed, other]) == [fast, other]
+    near, far = folder(5.1, 9), folder(5.2, 5)
+    assert fastest_of_each_class([far, near]) == [near]
+
+
 def test_diff_command(clone):
     assert call(clone, "diff", "x" * 300, "x").stderr.count("\n") == 1
     done = call(clone, "diff", str(named(clone, "child")), str(named(clone, "start")))
