@@ -18,7 +18,8 @@ def command_new(arguments: argparse.Namespace) -> int:
     path = record.new(arguments.name, arguments.track, arguments.parent, arguments.kind, arguments.n, arguments.world, arguments.data, arguments.retime,
                       arguments.length)
     made = record.load(path).record
-    print(f"{os.path.relpath(path)}: {made['track']}, {made['kind']}, parent {made['parent'] or 'none'}, {made['plan']['world']} GPU(s) or process(es)\n"
+    print(f"{os.path.relpath(path)}: {made['track']}, {made['kind']}, parent {made['parent'] or 'none'}, "
+          f"{record.hardware_here(made['plan']['world'])}\n"
           f"plan {made['plan']['id']}: {' '.join(made['plan']['order'])}\nnext: python records run {os.path.relpath(path)}")
     return 0
 
@@ -94,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
     new = add("new", command_new, "plan a record: copy train_gpt.py, fix seeds, order and hashes")
     new.add_argument("name")
     new.add_argument("--track", choices=TRACKS, help="default: the parent's")
-    new.add_argument("--parent", help="record to beat, or none (default: the newest of the track)")
-    new.add_argument("--kind", choices=KINDS, help="default: ml, or baseline without a parent")
+    new.add_argument("--parent", help="record to beat, or none (default: the best of the track on this hardware, which must have one if there is one)")
+    new.add_argument("--kind", choices=KINDS, help="what changed (default: ml, or baseline without a parent)")
     new.add_argument("--n", type=int, help="runs an arm, fixed from now on")
     new.add_argument("--length", type=float, metavar="F", help="the trainer's --length in every run (default: the parent's, or 1)")
     new.add_argument("--world", type=int, choices=(1, 2, 4, 8), help="GPUs (default: as many as there are)")

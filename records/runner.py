@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from record import Folder, data_manifest, load, query_gpus, write_record
+from record import Folder, data_manifest, load, query_gpus, require_parent_here, write_record
 from report import means, write_numbers
 from runlog import EXIT_HARDWARE, EXIT_NUMERICS, Run, fail, read_run, sha256
 from verify import EACH_RUN, Context, evaluate
@@ -32,7 +32,7 @@ def check_idle(patience_s: float = 20.0) -> None:
 
 
 def check_ready(folder: Folder, data: Path) -> None:
-    """Scripts and data must still be those of the plan, before a single GPU second is spent."""
+    """Scripts and data must still be those of the plan, and it must have a parent if this hardware asks for one, before a GPU second is spent."""
     for arm, expected in folder.record["scripts"].items():
         path = folder.script(arm)
         found = sha256(path.read_bytes()) if path.exists() else "no file"
@@ -43,6 +43,7 @@ def check_ready(folder: Folder, data: Path) -> None:
         wrong = sorted(name for name in {*planned, *found} if planned.get(name) != found.get(name))
         fail(f"data in {data}", f"{len(planned)} shards as in record.json", f"{', '.join(wrong[:3])} missing, added or different",
              "fetch those shards, or --data FOLDER")
+    require_parent_here(folder)
 
 
 def local(folder: Folder, path: Path) -> str:

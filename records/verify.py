@@ -1,4 +1,4 @@
-"""`verify`: every check a record must pass, one line each. A check sees only the folder, its parent and the logs."""
+"""`verify`: every check a record must pass, one line each. A check sees only the folder, its parent and the logs; that for a parent, all records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import stats
 from codediff import sections
-from record import SCRIPT, Folder, load, manifest_hash, least_runs, plan_id, plan_order, plan_seeds
+from record import SCRIPT, Folder, load, least_runs, manifest_hash, plan_id, plan_order, plan_seeds, require_parent
 from report import gain, means, numbers_block, read_block
 from runlog import Failure, Run, sha256
 
@@ -47,7 +47,10 @@ def check_script(c: Context) -> Findings:
 
 
 def check_parent(c: Context) -> Findings:
+    """A parent where the rules ask for one, which needs the first log: it says when and on which hardware the record was made."""
     if c.folder.parent is None:
+        if c.runs:
+            require_parent(c.folder.path.parent, c.folder.record, c.folder.hardware, c.folder.started)
         return [], "none, arm a only"
     parent, record = load(c.folder.parent).record, c.folder.record
     bad = [] if parent["track"] == record["track"] else [f"expected a record of {record['track']}, found {parent['track']}"]
@@ -244,7 +247,9 @@ def evaluate(checks: tuple[Callable[[Context], Findings], ...], context: Context
     for check in checks:
         try:
             bad, text = check(context)
-        except (Failure, KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, ZeroDivisionError) as error:
+        except Failure as failure:
+            bad, text = [str(failure)], ""
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, ZeroDivisionError) as error:
             bad, text = [f"expected data that can be checked, found {type(error).__name__}: {error}"], ""
         text = bad[0] + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "") if bad else text
         results.append(Check(check.__name__.removeprefix("check_"), not bad, text))

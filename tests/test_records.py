@@ -33,7 +33,7 @@ FAKE = '''"""Stand-in: writes the log of a run whose loss and time follow from t
 # ====================================================================================
 # 1. Imports, constants
 # ====================================================================================
-import argparse, hashlib, json, random, sys, time
+import argparse, datetime, hashlib, json, random, sys, time
 from pathlib import Path
 
 LOSS, MS = 5.0, 100.0
@@ -79,7 +79,7 @@ def line(kind, **fields):
 
 data = Path(options.data)
 train = sorted(data.glob("*_train_*.bin"))
-line("head", started="%.9f" % time.time(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES}, seed=int(options.seed), world=1,
+line("head", started=datetime.datetime.now(datetime.UTC).isoformat(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES}, seed=int(options.seed), world=1,
      script=sums([Path(__file__)]), data=sums([*train, *data.glob("*_val_*.bin")]), shards=[p.name for p in train],
      settings=vars(options), machine="m1", gpus=[], device="fake", torch="2", triton=None, python="3")
 ms, step, start = MS * (1 + 0.001 * chance.random()), 0, 1234.5
@@ -111,7 +111,7 @@ def plain_command(folder, key, data):
     return [sys.executable, *words[words.index("--preset") - 1:]]
 
 
-REAL_COMMAND = runner.command
+REAL_COMMAND, REAL_DAY = runner.command, record.PARENTS_SINCE
 
 
 def make_quick(patch):
@@ -119,6 +119,8 @@ def make_quick(patch):
     patch.setattr(runner, "POLL_SECONDS", 0.02)
     for module in (runner, record):
         patch.setattr(module, "query_gpus", lambda query: [])
+    patch.setattr(record, "hardware_here", lambda world: f"{world} x fake")
+    patch.setattr(record, "PARENTS_SINCE", "2000-01-01")  # whatever day it is
 
 
 @pytest.fixture(autouse=True)
@@ -235,20 +237,77 @@ def test_new_refuses_in_one_line_and_leaves_nothing(tmp_path, options, words):
     assert caught.value.code == 2 and "\n" not in str(caught.value) and not list((root / "records").iterdir())
 
 
-def test_new_takes_the_newest_finished_record_as_parent(finished, copy):
+def grow(finished, copy, script=FAKE):
+    """The repository of the copy, ready for further records, with a root script."""
     root = copy.parent.parent
-    (root / "train_gpt.py").write_text(FAKE)
+    (root / "train_gpt.py").write_text(script)
     shutil.copytree(finished[0] / "data", root / "data")
-    assert record.load(make(root, "third")).record["parent"] == copy.name
+    return root
+
+
+def test_new_takes_the_best_record_of_the_hardware_as_parent(finished, copy, monkeypatch):
+    root = grow(finished, copy, FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 120.0"))
+    slow = make(root, "slow")
+    assert record.load(slow).record["parent"] == copy.name
     assert record.load(make(root, "fourth")).record["parent"] == copy.name  # the third has no runs yet
-    assert record.load(make(root, "alone", parent="none")).record["parent"] is None
+    runner.run_plan(slow, None)
+    assert record.load(make(root, "fifth")).record["parent"] == copy.name  # the third is newer, but slower
+    monkeypatch.setitem(record.TRACKS, "smoke", record.TRACKS["smoke"]._replace(target_loss=4.99))
+    lowest = min((copy, slow, copy.parent / finished[1].name), key=lambda path: record.load(path).record["means"]["a"]["loss"])
+    assert record.load(make(root, "sixth")).record["parent"] == lowest.name  # where none meets the target, the lowest loss
 
 
-def test_a_length_is_part_of_the_plan(finished, copy):
+def test_new_refuses_a_record_without_parent_where_there_is_one(finished, copy):
+    """But the first on other hardware has none, and a retime has the parent, or none, of the record it repeats."""
+    root = grow(finished, copy, FAKE + "# another script\n")
+    for options in ({"parent": "none"}, {"kind": "baseline"}):
+        words = rf"^parent: expected a record to beat, since {copy.name} is one of smoke on 1 x fake, found none; fix: "
+        with pytest.raises(runlog.Failure, match=words) as caught:
+            make(root, "alone", **options)
+        assert caught.value.code == 2 and "\n" not in str(caught.value)
+    assert record.load(make(root, "elsewhere", world=8)).record["parent"] is None
+    assert record.load(make(root, "again", track_name=None, retime=copy.parent / finished[1].name)).record["parent"] is None
+    (copy.parent / "2026-01-01_damaged").mkdir()
+    (copy.parent / "2026-01-01_damaged/record.json").write_text("{")  # is for verify to name
+    assert record.load(make(root, "child-of-child")).record["parent"] == copy.name
+
+
+def test_a_record_has_a_parent_from_a_day_on(finished, copy, monkeypatch):
+    """What `new` refuses, verify refuses too, if it began on that day or later: by the logs, whatever date the record states."""
+    root = grow(finished, copy, FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 95.0"))
+    with monkeypatch.context() as before_the_rule:
+        before_the_rule.setattr(record, "PARENTS_SINCE", "9999-01-01")
+        alone = make(root, "alone", parent="none")
+        runner.run_plan(alone, None)
+        assert failed(alone) == set()
+    checks = {check.name: check for check in verify(alone)}
+    assert failed(alone) == {"parent"} and f"expected a record to beat, since {copy.name} is one" in checks["parent"].text
+    edit_json(alone / "record.json", lambda r: r.update(date="2020-01-01"))
+    assert failed(alone.rename(alone.with_name("2020-01-01_alone"))) == {"parent"}
+    for path in (copy, copy.parent / finished[1].name):  # what began earlier, and the first of all
+        assert failed(path) == set()
+    for path in [p for p in copy.parent.iterdir() if p.name.endswith(("_child", "_start"))]:
+        for log in (path / "runs").iterdir():
+            rewrite_log(log, lambda e: e[0].update(device="another"))
+    assert failed(copy.parent / "2020-01-01_alone") == set()  # then it is the first on its hardware
+
+
+def test_run_refuses_a_plan_that_needs_a_parent_here(finished, copy, monkeypatch):
+    """It was made where this track had no record, and comes to hardware where it has one."""
+    root = grow(finished, copy, FAKE + "# another script\n")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(record, "hardware_here", lambda world: "1 x other")
+        path = make(root, "idea")
+    assert record.load(path).record["parent"] is None
+    monkeypatch.setattr(runner, "attempt", lambda *arguments: pytest.fail("nothing may run"))
+    with pytest.raises(runlog.Failure, match="^parent: expected a record to beat"):
+        runner.run_plan(path, None)
+
+
+def test_a_length_is_part_of_the_plan(finished, copy, monkeypatch):
     """Fixed before the first run and passed to every run of both arms; a child and a retime inherit it."""
-    root = copy.parent.parent
-    shutil.copytree(finished[0] / "data", root / "data")
-    shutil.copy(finished[0] / "train_gpt.py", root)
+    root = grow(finished, copy, FAKE + "# another script\n")
+    monkeypatch.setattr(record, "PARENTS_SINCE", "9999-01-01")
     base = make(root, "long", parent="none", n=1, length=1.5)
     runner.run_plan(base, None)
     child = make(root, "longer-child", parent=base.name, n=1)
@@ -288,9 +347,7 @@ def test_a_baseline_has_no_parent(finished):
     root, base, child = finished
     with pytest.raises(runlog.Failure, match="parent of kind baseline: expected none, found "):
         make(root, "other-start", parent=child.name, kind="baseline")
-    path = make(root, "other-start", kind="baseline")
-    assert record.load(path).record["parent"] is None
-    shutil.rmtree(path)
+    assert record.load(base).record["kind"] == "baseline"
 
 
 def test_retime_repeats_the_plan(finished, copy):
@@ -503,7 +560,8 @@ def change_end(events, **fields):
     ("order", lambda e: e[0].pop("started")),
 ])
 def test_repaired_logs_still_fail(copy, name, change):
-    rewrite_log(sorted((copy / "runs").glob("a-*"))[-1] if name == "order" else first_log(copy), change)
+    last = copy / f"runs/{record.load(copy).record['plan']['order'][-1]}.jsonl"
+    rewrite_log(last if name == "order" else first_log(copy), change)
     found = failed(copy)
     assert name in found and not found & {"files", "chain"}, found
 
@@ -887,7 +945,8 @@ def test_history_is_complete():
 
 
 @pytest.mark.parametrize("path", record.all_folders() or [None])
-def test_every_record_verifies(path):
+def test_every_record_verifies(path, monkeypatch):
+    monkeypatch.setattr(record, "PARENTS_SINCE", REAL_DAY)
     assert path is None or failed(path) == set()
 
 
