@@ -95,8 +95,7 @@ if LOSS != LOSS:
     sys.exit(3)
 line("val", step=80, loss=loss, final=True)
 line("clock", on=True, reason="training", start_ms=start, end_ms=middle)
-line("clock", on=False, reason="validation", start_ms=middle, end_ms=middle + 7.25)
-line("clock", on=True, reason="training", start_ms=middle + 7.25, end_ms=start + total + 7.25)
+line("clock", on=True, reason="training", start_ms=middle, end_ms=start + total)
 line("end", state="ok", loss=loss, ms=total, peak_memory_mib=None, train_hash="t1", val_hash="v1", recompiled=0)
 '''
 
@@ -530,6 +529,14 @@ def change_end(events, **fields):
     events[-1].update(fields)
 
 
+def pause(events, reason):
+    """Between both intervals of the clock, so that they still join and sum to the total."""
+    first, second = [e for e in events if e["kind"] == "clock"]
+    start = first["end_ms"]
+    events.insert(events.index(second), {"kind": "clock", "on": False, "reason": reason, "start_ms": start, "end_ms": start + 7.25})
+    second.update(start_ms=start + 7.25, end_ms=second["end_ms"] + 7.25)
+
+
 @pytest.mark.parametrize("name, change", [
     ("tokens", lambda e: change_end(e, train_hash="t2")),
     ("tokens", lambda e: change_end(e, val_hash="v2")),
@@ -537,7 +544,8 @@ def change_end(events, **fields):
     ("tokens", lambda e: e[0].update(shards=["sample_train_000002.bin"])),
     ("clock", lambda e: event(e, "clock").update(end_ms=event(e, "clock")["end_ms"] - 500)),
     ("clock", lambda e: event(e, "clock").update(on=False)),
-    ("clock", lambda e: next(x for x in e if not x.get("on", True)).update(reason="a rest")),
+    ("clock", lambda e: pause(e, "validation")),
+    ("clock", lambda e: pause(e, "a rest")),
     ("clock", lambda e: [e.remove(x) for x in e if x["kind"] == "clock"]),
     ("clock", lambda e: (e[-1].update(ms=e[-1]["ms"] / 2), [e.remove(x) for x in e if x["kind"] == "clock"][1:], e.insert(
         -1, {"kind": "clock", "on": True, "reason": "training", "start_ms": 0.0, "end_ms": e[-1]["ms"]}))),
@@ -549,6 +557,7 @@ def change_end(events, **fields):
     ("end", lambda e: [x for x in e if x["kind"] == "step"][1].update(step=10)),
     ("settings", lambda e: e[0]["settings"].update(muon="True")),
     ("settings", lambda e: e[0]["settings"].update(length="0.5")),
+    ("settings", lambda e: e[0]["settings"].update(val_every="10")),
     ("settings", lambda e: e[0].update(seed=1)),
     ("settings", lambda e: e[0].update(world=8)),
     ("settings", lambda e: e[0].update(script="0" * 64)),
@@ -641,6 +650,12 @@ def test_target_by_mean_and_by_test(copy, monkeypatch):
     assert claim(copy, {"target_loss": barely}, monkeypatch=monkeypatch)["target"].ok
     assert not claim(copy, {"target_loss": barely, "alpha": 0.01}, monkeypatch=monkeypatch)["target"].ok
     assert claim(copy, {"target_loss": barely, "alpha": 0.01}, "systems", monkeypatch)["target"].ok  # the test is waived
+
+
+def test_no_run_is_validated_along_the_way(finished):
+    """Verification refuses --val-every and any pause of the clock; `run` asks for neither."""
+    folder = record.load(finished[2])
+    assert not [word for key in folder.record["plan"]["order"] for word in REAL_COMMAND(folder, key, Path("data")) if "val" in word]
 
 
 @pytest.mark.parametrize("p, ok", [(0.02, False), (0.008, True)])
