@@ -25,6 +25,10 @@ def command_new(arguments: argparse.Namespace) -> int:
 
 
 def command_run(arguments: argparse.Namespace) -> int:
+    if arguments.dry_run:
+        from starts import duration
+        print(duration(record.load(arguments.dir)))
+        return 0
     from runner import run_plan
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: the training is stopped too
         signal.signal(number, signal.default_int_handler)
@@ -105,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     run = add("run", command_run, "carry the plan out; start it again after an interruption and it continues")
     run.add_argument("dir", type=Path)
     run.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
+    run.add_argument("--dry-run", action="store_true", help="only say how long the rest of the plan will take")
     verify = add("verify", command_verify, "check records, one line a check; exit 1 if one fails")
     verify.add_argument("dir", type=Path, nargs="*", help="default: all")
     verify.add_argument("--json", action="store_true")

@@ -24,6 +24,7 @@ import record  # noqa: E402
 import report  # noqa: E402
 import runlog  # noqa: E402
 import runner  # noqa: E402
+import starts  # noqa: E402
 import stats  # noqa: E402
 from verify import verify  # noqa: E402
 
@@ -33,7 +34,7 @@ FAKE = '''"""Stand-in: writes the log of a run whose loss and time follow from t
 # ====================================================================================
 # 1. Imports, constants
 # ====================================================================================
-import argparse, datetime, hashlib, json, random, sys, time
+import argparse, datetime, hashlib, json, os, random, sys, time
 from pathlib import Path
 
 LOSS, MS = 5.0, 100.0
@@ -82,7 +83,11 @@ train = sorted(data.glob("*_train_*.bin"))
 line("head", started=datetime.datetime.now(datetime.UTC).isoformat(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES}, seed=int(options.seed), world=1,
      script=sums([Path(__file__)]), data=sums([*train, *data.glob("*_val_*.bin")]), shards=[p.name for p in train],
      settings=vars(options), machine="m1", gpus=[], device="fake", torch="2", triton=None, python="3")
-ms, step, start = MS * (1 + 0.001 * chance.random()), 0, 1234.5
+cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "compiled"
+start = 10000.0 if cache.exists() else 70000.0
+cache.parent.mkdir(parents=True, exist_ok=True)
+cache.touch()
+ms, step = MS * (1 + 0.001 * chance.random()), 0
 for stage in STAGES:
     line("stage", step=step, **stage, short_window_tokens=64, long_window_tokens=128, extension=False)
     for step in range(step + 10, step + stage["steps"] + 1, 10):
@@ -113,18 +118,22 @@ def plain_command(folder, key, data):
 REAL_COMMAND, REAL_DAY = runner.command, record.PARENTS_SINCE
 
 
-def make_quick(patch):
+def make_quick(patch, folder):
+    patch.setattr(starts, "CACHES", folder / "caches")
+    for name in starts.VARIABLES:
+        patch.delenv(name, raising=False)
     patch.setattr(runner, "command", plain_command)
     patch.setattr(runner, "POLL_SECONDS", 0.02)
     for module in (runner, record):
         patch.setattr(module, "query_gpus", lambda query: [])
-    patch.setattr(record, "hardware_here", lambda world: f"{world} x fake")
+    for module in (starts, record):
+        patch.setattr(module, "hardware_here", lambda world: f"{world} x fake")
     patch.setattr(record, "PARENTS_SINCE", "2000-01-01")  # whatever day it is
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    make_quick(monkeypatch)
+def quick(monkeypatch, tmp_path):
+    make_quick(monkeypatch, tmp_path)
 
 
 def make_repository(path):
@@ -145,8 +154,8 @@ def make(root, name, **options):
 def finished(tmp_path_factory):
     """A repository with a baseline and a child that is 2 % faster, both run."""
     patch = pytest.MonkeyPatch()
-    make_quick(patch)
     root = make_repository(tmp_path_factory.mktemp("finished"))
+    make_quick(patch, root)
     base = make(root, "start")
     runner.run_plan(base, None)
     (root / "train_gpt.py").write_text(FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 98.0"))
@@ -393,7 +402,9 @@ def test_run_continues_after_an_interruption(tmp_path, monkeypatch, capsys):
     before = (path / "runs" / f"{keys[0]}.jsonl").read_bytes()
     monkeypatch.setattr(runner, "follow", real)
     runner.run_plan(path, None)
-    assert "done before" in capsys.readouterr().out and (path / "runs" / f"{keys[0]}.jsonl").read_bytes() == before
+    said = capsys.readouterr().out
+    assert "3 runs, 1 cold start: how long" in said and "2 of 3 runs left: 2 warm starts of about" in said and "going by its own runs\n" in said
+    assert "done before" in said and (path / "runs" / f"{keys[0]}.jsonl").read_bytes() == before
     assert failed(path) == set()
     assert len(list((path / "unfinished").glob("*.jsonl"))) == 1  # the attempt stays visible
     assert "1 unfinished" in {c.name: c.text for c in verify(path)}["runs"]
@@ -403,7 +414,7 @@ def test_run_files_a_log_that_was_finished_when_the_tool_died(tmp_path, monkeypa
     path = make(make_repository(tmp_path), "idea", n=1)
     folder = record.load(path)
     key = folder.record["plan"]["order"][0]
-    subprocess.run(plain_command(folder, key, path.parents[1] / "data/sample"), check=True, cwd=path.parents[1])
+    subprocess.run(plain_command(folder, key, path.parents[1] / "data/sample"), check=True, cwd=path.parents[1], env=starts.environment(folder, "a"))
     monkeypatch.setattr(runner, "attempt", lambda *arguments: pytest.fail("it was finished"))
     runner.run_plan(path, None)
     assert failed(path) == set()
@@ -450,6 +461,71 @@ def test_one_run_at_a_time(tmp_path):
     assert caught.value.code == 2
     runner.run_plan(path, None)
     assert failed(path) == set()
+
+
+def start_ups(path, arm):
+    """In seconds, in the order of the runs: the stand-in says 70 where it has to compile, else 10."""
+    order = record.load(path).record["plan"]["order"]
+    return [starts.start_up(runlog.read_run(path / "runs" / f"{key}.jsonl")) for key in order if key[0] == arm]
+
+
+def test_only_the_first_run_of_a_script_compiles(finished):
+    """Its caches are kept between the runs of a plan and from plan to plan, apart from those of other scripts and outside of the record."""
+    _, base, child = finished
+    assert start_ups(base, "a") == start_ups(child, "a") == [70, 10, 10] and start_ups(child, "b") == [10, 10, 10]
+    assert {path.name for path in child.iterdir()} == {"README.md", "record.json", "runs", "train_gpt.py"}
+
+
+def test_caches_of_the_user_are_respected(finished, monkeypatch):
+    folder = record.load(finished[2])
+    ours = starts.environment(folder, "a")
+    assert all(Path(ours[name]).parent == starts.cache_folder(folder, "a") for name in starts.VARIABLES)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    theirs = starts.environment(folder, "a")
+    assert theirs["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere" and theirs["TRITON_CACHE_DIR"] == ours["TRITON_CACHE_DIR"]
+    assert theirs["PATH"] == ours["PATH"], "else the environment is that of `run`"
+
+
+def test_a_plan_tells_its_duration(finished, copy, monkeypatch):
+    """By the logs of the parent, or of the record's own runs; the stand-in trains 6 s and starts in 70 or 10."""
+    root = grow(finished, copy, FAKE + "# another script\n")
+    path = make(root, "idea")
+    text = "6 runs: 2 cold starts of about 70 s, 4 warm starts of about 10 s, training 6 s each: about 3.6 minutes, going by "
+    assert starts.duration(record.load(path)) == f"{text}{copy.name}, 1 x fake"
+    compiled = starts.cache_folder(record.load(path), "b") / "triton/kernel"
+    compiled.mkdir(parents=True)
+    assert "6 runs: 1 cold start of about 70 s, 5 warm starts" in starts.duration(record.load(path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(compiled))
+    assert "6 runs: 2 cold starts" in starts.duration(record.load(path)), "nobody knows what that folder holds"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    twice = make(root, "twice", length=2.0)
+    assert "training 12 s each: about 3.2 minutes" in starts.duration(record.load(twice))
+
+    monkeypatch.setattr(starts, "hardware_here", lambda world: "1 x other")  # then that hardware is named, as no better is known
+    assert starts.duration(record.load(path)).endswith(f"{copy.name}, 1 x fake")
+    runner.run_plan(path, None)
+    assert starts.duration(record.load(path)) == "0 of 6 runs left: no device time"
+    edit_json(path / "record.json", lambda r: [r["runs"].pop(f"{key}.jsonl") for key in r["plan"]["order"][2:]])
+    for key in record.load(path).record["plan"]["order"][2:]:
+        (path / f"runs/{key}.jsonl").unlink()
+    edit_json(path / "record.json", lambda r: r.update(means={}))
+    assert starts.duration(record.load(path)) == \
+        f"4 of 6 runs left: 4 warm starts of about 10 s, training 6 s each: about 1.1 minutes, going by its own runs and {copy.name}, 1 x fake"
+
+
+def test_a_log_that_tells_no_times_is_no_guide(finished, copy):
+    root = grow(finished, copy, FAKE + "# another script\n")
+    for log in (copy / "runs").glob("a-*"):
+        rewrite_log(log, lambda e: e[0].update(started="at noon"))
+    assert "not known" in starts.duration(record.load(make(root, "idea", parent=copy.name)))
+
+
+def test_the_usual_rest_of_a_run_counts_as_start():
+    """Validation, end and torchrun: the median between runs that followed each other; an interruption does not count."""
+    seconds = (0, 20, 50, 5000)  # each takes 10 of start-up and 6 of training
+    heads = [f"2026-01-01T{int(s // 3600):02d}:{s // 60 % 60:02d}:{s % 60:02d}+00:00" for s in seconds]
+    made = [runlog.Run(Path(), "ok", {"started": head}, 5.0, 6000.0, lines=({"kind": "clock", "start_ms": 10000.0},)) for head in heads]
+    assert starts.closing(made) == [4, 14]
 
 
 def test_run_refuses_busy_gpus_and_changed_inputs(tmp_path, monkeypatch):
@@ -891,6 +967,15 @@ def test_verify_command(clone):
     assert done.returncode == 1
     assert {c["name"] for c in json.loads(done.stdout)[str(child)] if not c["ok"]} >= {"runs"}
     assert call(clone, "verify", "nowhere").returncode == 1 and call(clone, "compare", "nowhere", "nowhere").returncode == 2
+
+
+@pytest.mark.slow
+def test_run_can_only_tell_how_long(clone, finished):
+    shutil.copytree(finished[0] / "data", clone / "data")
+    assert call(clone, "new", "idea", "--track", "smoke", "--parent", named(clone, "child").name).returncode == 0
+    done = call(clone, "run", f"records/{named(clone, 'idea').name}", "--dry-run")
+    assert done.returncode == 0 and re.fullmatch(r"4 runs: .*: about \d+\.\d minutes, going by .*_child, 1 x fake\n", done.stdout)
+    assert not (named(clone, "idea") / "runs").exists()
 
 
 @pytest.mark.slow
