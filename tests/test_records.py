@@ -82,7 +82,7 @@ data = Path(options.data)
 train = sorted(data.glob("*_train_*.bin"))
 line("head", started=datetime.datetime.now(datetime.UTC).isoformat(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES}, seed=int(options.seed), world=1,
      script=sums([Path(__file__)]), data=sums([*train, *data.glob("*_val_*.bin")]), shards=[p.name for p in train],
-     settings=vars(options), machine="m1", gpus=[], device="fake", torch="2", triton=None, python="3")
+     settings=vars(options), parameters={"dense": 1234567, "sparse": 4567890123}, machine="m1", gpus=[], device="fake", torch="2", triton=None, python="3")
 cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "compiled"
 start = 10000.0 if cache.exists() else 70000.0
 cache.parent.mkdir(parents=True, exist_ok=True)
@@ -938,7 +938,7 @@ def test_diff_names_what_it_needs(tmp_path, finished):
 @pytest.fixture
 def clone(copy):
     """The finished repository with the tool in it, ranked: its practice track counts as one with a leaderboard."""
-    for path in (*(ROOT / "records").glob("*.py"), ROOT / "records/history.csv"):
+    for path in (*(ROOT / "records").glob("*.py"), *(ROOT / "records").glob("*.csv")):
         shutil.copy(path, copy.parent)
     shutil.copy(copy / "train_gpt.py", copy.parents[1])
     (copy.parent / "README.md").write_text("# Records\n\n<!-- leaderboard -->\nnothing\n<!-- /leaderboard -->\n")
@@ -989,7 +989,10 @@ def test_leaderboard_command(clone):
     assert call(clone, "leaderboard").returncode == 0
     done = call(clone, "leaderboard", "--check")
     assert done.returncode == 0 and "distance of train_gpt.py from" in done.stdout and "in 0 of" in done.stdout
-    assert re.search(r"\[child\]\(.*_child/\) \| 5\.\d\d \| 5\.00\d\d \| 3 \| 1 x fake \| ml \| -0\.\d+ s \(-[12]\.\d\d %\) against .*_start", readme.read_text())
+    script = record.load(named(clone, "child")).record["scripts"]["a"][:8]
+    between = r"-[01]\.\d+ s \(-\d\.\d+ to [+-]\d\.\d+\), -[12]\.\d\d % \(-\d\.\d\d to [+-]\d\.\d\d\) against \S+_start"
+    row = rf"\[child\]\(.*_child/\) \| 5\.\d\d \| 5\.00\d\d \| 0\.00\d\d \| 3 \|  \| {between} \| 1\.23 M \| 4\.57 B \| `{script}` \| 1 x fake \| ml \|"
+    assert re.search(row, readme.read_text()), readme.read_text()
     readme.write_text(re.sub(r"\| 5\.\d\d \|", "| 4.00 |", readme.read_text()))
     assert call(clone, "leaderboard", "--check").returncode == 1
     first_log(named(clone, "child")).unlink()
@@ -997,21 +1000,57 @@ def test_leaderboard_command(clone):
     assert done.returncode == 0 and "_child does not verify" in done.stdout and "child" not in readme.read_text()
 
 
-def test_the_readme_shows_the_fastest_of_each_class():
+def test_the_readme_shows_the_best_of_each_class():
     """Of each track and hardware the fastest that meets the target, or where none does the one with the lowest loss."""
     from types import SimpleNamespace
 
-    from leaderboard import fastest_of_each_class
+    from leaderboard import best_of_each_class
 
     def folder(loss, seconds, target=5.0, gpu="A"):
-        run = SimpleNamespace(head={"gpus": [gpu], "device": gpu, "world": 1})
         return SimpleNamespace(record={"track": "t", "means": {"a": {"loss": loss, "ms": 1e3 * seconds}}},
-                               track=SimpleNamespace(target_loss=target), runs=lambda arm: [run])
+                               track=SimpleNamespace(target_loss=target), hardware=f"1 x {gpu}")
 
     slow, fast, missed, other = folder(4.9, 20), folder(5.0, 10), folder(5.1, 5), folder(6.0, 1, gpu="B")
-    assert fastest_of_each_class([slow, fast, missed, other]) == [fast, other]
+    assert best_of_each_class([slow, fast, missed, other]) == [fast, other]
     near, far = folder(5.1, 9), folder(5.2, 5)
-    assert fastest_of_each_class([far, near]) == [near]
+    assert best_of_each_class([far, near]) == [near]
+
+
+def cells(table, name):
+    """{column: cell} of a record in a table of the leaderboard."""
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines() if row.startswith("|")]
+    return dict(zip(rows[0], next(row for row in rows if any(f"[{name}]" in cell for cell in row)), strict=True))
+
+
+def test_leaderboard_columns(finished, copy, monkeypatch):
+    """All of them of a record without parent, of one with it, and of a retime; p where there is a target, sizes where they are known."""
+    from leaderboard import COLUMNS, SHORT, leaderboard_table
+    monkeypatch.setitem(record.TRACKS, "smoke", record.TRACKS["smoke"]._replace(practice=False, target_loss=5.0))
+    folders = [record.load(path) for path in (copy, copy.parent / finished[1].name)]
+    child, start = (cells(leaderboard_table(folders, "", COLUMNS), name) for name in ("child", "start"))
+    losses = [run.loss for run in folders[0].runs("a")]
+    time = report.gain(folders[0])
+    assert float(child["sd"]) == pytest.approx(stats.sd(losses), abs=1e-4) and float(child["p"]) == pytest.approx(stats.p_below(losses, 5.0), rel=0.1)
+    assert child["n"] == "3" and child["script"] == f"`{folders[0].record['scripts']['a'][:8]}`" and child["hardware"] == "1 x fake"
+    seconds = " to ".join(f"{ms / 1e3:+.3f}" for ms in (time.low, time.high))
+    percent = " to ".join(f"{100 * ms / folders[0].record['means']['b']['ms']:+.2f}" for ms in (time.low, time.high))
+    assert f" s ({seconds}), " in child["gain"] and f" % ({percent}) against {finished[1].name}" in child["gain"]
+    assert start["gain"] == "" and (child["dense"], child["sparse"]) == ("1.23 M", "4.57 B")
+    assert child["kind"] == "ml, above the target" and start["kind"] == "baseline, above the target"
+
+    short = cells(leaderboard_table(folders, "records/", SHORT), "child")
+    assert short.keys() == set(SHORT) and short["record"] == f"[child](records/{copy.name}/)"
+    for log in (copy / "runs").glob("a-*"):
+        rewrite_log(log, lambda e: e[0].pop("parameters"))
+    unknown = cells(leaderboard_table([record.load(copy)], "", COLUMNS), "child")
+    assert unknown["dense"] == unknown["sparse"] == "", "nobody has counted them"
+    assert "No record yet: speedrun, sprint-fineweb, sprint-webtext, speedrun-webmix." in leaderboard_table(folders, "", COLUMNS)
+
+
+@pytest.mark.parametrize("count, text", [(None, ""), (0, "0"), (999, "999"), (33_325_433, "33.3 M"), (172_180_049, "172 M"), (6_558_375_936, "6.56 B")])
+def test_sizes_in_words(count, text):
+    from leaderboard import size_text
+    assert size_text(count) == text
 
 
 def test_diff_command(clone):
@@ -1056,3 +1095,26 @@ def test_the_example_in_the_readme_is_a_record():
     assert record.schema_errors(example) == []
     assert example["plan"]["seeds"] == record.plan_seeds(example["scripts"]["a"], len(example["plan"]["seeds"]))
     assert example["plan"]["id"] == record.plan_id(example) and example["plan"]["order"] == record.plan_order(example["plan"]["seeds"], "ab")
+
+
+@pytest.mark.slow
+def test_parameters_are_what_the_scripts_build():
+    """Those of the records whose logs do not tell them, counted again on a device without memory."""
+    import importlib.util
+
+    import torch
+    from leaderboard import counted_parameters
+    folders = {folder.record["scripts"]["a"]: folder for folder in map(record.load, record.all_folders())}
+    for script, counts in counted_parameters().items():
+        folder = folders[script]
+        spec = importlib.util.spec_from_file_location(f"script_{script[:8]}", folder.script("a"))
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        preset = module.PRESETS[folder.track.preset]
+        model = module.GPT(preset.model, module.select_ops(torch.device("cpu")), torch.device("meta"))
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        sparse = sizes.pop("ngram", 0)
+        assert counts == {"dense": sum(sizes.values()), "sparse": sparse}, folder.path.name
+        del sys.modules[spec.name]
+    logged = {script for script, folder in folders.items() if "parameters" in folder.runs("a")[0].head}
+    assert folders.keys() == logged | counted_parameters().keys()
