@@ -32,10 +32,9 @@ def environment(folder: Folder, arm: str) -> dict[str, str]:
 
 
 def is_cold(folder: Folder, arm: str) -> bool:
-    """Whether the next run of an arm will compile. What a folder of the user's holds is not known until the arm has run."""
-    if any(name in os.environ for name in VARIABLES):
-        return not folder.runs(arm)
-    return not any(cache_folder(folder, arm).glob("*/*"))
+    """Whether the next run of an arm will compile, unless it has run in this plan. What a folder of the user's holds is not known."""
+    known = not any(name in os.environ for name in VARIABLES) and any(cache_folder(folder, arm).glob("*/*"))
+    return not known and not folder.runs(arm)
 
 
 class Timing(NamedTuple):
@@ -43,6 +42,7 @@ class Timing(NamedTuple):
     cold: float
     warm: float
     training: dict[str, float]
+    compiles: bool  # without a GPU nothing does, so that every start is warm
     source: str
 
 
@@ -87,14 +87,15 @@ def timing(folder: Folder) -> Timing | None:
     arms = [runs for runs in (*own.values(), logged) if runs]
     if not arms:
         return None
-    first = max(start_up(runs[0]) for runs in arms)
-    later = [start_up(run) for runs in arms for run in runs[1:]] or [first]
+    cold = max(start_up(run) for runs in arms for run in runs)
+    warm = statistics.median([start_up(run) for runs in arms for run in runs[1:]] or [cold])
     between = closing(together) + closing(logged)
     rest = statistics.median(between) if between else CLOSING_SECONDS
 
     usual = training(together) or training(logged)
     source = (["its own runs"] if together else []) + ([f"{others[0].path.name}, {others[0].hardware}"] if logged else [])
-    return Timing(first + rest, statistics.median(later) + rest, {arm: training(runs) or usual for arm, runs in own.items()}, " and ".join(source))
+    compiles = any(line.get("graphs") for runs in arms for run in runs for line in run.of("warm"))
+    return Timing(cold + rest, warm + rest, {arm: training(runs) or usual for arm, runs in own.items()}, compiles, " and ".join(source))
 
 
 def counted(number: int, word: str) -> str:
@@ -108,12 +109,12 @@ def duration(folder: Folder) -> str:
     runs = counted(len(order), "run") if len(left) == len(order) else f"{len(left)} of {counted(len(order), 'run')} left"
     if not left:
         return f"{runs}: no device time"
-    cold = len([arm for arm in set(left) if is_cold(folder, arm)])
-    warm = len(left) - cold
     found = timing(folder)
     if found is None:
-        return f"{runs}, {counted(cold, 'cold start')}: how long they take is not known, as no run of {folder.record['track']} is logged yet"
+        return f"{runs}: how long they take is not known, as no run of {folder.record['track']} is logged yet"
 
+    cold = sum(found.compiles and is_cold(folder, arm) for arm in set(left))
+    warm = len(left) - cold
     trainings = [found.training[arm] * folder.record["plan"].get("length", 1) for arm in left]
     starts = [f"{counted(number, f'{word} start')} of about {seconds:.0f} s"
               for number, word, seconds in ((cold, "cold", found.cold), (warm, "warm", found.warm)) if number]

@@ -87,6 +87,7 @@ cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "compiled"
 start = 10000.0 if cache.exists() else 70000.0
 cache.parent.mkdir(parents=True, exist_ok=True)
 cache.touch()
+line("warm", seconds=start / 1000 - 1, graphs=12)
 ms, step = MS * (1 + 0.001 * chance.random()), 0
 for stage in STAGES:
     line("stage", step=step, **stage, short_window_tokens=64, long_window_tokens=128, extension=False)
@@ -403,7 +404,7 @@ def test_run_continues_after_an_interruption(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "follow", real)
     runner.run_plan(path, None)
     said = capsys.readouterr().out
-    assert "3 runs, 1 cold start: how long" in said and "2 of 3 runs left: 2 warm starts of about" in said and "going by its own runs\n" in said
+    assert "3 runs: how long they take is not known" in said and "2 of 3 runs left: 2 warm starts of about" in said and "going by its own runs\n" in said
     assert "done before" in said and (path / "runs" / f"{keys[0]}.jsonl").read_bytes() == before
     assert failed(path) == set()
     assert len(list((path / "unfinished").glob("*.jsonl"))) == 1  # the attempt stays visible
@@ -511,6 +512,13 @@ def test_a_plan_tells_its_duration(finished, copy, monkeypatch):
     edit_json(path / "record.json", lambda r: r.update(means={}))
     assert starts.duration(record.load(path)) == \
         f"4 of 6 runs left: 4 warm starts of about 10 s, training 6 s each: about 1.1 minutes, going by its own runs and {copy.name}, 1 x fake"
+
+
+def test_where_nothing_compiles_every_start_is_warm(finished, copy):
+    root = grow(finished, copy, FAKE + "# another script\n")
+    for log in (copy / "runs").glob("a-*"):
+        rewrite_log(log, lambda e: event(e, "warm").update(graphs=0))
+    assert starts.duration(record.load(make(root, "idea"))).startswith("6 runs: 6 warm starts of about 10 s, training")
 
 
 def test_a_log_that_tells_no_times_is_no_guide(finished, copy):
