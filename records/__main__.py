@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     new = add("new", command_new, "plan a record: copy train_gpt.py, fix seeds, order and hashes")
     new.add_argument("name")
     new.add_argument("--track", choices=TRACKS, help="default: the parent's")
-    new.add_argument("--parent", help="record to beat, or none (default: the best of the track on this hardware, which must have one if there is one)")
+    new.add_argument("--parent", help="record to beat (default: the best of the track on this hardware), or none if there is none")
     new.add_argument("--kind", choices=KINDS, help="what changed (default: ml, or baseline without a parent)")
     new.add_argument("--n", type=int, help="runs an arm, fixed from now on")
     new.add_argument("--length", type=float, metavar="F", help="the trainer's --length in every run (default: the parent's, or 1)")

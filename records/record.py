@@ -284,7 +284,8 @@ def require_parent(home: Path, record: dict[str, Any], place: str, started: str)
     """Refuse a record, or a plan before anything has run, that lacks a parent and needs one."""
     if needed := missing_parent(home, record, place, started):
         name, track = needed.path.name, record["track"]
-        fail("parent", f"a record to beat, since {name} is one of {track} on {place}", "none", f"python records new NAME --track {track} --parent {name}")
+        fail("parent", f"a record to beat, since {name} is one of {track} on {place}", "none",
+             f"python records new NAME --track {track} --parent {name}")
 
 
 def require_parent_here(folder: Folder) -> None:
