@@ -2001,9 +2001,11 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     preset = trainer.preset
     ranks = trainer.ranks
     clock = trainer.clock
+    parameters = parameter_counts(trainer.model)
+    log.say("{dense:,} dense parameters, {sparse:,} in rows of the n-gram table".format(**parameters))
     log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world,
              shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names, script=files_hash([Path(__file__)]),
-             data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths],
+             data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths], parameters=parameters,
              consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
 
     prepare(trainer, seed, log)
@@ -4778,6 +4780,12 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         facts |= {"device": gpus[0].name, "gpus": [gpu.name for gpu in gpus], "cuda": torch.version.cuda}
         identity += [str(getattr(gpu, "uuid", gpu.name)) for gpu in gpus]
     return facts | {"machine": hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16]}
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """How many numbers are learnt. Sparse ones lie in rows of the n-gram table, of which a step updates a few."""
+    sparse = 0 if model.ngram is None else model.ngram.numel()
+    return {"dense": sum(p.numel() for p in model.parameters()) - sparse, "sparse": sparse}
 
 
 def files_hash(paths: Sequence[Path]) -> str:

@@ -18,12 +18,17 @@ def command_new(arguments: argparse.Namespace) -> int:
     path = record.new(arguments.name, arguments.track, arguments.parent, arguments.kind, arguments.n, arguments.world, arguments.data, arguments.retime,
                       arguments.length)
     made = record.load(path).record
-    print(f"{os.path.relpath(path)}: {made['track']}, {made['kind']}, parent {made['parent'] or 'none'}, {made['plan']['world']} GPU(s) or process(es)\n"
+    print(f"{os.path.relpath(path)}: {made['track']}, {made['kind']}, parent {made['parent'] or 'none'}, "
+          f"{record.hardware_here(made['plan']['world'])}\n"
           f"plan {made['plan']['id']}: {' '.join(made['plan']['order'])}\nnext: python records run {os.path.relpath(path)}")
     return 0
 
 
 def command_run(arguments: argparse.Namespace) -> int:
+    if arguments.dry_run:
+        from starts import duration
+        print(duration(record.load(arguments.dir)))
+        return 0
     from runner import run_plan
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: the training is stopped too
         signal.signal(number, signal.default_int_handler)
@@ -94,8 +99,8 @@ def parser() -> argparse.ArgumentParser:
     new = add("new", command_new, "plan a record: copy train_gpt.py, fix seeds, order and hashes")
     new.add_argument("name")
     new.add_argument("--track", choices=TRACKS, help="default: the parent's")
-    new.add_argument("--parent", help="record to beat, or none (default: the newest of the track)")
-    new.add_argument("--kind", choices=KINDS, help="default: ml, or baseline without a parent")
+    new.add_argument("--parent", help="record to beat (default: the best of the track on this hardware), or none if there is none")
+    new.add_argument("--kind", choices=KINDS, help="what changed (default: ml, or baseline without a parent)")
     new.add_argument("--n", type=int, help="runs an arm, fixed from now on")
     new.add_argument("--length", type=float, metavar="F", help="the trainer's --length in every run (default: the parent's, or 1)")
     new.add_argument("--world", type=int, choices=(1, 2, 4, 8), help="GPUs (default: as many as there are)")
@@ -104,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     run = add("run", command_run, "carry the plan out; start it again after an interruption and it continues")
     run.add_argument("dir", type=Path)
     run.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
+    run.add_argument("--dry-run", action="store_true", help="only say how long the rest of the plan will take")
     verify = add("verify", command_verify, "check records, one line a check; exit 1 if one fails")
     verify.add_argument("dir", type=Path, nargs="*", help="default: all")
     verify.add_argument("--json", action="store_true")

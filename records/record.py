@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import struct
@@ -14,11 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runlog import Run, fail, read_run, sha256
+from runlog import Failure, Run, fail, read_run, sha256
 
 HOME = Path(__file__).resolve().parent
 SCRIPT = "train_gpt.py"
 KINDS = ("ml", "systems", "baseline")
+# A record whose first run began on this day or later has a parent, unless it is the first of its track on its hardware: only two arms in
+# turns on one machine show a gain. The nineteen before it were run without parents; they stay as they are, since nothing can be added to them.
+PARENTS_SINCE = "2026-11-24"
 
 
 class Track(NamedTuple):
@@ -42,6 +46,11 @@ TRACKS = {
     "speedrun-webmix": Track("speedrun-webmix", "webmix", "data/webmix", 243_000_000, 4_194_304, 3.1029, None, 3, 3),
     "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 8192, None, None, 1, 2, practice=True),
 }
+
+
+def hardware(run: Run) -> str:
+    """The class that a run is ranked in: how many GPUs of which kind, or processes on which processor."""
+    return f"{run.head.get('world')} x {run.head.get('device')}"
 
 
 class Folder(NamedTuple):
@@ -68,6 +77,11 @@ class Folder(NamedTuple):
     def started(self) -> str:
         """When the first run began, ISO 8601 in UTC, or the day of the plan: what orders records, those of one day too."""
         return min((str(run.head.get("started", "")) for run in self.runs("a")), default=self.record["date"])
+
+    @property
+    def hardware(self) -> str | None:
+        """The class of its first run, None before there is one."""
+        return next(map(hardware, self.runs("a")), None)
 
 
 def many(item: str, brackets: str) -> str:
@@ -211,17 +225,78 @@ No runs yet.
 """
 
 
-def newest(home: Path, track: str) -> str | None:
-    """The latest record of a track whose runs are done."""
-    finished = [folder for folder in map(load, all_folders(home)) if folder.record["track"] == track and folder.record["means"]]
-    return max(finished, key=lambda folder: folder.started).path.name if finished else None
+def hardware_here(world: int) -> str:
+    """`hardware` of the runs that this machine would make with `world` processes: named as train_gpt.py names it in its log."""
+    gpus = query_gpus("--query-gpu=name")
+    return f"{world} x {gpus[0].strip() if gpus else platform.processor() or platform.machine()}"
 
 
-def choose_parent(home: Path, parent: str | None, track_name: str | None) -> str | None:
-    """`parent` as the user said it: a folder, "none", or nothing at all, which means the newest record of the track."""
-    if parent == "none" or not (parent or track_name):
+def finished(home: Path, track: str) -> list[Folder]:
+    """The records of a track whose runs are done, in the order in which they were run. What is no record is for `verify` to name."""
+    found = []
+    for path in all_folders(home):
+        try:
+            folder = load(path)
+        except Failure:
+            continue
+        if folder.record["track"] == track and folder.record["means"]:
+            found.append(folder)
+    return sorted(found, key=lambda folder: folder.started)
+
+
+def rank(folder: Folder) -> tuple[bool, float]:
+    """Orders records of one track and class, the best first: those that meet the target by their time, then the others by their loss."""
+    mean, target = folder.record["means"]["a"], folder.track.target_loss
+    missed = target is not None and mean["loss"] > target
+    return missed, mean["loss"] if missed else mean["ms"]
+
+
+def best(home: Path, track: str, place: str, before: str) -> Folder | None:
+    """The best record of a track on the hardware `place` whose runs began before a time; None if there is none."""
+    earlier = [folder for folder in finished(home, track) if folder.started < before and folder.hardware == place]
+    return min(earlier, key=rank, default=None)
+
+
+def missing_parent(home: Path, record: dict[str, Any], place: str, started: str) -> Folder | None:
+    """What a record should have had as its parent, by its runs' hardware and start; None if it has one or needs none.
+
+    A retime on the hardware of the record it repeats claims nothing new, so it has no parent if that one has none.
+    """
+    if record["parent"] or started < PARENTS_SINCE:
         return None
-    return Path(parent).name if parent else newest(home, track_name)
+    repeated = [folder for folder in finished(home, record["track"]) if folder.record["scripts"] == record["scripts"]]
+    if any(folder.started < started and folder.hardware == place for folder in repeated):
+        return None
+    return best(home, record["track"], place, started)
+
+
+def choose_parent(home: Path, parent: str | None, kind: str | None, track: str, place: str, now: str) -> str | None:
+    """`parent` as the user said it: a folder, "none", or nothing at all, which means the best record of the track on this hardware."""
+    if parent == "none" or not parent and kind == "baseline":
+        return None
+    if parent:
+        return Path(parent).name
+    found = best(home, track, place, now)
+    return found.path.name if found else None
+
+
+def require_parent(home: Path, record: dict[str, Any], place: str, started: str) -> None:
+    """Refuse a record, or a plan before anything has run, that lacks a parent and needs one."""
+    if needed := missing_parent(home, record, place, started):
+        name, track = needed.path.name, record["track"]
+        fail("parent", f"a record to beat, since {name} is one of {track} on {place}", "none",
+             f"python records new NAME --track {track} --parent {name}")
+
+
+def require_parent_here(folder: Folder) -> None:
+    """The same for a plan that is about to start: it may have been made on other hardware, or before the first record of the track."""
+    if not folder.record["runs"]:
+        require_parent(folder.path.parent, folder.record, hardware_here(folder.record["plan"]["world"]), utc_now())
+
+
+def utc_now() -> str:
+    """In the form in which logs say when a run started, so that both can be compared."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def least_runs(track: Track, kind: str) -> int:
@@ -242,11 +317,16 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
         old = load(retime)
         source, track_name, kind, n = old.path / SCRIPT, old.record["track"], old.record["kind"], len(old.record["plan"]["seeds"])
         parent, length = old.record["parent"] or "none", old.record["plan"].get("length", 1)
-    parent = choose_parent(home, parent or ("none" if kind == "baseline" else None), track_name)
+    if not track_name:
+        named = parent not in (None, "none")
+        track_name = load(home / Path(parent).name).record["track"] if named else fail("track", f"one of {', '.join(TRACKS)}", "none", "add --track")
+    if world is None:
+        world = next(w for w in (8, 4, 2, 1) if w <= max(1, len(query_gpus("--query-gpu=name"))))
+    place, now = hardware_here(world), utc_now()
+    parent = choose_parent(home, parent, kind, track_name, place, now)
     base = load(home / parent).record if parent else None
-    track_name = track_name or (base["track"] if base else fail("track", f"one of {', '.join(TRACKS)}", "none", "add --track"))
     if base and base["track"] != track_name:
-        fail(f"parent {parent}", f"a record of {track_name}", base["track"], "name another --parent, or none")
+        fail(f"parent {parent}", f"a record of {track_name}", base["track"], "name another --parent")
     track = TRACKS[track_name]
     kind = kind or ("ml" if parent else "baseline")
     if kind == "baseline" and parent or kind == "systems" and not parent:
@@ -258,8 +338,6 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
     n, least = track.usual_runs if n is None else n, least_runs(track, kind)
     if not least <= n <= 1000:
         fail("runs an arm", f"{least} to 1000 on {track_name}", n, "change --n")
-    if world is None:
-        world = next(w for w in (8, 4, 2, 1) if w <= max(1, len(query_gpus("--query-gpu=name"))))
     date = datetime.date.today().isoformat()
     path = home / f"{date}_{name}"
     if path.exists():
@@ -267,6 +345,7 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
     if not source.exists():
         fail("script", str(source), "none", "run this in a checkout of the repository")
     scripts = {"a": sha256(source.read_bytes())} | ({"b": sha256((home / parent / SCRIPT).read_bytes())} if parent else {})
+    require_parent(home, {"track": track_name, "parent": parent, "scripts": scripts}, place, now)
     seeds = plan_seeds(scripts["a"], n)
     plan = {"world": world}
     if length != 1:

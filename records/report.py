@@ -1,4 +1,4 @@
-"""What the runs say: numbers of a record, `compare`, and the leaderboard."""
+"""What the runs say: the numbers of a record, and `compare`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import stats
-from record import HOME, Folder, load, write_whole
+from record import HOME, Folder, hardware, load, write_whole
 from runlog import Run, fail, loss_curve, read_run, stage_times
 
 def means(folder: Folder) -> dict[str, dict[str, float]]:
@@ -26,10 +26,6 @@ def gain(folder: Folder) -> stats.Interval:
 
 def spread(values: list[float], digits: int) -> str:
     return f"{stats.mean(values):.{digits}f}" + (f" ± {stats.sd(values):.{digits}f}" if len(values) > 1 else "")
-
-
-def hardware(run: Run) -> str:
-    return f"{run.head.get('world')} x {run.head.get('device')}"
 
 
 def numbers_block(folder: Folder) -> str:

@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from record import Folder, data_manifest, load, query_gpus, write_record
+from record import Folder, data_manifest, load, query_gpus, require_parent_here, write_record
 from report import means, write_numbers
 from runlog import EXIT_HARDWARE, EXIT_NUMERICS, Run, fail, read_run, sha256
+from starts import duration, environment
 from verify import EACH_RUN, Context, evaluate
 
 POLL_SECONDS = 2.0  # a glance at an 8 KB file; the training must not feel it
@@ -32,7 +33,7 @@ def check_idle(patience_s: float = 20.0) -> None:
 
 
 def check_ready(folder: Folder, data: Path) -> None:
-    """Scripts and data must still be those of the plan, before a single GPU second is spent."""
+    """Scripts and data must still be those of the plan, and it must have a parent if this hardware asks for one, before a GPU second is spent."""
     for arm, expected in folder.record["scripts"].items():
         path = folder.script(arm)
         found = sha256(path.read_bytes()) if path.exists() else "no file"
@@ -43,6 +44,7 @@ def check_ready(folder: Folder, data: Path) -> None:
         wrong = sorted(name for name in {*planned, *found} if planned.get(name) != found.get(name))
         fail(f"data in {data}", f"{len(planned)} shards as in record.json", f"{', '.join(wrong[:3])} missing, added or different",
              "fetch those shards, or --data FOLDER")
+    require_parent_here(folder)
 
 
 def local(folder: Folder, path: Path) -> str:
@@ -52,6 +54,8 @@ def local(folder: Folder, path: Path) -> str:
 
 
 def command(folder: Folder, key: str, data: Path) -> list[str]:
+    """One process a run. With the trainer's --runs an arm that comes twice in a row would start only once, but the second of these runs would come
+    without a warm-up of its own, and seeds would have to count up; kept caches save most of that start anyway."""
     arm, _, seed = key.partition("-s")
     plan = folder.record["plan"]
     length = ["--length", str(plan["length"])] if "length" in plan else []
@@ -143,7 +147,8 @@ def attempt(folder: Folder, key: str, number: int, data: Path, typical_s: float 
     directory, count, output = log_dir(folder, key), len(folder.record["plan"]["order"]), folder.path / "running" / "output.txt"
     directory.mkdir(parents=True, exist_ok=True)
     with output.open("w") as file:
-        process = subprocess.Popen(command(folder, key, data), cwd=folder.path.parents[1], stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command(folder, key, data), cwd=folder.path.parents[1], env=environment(folder, key[0]), stdout=file,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
         try:
             follow(process, directory, number, count, key, typical_s)
         finally:
@@ -193,6 +198,7 @@ def carry_out(folder: Folder, data: Path | None) -> None:
     if (folder.path / "running").exists():
         for key in order:  # left by an interruption: whole, or to be repeated
             collect(folder, key)
+    print(duration(folder), flush=True)
     for number, key in enumerate(order, 1):
         if f"{key}.jsonl" in folder.record["runs"]:
             print(f"run {number}/{len(order)}  {key:<12}  done before", flush=True)

@@ -1,4 +1,4 @@
-"""`verify`: every check a record must pass, one line each. A check sees only the folder, its parent and the logs."""
+"""`verify`: every check a record must pass, one line each. A check sees only the folder, its parent and the logs; that for a parent, all records."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import stats
 from codediff import sections
-from record import SCRIPT, Folder, load, manifest_hash, least_runs, plan_id, plan_order, plan_seeds
+from record import SCRIPT, Folder, load, least_runs, manifest_hash, plan_id, plan_order, plan_seeds, require_parent
 from report import gain, means, numbers_block, read_block
 from runlog import Failure, Run, sha256
 
-# Command-line options that may differ from their defaults in a record; a length must be the plan's.
-FREE_SETTINGS = {"preset", "data", "seed", "log_dir", "val_every", "length"}
+# Command-line options that may differ from their defaults in a record; a length must be the plan's. --val-every is none of them: while the
+# clock pauses for a validation, batches are prefetched and the GPU cools down.
+FREE_SETTINGS = {"preset", "data", "seed", "log_dir", "length"}
 SAME_EVERYWHERE = ("machine", "gpus", "device", "world", "torch", "triton", "cuda", "driver", "python")
 UNTOUCHED = ("Configuration", "Model", "Data", "Schedule")  # sections that a systems record leaves as they are
 
@@ -47,7 +48,10 @@ def check_script(c: Context) -> Findings:
 
 
 def check_parent(c: Context) -> Findings:
+    """A parent where the rules ask for one, which needs the first log: it says when and on which hardware the record was made."""
     if c.folder.parent is None:
+        if c.runs:
+            require_parent(c.folder.path.parent, c.folder.record, c.folder.hardware, c.folder.started)
         return [], "none, arm a only"
     parent, record = load(c.folder.parent).record, c.folder.record
     bad = [] if parent["track"] == record["track"] else [f"expected a record of {record['track']}, found {parent['track']}"]
@@ -166,13 +170,13 @@ def check_tokens(c: Context) -> Findings:
 
 
 def clock_problems(run: Run) -> Iterator[str]:
-    """Intervals must join without gap, be off for validation only, and sum to the total; the step times must tell the same."""
+    """Intervals must join without gap or pause and sum to the total; the step times must tell the same."""
     intervals, total = run.of("clock"), 0.0
     for before, line in zip([None, *intervals], intervals):
         if line["end_ms"] < line["start_ms"] or before and before["end_ms"] != line["start_ms"]:
             yield f"expected intervals that join, found one from {line['start_ms']:.1f} to {line['end_ms']:.1f} ms"
-        if not line["on"] and line["reason"] != "validation":
-            yield f"expected pauses for validation only, found '{line['reason']}'"
+        if not line["on"]:
+            yield f"expected a clock without pauses, found one for '{line['reason']}'"
         total += (line["end_ms"] - line["start_ms"]) if line["on"] else 0
     if not intervals or abs(total - run.ms) > 0.06:
         yield f"expected intervals that sum to {run.ms:.1f} ms, found {total:.1f} ms"
@@ -244,7 +248,9 @@ def evaluate(checks: tuple[Callable[[Context], Findings], ...], context: Context
     for check in checks:
         try:
             bad, text = check(context)
-        except (Failure, KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, ZeroDivisionError) as error:
+        except Failure as failure:
+            bad, text = [str(failure)], ""
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, ZeroDivisionError) as error:
             bad, text = [f"expected data that can be checked, found {type(error).__name__}: {error}"], ""
         text = bad[0] + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "") if bad else text
         results.append(Check(check.__name__.removeprefix("check_"), not bad, text))

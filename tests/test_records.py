@@ -24,6 +24,7 @@ import record  # noqa: E402
 import report  # noqa: E402
 import runlog  # noqa: E402
 import runner  # noqa: E402
+import starts  # noqa: E402
 import stats  # noqa: E402
 from verify import verify  # noqa: E402
 
@@ -33,7 +34,7 @@ FAKE = '''"""Stand-in: writes the log of a run whose loss and time follow from t
 # ====================================================================================
 # 1. Imports, constants
 # ====================================================================================
-import argparse, hashlib, json, random, sys, time
+import argparse, datetime, hashlib, json, os, random, sys, time
 from pathlib import Path
 
 LOSS, MS = 5.0, 100.0
@@ -79,10 +80,15 @@ def line(kind, **fields):
 
 data = Path(options.data)
 train = sorted(data.glob("*_train_*.bin"))
-line("head", started="%.9f" % time.time(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES}, seed=int(options.seed), world=1,
+line("head", started=datetime.datetime.now(datetime.UTC).isoformat(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES}, seed=int(options.seed), world=1,
      script=sums([Path(__file__)]), data=sums([*train, *data.glob("*_val_*.bin")]), shards=[p.name for p in train],
-     settings=vars(options), machine="m1", gpus=[], device="fake", torch="2", triton=None, python="3")
-ms, step, start = MS * (1 + 0.001 * chance.random()), 0, 1234.5
+     settings=vars(options), parameters={"dense": 1234567, "sparse": 4567890123}, machine="m1", gpus=[], device="fake", torch="2", triton=None, python="3")
+cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "compiled"
+start = 10000.0 if cache.exists() else 70000.0
+cache.parent.mkdir(parents=True, exist_ok=True)
+cache.touch()
+line("warm", seconds=start / 1000 - 1, graphs=12)
+ms, step = MS * (1 + 0.001 * chance.random()), 0
 for stage in STAGES:
     line("stage", step=step, **stage, short_window_tokens=64, long_window_tokens=128, extension=False)
     for step in range(step + 10, step + stage["steps"] + 1, 10):
@@ -95,8 +101,7 @@ if LOSS != LOSS:
     sys.exit(3)
 line("val", step=80, loss=loss, final=True)
 line("clock", on=True, reason="training", start_ms=start, end_ms=middle)
-line("clock", on=False, reason="validation", start_ms=middle, end_ms=middle + 7.25)
-line("clock", on=True, reason="training", start_ms=middle + 7.25, end_ms=start + total + 7.25)
+line("clock", on=True, reason="training", start_ms=middle, end_ms=start + total)
 line("end", state="ok", loss=loss, ms=total, peak_memory_mib=None, train_hash="t1", val_hash="v1", recompiled=0)
 '''
 
@@ -111,19 +116,25 @@ def plain_command(folder, key, data):
     return [sys.executable, *words[words.index("--preset") - 1:]]
 
 
-REAL_COMMAND = runner.command
+REAL_COMMAND, REAL_DAY = runner.command, record.PARENTS_SINCE
 
 
-def make_quick(patch):
+def make_quick(patch, folder):
+    patch.setattr(starts, "CACHES", folder / "caches")
+    for name in starts.VARIABLES:
+        patch.delenv(name, raising=False)
     patch.setattr(runner, "command", plain_command)
     patch.setattr(runner, "POLL_SECONDS", 0.02)
     for module in (runner, record):
         patch.setattr(module, "query_gpus", lambda query: [])
+    for module in (starts, record):
+        patch.setattr(module, "hardware_here", lambda world: f"{world} x fake")
+    patch.setattr(record, "PARENTS_SINCE", "2000-01-01")  # whatever day it is
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    make_quick(monkeypatch)
+def quick(monkeypatch, tmp_path):
+    make_quick(monkeypatch, tmp_path)
 
 
 def make_repository(path):
@@ -144,8 +155,8 @@ def make(root, name, **options):
 def finished(tmp_path_factory):
     """A repository with a baseline and a child that is 2 % faster, both run."""
     patch = pytest.MonkeyPatch()
-    make_quick(patch)
     root = make_repository(tmp_path_factory.mktemp("finished"))
+    make_quick(patch, root)
     base = make(root, "start")
     runner.run_plan(base, None)
     (root / "train_gpt.py").write_text(FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 98.0"))
@@ -235,20 +246,77 @@ def test_new_refuses_in_one_line_and_leaves_nothing(tmp_path, options, words):
     assert caught.value.code == 2 and "\n" not in str(caught.value) and not list((root / "records").iterdir())
 
 
-def test_new_takes_the_newest_finished_record_as_parent(finished, copy):
+def grow(finished, copy, script=FAKE):
+    """The repository of the copy, ready for further records, with a root script."""
     root = copy.parent.parent
-    (root / "train_gpt.py").write_text(FAKE)
+    (root / "train_gpt.py").write_text(script)
     shutil.copytree(finished[0] / "data", root / "data")
-    assert record.load(make(root, "third")).record["parent"] == copy.name
+    return root
+
+
+def test_new_takes_the_best_record_of_the_hardware_as_parent(finished, copy, monkeypatch):
+    root = grow(finished, copy, FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 120.0"))
+    slow = make(root, "slow")
+    assert record.load(slow).record["parent"] == copy.name
     assert record.load(make(root, "fourth")).record["parent"] == copy.name  # the third has no runs yet
-    assert record.load(make(root, "alone", parent="none")).record["parent"] is None
+    runner.run_plan(slow, None)
+    assert record.load(make(root, "fifth")).record["parent"] == copy.name  # the third is newer, but slower
+    monkeypatch.setitem(record.TRACKS, "smoke", record.TRACKS["smoke"]._replace(target_loss=4.99))
+    lowest = min((copy, slow, copy.parent / finished[1].name), key=lambda path: record.load(path).record["means"]["a"]["loss"])
+    assert record.load(make(root, "sixth")).record["parent"] == lowest.name  # where none meets the target, the lowest loss
 
 
-def test_a_length_is_part_of_the_plan(finished, copy):
+def test_new_refuses_a_record_without_parent_where_there_is_one(finished, copy):
+    """But the first on other hardware has none, and a retime has the parent, or none, of the record it repeats."""
+    root = grow(finished, copy, FAKE + "# another script\n")
+    for options in ({"parent": "none"}, {"kind": "baseline"}):
+        words = rf"^parent: expected a record to beat, since {copy.name} is one of smoke on 1 x fake, found none; fix: "
+        with pytest.raises(runlog.Failure, match=words) as caught:
+            make(root, "alone", **options)
+        assert caught.value.code == 2 and "\n" not in str(caught.value)
+    assert record.load(make(root, "elsewhere", world=8)).record["parent"] is None
+    assert record.load(make(root, "again", track_name=None, retime=copy.parent / finished[1].name)).record["parent"] is None
+    (copy.parent / "2026-01-01_damaged").mkdir()
+    (copy.parent / "2026-01-01_damaged/record.json").write_text("{")  # is for verify to name
+    assert record.load(make(root, "child-of-child")).record["parent"] == copy.name
+
+
+def test_a_record_has_a_parent_from_a_day_on(finished, copy, monkeypatch):
+    """What `new` refuses, verify refuses too, if it began on that day or later: by the logs, whatever date the record states."""
+    root = grow(finished, copy, FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 95.0"))
+    with monkeypatch.context() as before_the_rule:
+        before_the_rule.setattr(record, "PARENTS_SINCE", "9999-01-01")
+        alone = make(root, "alone", parent="none")
+        runner.run_plan(alone, None)
+        assert failed(alone) == set()
+    checks = {check.name: check for check in verify(alone)}
+    assert failed(alone) == {"parent"} and f"expected a record to beat, since {copy.name} is one" in checks["parent"].text
+    edit_json(alone / "record.json", lambda r: r.update(date="2020-01-01"))
+    assert failed(alone.rename(alone.with_name("2020-01-01_alone"))) == {"parent"}
+    for path in (copy, copy.parent / finished[1].name):  # what began earlier, and the first of all
+        assert failed(path) == set()
+    for path in [p for p in copy.parent.iterdir() if p.name.endswith(("_child", "_start"))]:
+        for log in (path / "runs").iterdir():
+            rewrite_log(log, lambda e: e[0].update(device="another"))
+    assert failed(copy.parent / "2020-01-01_alone") == set()  # then it is the first on its hardware
+
+
+def test_run_refuses_a_plan_that_needs_a_parent_here(finished, copy, monkeypatch):
+    """It was made where this track had no record, and comes to hardware where it has one."""
+    root = grow(finished, copy, FAKE + "# another script\n")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(record, "hardware_here", lambda world: "1 x other")
+        path = make(root, "idea")
+    assert record.load(path).record["parent"] is None
+    monkeypatch.setattr(runner, "attempt", lambda *arguments: pytest.fail("nothing may run"))
+    with pytest.raises(runlog.Failure, match="^parent: expected a record to beat"):
+        runner.run_plan(path, None)
+
+
+def test_a_length_is_part_of_the_plan(finished, copy, monkeypatch):
     """Fixed before the first run and passed to every run of both arms; a child and a retime inherit it."""
-    root = copy.parent.parent
-    shutil.copytree(finished[0] / "data", root / "data")
-    shutil.copy(finished[0] / "train_gpt.py", root)
+    root = grow(finished, copy, FAKE + "# another script\n")
+    monkeypatch.setattr(record, "PARENTS_SINCE", "9999-01-01")
     base = make(root, "long", parent="none", n=1, length=1.5)
     runner.run_plan(base, None)
     child = make(root, "longer-child", parent=base.name, n=1)
@@ -288,9 +356,7 @@ def test_a_baseline_has_no_parent(finished):
     root, base, child = finished
     with pytest.raises(runlog.Failure, match="parent of kind baseline: expected none, found "):
         make(root, "other-start", parent=child.name, kind="baseline")
-    path = make(root, "other-start", kind="baseline")
-    assert record.load(path).record["parent"] is None
-    shutil.rmtree(path)
+    assert record.load(base).record["kind"] == "baseline"
 
 
 def test_retime_repeats_the_plan(finished, copy):
@@ -337,7 +403,9 @@ def test_run_continues_after_an_interruption(tmp_path, monkeypatch, capsys):
     before = (path / "runs" / f"{keys[0]}.jsonl").read_bytes()
     monkeypatch.setattr(runner, "follow", real)
     runner.run_plan(path, None)
-    assert "done before" in capsys.readouterr().out and (path / "runs" / f"{keys[0]}.jsonl").read_bytes() == before
+    said = capsys.readouterr().out
+    assert "3 runs: how long they take is not known" in said and "2 of 3 runs left: 2 warm starts of about" in said and "going by its own runs\n" in said
+    assert "done before" in said and (path / "runs" / f"{keys[0]}.jsonl").read_bytes() == before
     assert failed(path) == set()
     assert len(list((path / "unfinished").glob("*.jsonl"))) == 1  # the attempt stays visible
     assert "1 unfinished" in {c.name: c.text for c in verify(path)}["runs"]
@@ -347,7 +415,7 @@ def test_run_files_a_log_that_was_finished_when_the_tool_died(tmp_path, monkeypa
     path = make(make_repository(tmp_path), "idea", n=1)
     folder = record.load(path)
     key = folder.record["plan"]["order"][0]
-    subprocess.run(plain_command(folder, key, path.parents[1] / "data/sample"), check=True, cwd=path.parents[1])
+    subprocess.run(plain_command(folder, key, path.parents[1] / "data/sample"), check=True, cwd=path.parents[1], env=starts.environment(folder, "a"))
     monkeypatch.setattr(runner, "attempt", lambda *arguments: pytest.fail("it was finished"))
     runner.run_plan(path, None)
     assert failed(path) == set()
@@ -394,6 +462,78 @@ def test_one_run_at_a_time(tmp_path):
     assert caught.value.code == 2
     runner.run_plan(path, None)
     assert failed(path) == set()
+
+
+def start_ups(path, arm):
+    """In seconds, in the order of the runs: the stand-in says 70 where it has to compile, else 10."""
+    order = record.load(path).record["plan"]["order"]
+    return [starts.start_up(runlog.read_run(path / "runs" / f"{key}.jsonl")) for key in order if key[0] == arm]
+
+
+def test_only_the_first_run_of_a_script_compiles(finished):
+    """Its caches are kept between the runs of a plan and from plan to plan, apart from those of other scripts and outside of the record."""
+    _, base, child = finished
+    assert start_ups(base, "a") == start_ups(child, "a") == [70, 10, 10] and start_ups(child, "b") == [10, 10, 10]
+    assert {path.name for path in child.iterdir()} == {"README.md", "record.json", "runs", "train_gpt.py"}
+
+
+def test_caches_of_the_user_are_respected(finished, monkeypatch):
+    folder = record.load(finished[2])
+    ours = starts.environment(folder, "a")
+    assert all(Path(ours[name]).parent == starts.cache_folder(folder, "a") for name in starts.VARIABLES)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    theirs = starts.environment(folder, "a")
+    assert theirs["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere" and theirs["TRITON_CACHE_DIR"] == ours["TRITON_CACHE_DIR"]
+    assert theirs["PATH"] == ours["PATH"], "else the environment is that of `run`"
+
+
+def test_a_plan_tells_its_duration(finished, copy, monkeypatch):
+    """By the logs of the parent, or of the record's own runs; the stand-in trains 6 s and starts in 70 or 10."""
+    root = grow(finished, copy, FAKE + "# another script\n")
+    path = make(root, "idea")
+    text = "6 runs: 2 cold starts of about 70 s, 4 warm starts of about 10 s, training 6 s each: about 3.6 minutes, going by "
+    assert starts.duration(record.load(path)) == f"{text}{copy.name}, 1 x fake"
+    compiled = starts.cache_folder(record.load(path), "b") / "triton/kernel"
+    compiled.mkdir(parents=True)
+    assert "6 runs: 1 cold start of about 70 s, 5 warm starts" in starts.duration(record.load(path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(compiled))
+    assert "6 runs: 2 cold starts" in starts.duration(record.load(path)), "nobody knows what that folder holds"
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    twice = make(root, "twice", length=2.0)
+    assert "training 12 s each: about 3.2 minutes" in starts.duration(record.load(twice))
+
+    monkeypatch.setattr(starts, "hardware_here", lambda world: "1 x other")  # then that hardware is named, as no better is known
+    assert starts.duration(record.load(path)).endswith(f"{copy.name}, 1 x fake")
+    runner.run_plan(path, None)
+    assert starts.duration(record.load(path)) == "0 of 6 runs left: no device time"
+    edit_json(path / "record.json", lambda r: [r["runs"].pop(f"{key}.jsonl") for key in r["plan"]["order"][2:]])
+    for key in record.load(path).record["plan"]["order"][2:]:
+        (path / f"runs/{key}.jsonl").unlink()
+    edit_json(path / "record.json", lambda r: r.update(means={}))
+    assert starts.duration(record.load(path)) == \
+        f"4 of 6 runs left: 4 warm starts of about 10 s, training 6 s each: about 1.1 minutes, going by its own runs and {copy.name}, 1 x fake"
+
+
+def test_where_nothing_compiles_every_start_is_warm(finished, copy):
+    root = grow(finished, copy, FAKE + "# another script\n")
+    for log in (copy / "runs").glob("a-*"):
+        rewrite_log(log, lambda e: event(e, "warm").update(graphs=0))
+    assert starts.duration(record.load(make(root, "idea"))).startswith("6 runs: 6 warm starts of about 10 s, training")
+
+
+def test_a_log_that_tells_no_times_is_no_guide(finished, copy):
+    root = grow(finished, copy, FAKE + "# another script\n")
+    for log in (copy / "runs").glob("a-*"):
+        rewrite_log(log, lambda e: e[0].update(started="at noon"))
+    assert "not known" in starts.duration(record.load(make(root, "idea", parent=copy.name)))
+
+
+def test_the_usual_rest_of_a_run_counts_as_start():
+    """Validation, end and torchrun: the median between runs that followed each other; an interruption does not count."""
+    seconds = (0, 20, 50, 5000)  # each takes 10 of start-up and 6 of training
+    heads = [f"2026-01-01T{int(s // 3600):02d}:{s // 60 % 60:02d}:{s % 60:02d}+00:00" for s in seconds]
+    made = [runlog.Run(Path(), "ok", {"started": head}, 5.0, 6000.0, lines=({"kind": "clock", "start_ms": 10000.0},)) for head in heads]
+    assert starts.closing(made) == [4, 14]
 
 
 def test_run_refuses_busy_gpus_and_changed_inputs(tmp_path, monkeypatch):
@@ -473,6 +613,14 @@ def change_end(events, **fields):
     events[-1].update(fields)
 
 
+def pause(events, reason):
+    """Between both intervals of the clock, so that they still join and sum to the total."""
+    first, second = [e for e in events if e["kind"] == "clock"]
+    start = first["end_ms"]
+    events.insert(events.index(second), {"kind": "clock", "on": False, "reason": reason, "start_ms": start, "end_ms": start + 7.25})
+    second.update(start_ms=start + 7.25, end_ms=second["end_ms"] + 7.25)
+
+
 @pytest.mark.parametrize("name, change", [
     ("tokens", lambda e: change_end(e, train_hash="t2")),
     ("tokens", lambda e: change_end(e, val_hash="v2")),
@@ -480,7 +628,8 @@ def change_end(events, **fields):
     ("tokens", lambda e: e[0].update(shards=["sample_train_000002.bin"])),
     ("clock", lambda e: event(e, "clock").update(end_ms=event(e, "clock")["end_ms"] - 500)),
     ("clock", lambda e: event(e, "clock").update(on=False)),
-    ("clock", lambda e: next(x for x in e if not x.get("on", True)).update(reason="a rest")),
+    ("clock", lambda e: pause(e, "validation")),
+    ("clock", lambda e: pause(e, "a rest")),
     ("clock", lambda e: [e.remove(x) for x in e if x["kind"] == "clock"]),
     ("clock", lambda e: (e[-1].update(ms=e[-1]["ms"] / 2), [e.remove(x) for x in e if x["kind"] == "clock"][1:], e.insert(
         -1, {"kind": "clock", "on": True, "reason": "training", "start_ms": 0.0, "end_ms": e[-1]["ms"]}))),
@@ -492,6 +641,7 @@ def change_end(events, **fields):
     ("end", lambda e: [x for x in e if x["kind"] == "step"][1].update(step=10)),
     ("settings", lambda e: e[0]["settings"].update(muon="True")),
     ("settings", lambda e: e[0]["settings"].update(length="0.5")),
+    ("settings", lambda e: e[0]["settings"].update(val_every="10")),
     ("settings", lambda e: e[0].update(seed=1)),
     ("settings", lambda e: e[0].update(world=8)),
     ("settings", lambda e: e[0].update(script="0" * 64)),
@@ -503,7 +653,8 @@ def change_end(events, **fields):
     ("order", lambda e: e[0].pop("started")),
 ])
 def test_repaired_logs_still_fail(copy, name, change):
-    rewrite_log(sorted((copy / "runs").glob("a-*"))[-1] if name == "order" else first_log(copy), change)
+    last = copy / f"runs/{record.load(copy).record['plan']['order'][-1]}.jsonl"
+    rewrite_log(last if name == "order" else first_log(copy), change)
     found = failed(copy)
     assert name in found and not found & {"files", "chain"}, found
 
@@ -583,6 +734,12 @@ def test_target_by_mean_and_by_test(copy, monkeypatch):
     assert claim(copy, {"target_loss": barely}, monkeypatch=monkeypatch)["target"].ok
     assert not claim(copy, {"target_loss": barely, "alpha": 0.01}, monkeypatch=monkeypatch)["target"].ok
     assert claim(copy, {"target_loss": barely, "alpha": 0.01}, "systems", monkeypatch)["target"].ok  # the test is waived
+
+
+def test_no_run_is_validated_along_the_way(finished):
+    """Verification refuses --val-every and any pause of the clock; `run` asks for neither."""
+    folder = record.load(finished[2])
+    assert not [word for key in folder.record["plan"]["order"] for word in REAL_COMMAND(folder, key, Path("data")) if "val" in word]
 
 
 @pytest.mark.parametrize("p, ok", [(0.02, False), (0.008, True)])
@@ -789,7 +946,7 @@ def test_diff_names_what_it_needs(tmp_path, finished):
 @pytest.fixture
 def clone(copy):
     """The finished repository with the tool in it, ranked: its practice track counts as one with a leaderboard."""
-    for path in (*(ROOT / "records").glob("*.py"), ROOT / "records/history.csv"):
+    for path in (*(ROOT / "records").glob("*.py"), *(ROOT / "records").glob("*.csv")):
         shutil.copy(path, copy.parent)
     shutil.copy(copy / "train_gpt.py", copy.parents[1])
     (copy.parent / "README.md").write_text("# Records\n\n<!-- leaderboard -->\nnothing\n<!-- /leaderboard -->\n")
@@ -821,6 +978,15 @@ def test_verify_command(clone):
 
 
 @pytest.mark.slow
+def test_run_can_only_tell_how_long(clone, finished):
+    shutil.copytree(finished[0] / "data", clone / "data")
+    assert call(clone, "new", "idea", "--track", "smoke", "--parent", named(clone, "child").name).returncode == 0
+    done = call(clone, "run", f"records/{named(clone, 'idea').name}", "--dry-run")
+    assert done.returncode == 0 and re.fullmatch(r"4 runs: .*: about \d+\.\d minutes, going by .*_child, 1 x fake\n", done.stdout)
+    assert not (named(clone, "idea") / "runs").exists()
+
+
+@pytest.mark.slow
 def test_leaderboard_command(clone):
     readme = clone / "records/README.md"
     assert call(clone, "leaderboard", "--check").returncode == 1 and "nothing" in readme.read_text()
@@ -831,7 +997,10 @@ def test_leaderboard_command(clone):
     assert call(clone, "leaderboard").returncode == 0
     done = call(clone, "leaderboard", "--check")
     assert done.returncode == 0 and "distance of train_gpt.py from" in done.stdout and "in 0 of" in done.stdout
-    assert re.search(r"\[child\]\(.*_child/\) \| 5\.\d\d \| 5\.00\d\d \| 3 \| 1 x fake \| ml \| -0\.\d+ s \(-[12]\.\d\d %\) against .*_start", readme.read_text())
+    script = record.load(named(clone, "child")).record["scripts"]["a"][:8]
+    between = r"-[01]\.\d+ s \(-\d\.\d+ to [+-]\d\.\d+\), -[12]\.\d\d % \(-\d\.\d\d to [+-]\d\.\d\d\) against \S+_start"
+    row = rf"\[child\]\(.*_child/\) \| 5\.\d\d \| 5\.00\d\d \| 0\.00\d\d \| 3 \|  \| {between} \| 1\.23 M \| 4\.57 B \| `{script}` \| 1 x fake \| ml \|"
+    assert re.search(row, readme.read_text()), readme.read_text()
     readme.write_text(re.sub(r"\| 5\.\d\d \|", "| 4.00 |", readme.read_text()))
     assert call(clone, "leaderboard", "--check").returncode == 1
     first_log(named(clone, "child")).unlink()
@@ -839,21 +1008,57 @@ def test_leaderboard_command(clone):
     assert done.returncode == 0 and "_child does not verify" in done.stdout and "child" not in readme.read_text()
 
 
-def test_the_readme_shows_the_fastest_of_each_class():
+def test_the_readme_shows_the_best_of_each_class():
     """Of each track and hardware the fastest that meets the target, or where none does the one with the lowest loss."""
     from types import SimpleNamespace
 
-    from leaderboard import fastest_of_each_class
+    from leaderboard import best_of_each_class
 
     def folder(loss, seconds, target=5.0, gpu="A"):
-        run = SimpleNamespace(head={"gpus": [gpu], "device": gpu, "world": 1})
         return SimpleNamespace(record={"track": "t", "means": {"a": {"loss": loss, "ms": 1e3 * seconds}}},
-                               track=SimpleNamespace(target_loss=target), runs=lambda arm: [run])
+                               track=SimpleNamespace(target_loss=target), hardware=f"1 x {gpu}")
 
     slow, fast, missed, other = folder(4.9, 20), folder(5.0, 10), folder(5.1, 5), folder(6.0, 1, gpu="B")
-    assert fastest_of_each_class([slow, fast, missed, other]) == [fast, other]
+    assert best_of_each_class([slow, fast, missed, other]) == [fast, other]
     near, far = folder(5.1, 9), folder(5.2, 5)
-    assert fastest_of_each_class([far, near]) == [near]
+    assert best_of_each_class([far, near]) == [near]
+
+
+def cells(table, name):
+    """{column: cell} of a record in a table of the leaderboard."""
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines() if row.startswith("|")]
+    return dict(zip(rows[0], next(row for row in rows if any(f"[{name}]" in cell for cell in row)), strict=True))
+
+
+def test_leaderboard_columns(finished, copy, monkeypatch):
+    """All of them of a record without parent, of one with it, and of a retime; p where there is a target, sizes where they are known."""
+    from leaderboard import COLUMNS, SHORT, leaderboard_table
+    monkeypatch.setitem(record.TRACKS, "smoke", record.TRACKS["smoke"]._replace(practice=False, target_loss=5.0))
+    folders = [record.load(path) for path in (copy, copy.parent / finished[1].name)]
+    child, start = (cells(leaderboard_table(folders, "", COLUMNS), name) for name in ("child", "start"))
+    losses = [run.loss for run in folders[0].runs("a")]
+    time = report.gain(folders[0])
+    assert float(child["sd"]) == pytest.approx(stats.sd(losses), abs=1e-4) and float(child["p"]) == pytest.approx(stats.p_below(losses, 5.0), rel=0.1)
+    assert child["n"] == "3" and child["script"] == f"`{folders[0].record['scripts']['a'][:8]}`" and child["hardware"] == "1 x fake"
+    seconds = " to ".join(f"{ms / 1e3:+.3f}" for ms in (time.low, time.high))
+    percent = " to ".join(f"{100 * ms / folders[0].record['means']['b']['ms']:+.2f}" for ms in (time.low, time.high))
+    assert f" s ({seconds}), " in child["gain"] and f" % ({percent}) against {finished[1].name}" in child["gain"]
+    assert start["gain"] == "" and (child["dense"], child["sparse"]) == ("1.23 M", "4.57 B")
+    assert child["kind"] == "ml, above the target" and start["kind"] == "baseline, above the target"
+
+    short = cells(leaderboard_table(folders, "records/", SHORT), "child")
+    assert short.keys() == set(SHORT) and short["record"] == f"[child](records/{copy.name}/)"
+    for log in (copy / "runs").glob("a-*"):
+        rewrite_log(log, lambda e: e[0].pop("parameters"))
+    unknown = cells(leaderboard_table([record.load(copy)], "", COLUMNS), "child")
+    assert unknown["dense"] == unknown["sparse"] == "", "nobody has counted them"
+    assert "No record yet: speedrun, sprint-fineweb, sprint-webtext, speedrun-webmix." in leaderboard_table(folders, "", COLUMNS)
+
+
+@pytest.mark.parametrize("count, text", [(None, ""), (0, "0"), (999, "999"), (33_325_433, "33.3 M"), (172_180_049, "172 M"), (6_558_375_936, "6.56 B")])
+def test_sizes_in_words(count, text):
+    from leaderboard import size_text
+    assert size_text(count) == text
 
 
 def test_diff_command(clone):
@@ -887,7 +1092,8 @@ def test_history_is_complete():
 
 
 @pytest.mark.parametrize("path", record.all_folders() or [None])
-def test_every_record_verifies(path):
+def test_every_record_verifies(path, monkeypatch):
+    monkeypatch.setattr(record, "PARENTS_SINCE", REAL_DAY)
     assert path is None or failed(path) == set()
 
 
@@ -897,3 +1103,26 @@ def test_the_example_in_the_readme_is_a_record():
     assert record.schema_errors(example) == []
     assert example["plan"]["seeds"] == record.plan_seeds(example["scripts"]["a"], len(example["plan"]["seeds"]))
     assert example["plan"]["id"] == record.plan_id(example) and example["plan"]["order"] == record.plan_order(example["plan"]["seeds"], "ab")
+
+
+@pytest.mark.slow
+def test_parameters_are_what_the_scripts_build():
+    """Those of the records whose logs do not tell them, counted again on a device without memory."""
+    import importlib.util
+
+    import torch
+    from leaderboard import counted_parameters
+    folders = {folder.record["scripts"]["a"]: folder for folder in map(record.load, record.all_folders())}
+    for script, counts in counted_parameters().items():
+        folder = folders[script]
+        spec = importlib.util.spec_from_file_location(f"script_{script[:8]}", folder.script("a"))
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        preset = module.PRESETS[folder.track.preset]
+        model = module.GPT(preset.model, module.select_ops(torch.device("cpu")), torch.device("meta"))
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        sparse = sizes.pop("ngram", 0)
+        assert counts == {"dense": sum(sizes.values()), "sparse": sparse}, folder.path.name
+        del sys.modules[spec.name]
+    logged = {script for script, folder in folders.items() if "parameters" in folder.runs("a")[0].head}
+    assert folders.keys() == logged | counted_parameters().keys()

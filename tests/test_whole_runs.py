@@ -63,6 +63,9 @@ def test_log_is_complete(run, corpus):
     assert head["preset"] == json.loads(json.dumps(dataclasses.asdict(PRESET)))
     assert all(re.fullmatch(r"[0-9a-f]{64}", head[key]) for key in ("script", "data")) and head["script"] != head["data"]
     assert head["ops"] == tg.select_ops(CPU).names
+    sparse = PRESET.model.table_rows * PRESET.model.width
+    shapes = [p.shape for name, p in tg.GPT(PRESET.model, tg.select_ops(CPU), torch.device("meta")).named_parameters() if name != "ngram"]
+    assert head["parameters"] == {"dense": sum(shape.numel() for shape in shapes), "sparse": sparse} and f" {sparse:,} in rows of" in result.out
     assert head["settings"].keys() == {"preset", "data", "log_dir", "seed"}
     assert head["shards"] == ["tiny_train_000000.bin", "tiny_train_000001.bin"]
     assert head["torch"] == torch.__version__ and {"python", "numpy", "platform", "device"} <= head.keys()

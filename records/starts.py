@@ -1,0 +1,122 @@
+"""Cold and warm starts: where the compilers keep what they make, and how long a plan will hold the machine because of it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from record import Folder, finished, hardware_here
+from runlog import Run
+
+# One folder a script, outside of the records: only the first run of a script compiles, be it in this plan or in its parent's. In a common
+# folder the arm that comes second would find what the first has compiled. Temporary, as are the caches that torch keeps by itself.
+CACHES = Path(tempfile.gettempdir()) / f"train_gpt-compiled-{os.getuid()}"
+VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+# From the last step of a run to the start of the next: the validation, the end of the process, torchrun. The records' took 3 to 12 s.
+CLOSING_SECONDS, INTERRUPTION_SECONDS = 6.5, 600
+
+
+def cache_folder(folder: Folder, arm: str) -> Path:
+    return CACHES / folder.record["scripts"][arm][:16]
+
+
+def environment(folder: Folder, arm: str) -> dict[str, str]:
+    """The variables for the runs of an arm. One that the user has set is respected."""
+    place = cache_folder(folder, arm)
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return {name: str(place / part) for name, part in VARIABLES.items()} | dict(os.environ)
+
+
+def is_cold(folder: Folder, arm: str) -> bool:
+    """Whether the next run of an arm will compile, unless it has run in this plan. What a folder of the user's holds is not known."""
+    known = not any(name in os.environ for name in VARIABLES) and any(cache_folder(folder, arm).glob("*/*"))
+    return not known and not folder.runs(arm)
+
+
+class Timing(NamedTuple):
+    """What runs took, in seconds: `cold` and `warm` is all but the training, and `training` is that of the preset's length, by arm."""
+    cold: float
+    warm: float
+    training: dict[str, float]
+    compiles: bool  # without a GPU nothing does, so that every start is warm
+    source: str
+
+
+def began(run: Run) -> datetime.datetime | None:
+    """When a run that ended well started; None if its log does not tell its times, as nobody has verified it here."""
+    try:
+        return datetime.datetime.fromisoformat(run.head["started"]) if run.ok and run.of("clock") else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def in_turn(runs: list[Run]) -> list[Run]:
+    """The runs whose logs tell their times, in the order in which they were made."""
+    return sorted(filter(began, runs), key=began)
+
+
+def start_up(run: Run) -> float:
+    """From the start of the process to the first step on the clock."""
+    return run.of("clock")[0]["start_ms"] / 1e3
+
+
+def closing(runs: list[Run]) -> list[float]:
+    """From the last step of each run to the start of the next, where no interruption came between."""
+    between = [(began(after) - began(run)).total_seconds() - start_up(run) - run.ms / 1e3 for run, after in zip(runs, runs[1:])]
+    return [max(0.0, seconds) for seconds in between if seconds < INTERRUPTION_SECONDS]
+
+
+def training(runs: list[Run]) -> float | None:
+    """Mean seconds of a training of the preset's length."""
+    return statistics.fmean(run.ms / 1e3 / float(run.head["settings"].get("length", 1)) for run in runs) if runs else None
+
+
+def timing(folder: Folder) -> Timing | None:
+    """By the record's own runs so far and those of its parent, or else of the newest record of the track; one on this hardware comes first."""
+    here = hardware_here(folder.record["plan"]["world"])
+    others = [other for other in finished(folder.path.parent, folder.record["track"]) if other.path != folder.path]
+    others.sort(key=lambda other: (other.hardware == here, other.path == folder.parent, other.started), reverse=True)
+    own = {arm: in_turn(folder.runs(arm)) for arm in folder.record["scripts"]}
+    together = in_turn([run for runs in own.values() for run in runs])
+    logged = in_turn(others[0].runs("a")) if others else []
+
+    arms = [runs for runs in (*own.values(), logged) if runs]
+    if not arms:
+        return None
+    cold = max(start_up(run) for runs in arms for run in runs)
+    warm = statistics.median([start_up(run) for runs in arms for run in runs[1:]] or [cold])
+    between = closing(together) + closing(logged)
+    rest = statistics.median(between) if between else CLOSING_SECONDS
+
+    usual = training(together) or training(logged)
+    source = (["its own runs"] if together else []) + ([f"{others[0].path.name}, {others[0].hardware}"] if logged else [])
+    compiles = any(line.get("graphs") for runs in arms for run in runs for line in run.of("warm"))
+    return Timing(cold + rest, warm + rest, {arm: training(runs) or usual for arm, runs in own.items()}, compiles, " and ".join(source))
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def duration(folder: Folder) -> str:
+    """How long what is left of a plan will take, in a sentence with its parts."""
+    order = folder.record["plan"]["order"]
+    left = [key[0] for key in order if f"{key}.jsonl" not in folder.record["runs"]]
+    runs = counted(len(order), "run") if len(left) == len(order) else f"{len(left)} of {counted(len(order), 'run')} left"
+    if not left:
+        return f"{runs}: no device time"
+    found = timing(folder)
+    if found is None:
+        return f"{runs}: how long they take is not known, as no run of {folder.record['track']} is logged yet"
+
+    cold = sum(found.compiles and is_cold(folder, arm) for arm in set(left))
+    warm = len(left) - cold
+    trainings = [found.training[arm] * folder.record["plan"].get("length", 1) for arm in left]
+    starts = [f"{counted(number, f'{word} start')} of about {seconds:.0f} s"
+              for number, word, seconds in ((cold, "cold", found.cold), (warm, "warm", found.warm)) if number]
+    total = sum(trainings) + cold * found.cold + warm * found.warm
+    return f"{runs}: {', '.join(starts)}, training {statistics.fmean(trainings):.0f} s each: about {total / 60:.1f} minutes, going by {found.source}"
