@@ -1,60 +1,148 @@
 """Train variants ("arms") of a preset one after another on each GPU, and print a line of results for each; not a test, and no records.
 
     python benchmarks/arms.py arms.json --preset sprint --data FOLDER --gpus 0,1 --out arms.jsonl
+    python benchmarks/arms.py arms.json --effects --out arms.jsonl                 # of a screening: what each factor changes
     python benchmarks/arms.py arms.json --preset smoke --gpus cpu                  # on a CPU: proves that it runs through
 
-arms.json is a list of objects. All keys but the name are optional:
+arms.json is a list of arms. All keys but the name are optional:
 
-    {"name": "larger-table", "seed": 1, "length": 1.0, "fp8": ["attention", "head", "mlp"],
-     "model": {"ngram_rows": 33554432}, "optimizer": {"muon_learning_rate": 0.016}, "stages": {"batch_tokens": [65536, 131072, 196608, 196608]},
-     "rules": {"embedding": {"learning_rate_multiplier": 50}}, "averages": [[0.03, 0.65]]}
+    {"name": "larger-table", "seed": 1, "length": 1.0, "val_tokens": 4194304, "fp8": ["attention", "head", "mlp"],
+     "model": {"ngram_rows": 33554432}, "layers": {"3": {"attention": false}}, "optimizer": {"muon_learning_rate": 0.016},
+     "stages": {"batch_tokens": [65536, 131072, 196608, 196608]}, "rules": {"embedding": {"learning_rate_multiplier": 50}},
+     "averages": [[0.03, 0.65]], "edits": [["text of train_gpt.py that occurs once", "what stands there instead"]]}
 
-`averages` are further running averages, [rate, share]: the run is validated with each of them besides the preset's own and none, so they cost no
-run. While one arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the later stages
-count. The file of arms is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time.
+`layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate, share]: the run is validated
+with each of them besides the preset's own and none, so they cost no run. While one arm trains, the next on that GPU compiles and warms up, which
+disturbs the first seconds of the timing: of `ms`, the later stages count. The file is read again before each arm, so arms may be appended while
+it runs. `--seconds` ends the search in time.
+
+A screening asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor being what it changes.
+Its arms are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11 or 19 factors, half of the runs with a factor and half without, all
+else in balance. So every effect is a difference of two means over all runs, where pairs of single runs would need several times as many.
+Interactions of two factors are spread over the other effects; those of the columns left empty show how large chance is.
 """
 
 import argparse
 import dataclasses
 import fcntl
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent))
-import train_gpt as tg
+SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
+FIRST_ROWS = {4: "++-", 8: "+++-+--", 12: "++-+++---+-", 20: "++--++++-+-+----++-"}  # Plackett and Burman, 1946, Biometrika 33
 
 
-def arm_preset(arm: dict, name: str) -> tg.Preset:
+def load_trainer(edits: list[list[str]]):
+    """train_gpt.py as a module, with each [old, new] of `edits` applied to its text."""
+    text = SCRIPT.read_text()
+    for old, new in edits:
+        if text.count(old) != 1:
+            sys.exit(f"edit: expected once in train_gpt.py, found {text.count(old)} times: {old!r}")
+        text = text.replace(old, new)
+    path = SCRIPT
+    if edits:
+        path = Path(tempfile.mkdtemp()) / SCRIPT.name
+        path.write_text(text)
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- arms and screenings ---------------------------------------------------------------------------------------------
+def design(factors: int) -> np.ndarray:
+    """Plackett and Burman's smallest design with a column for each factor, entries +1 and -1, [runs, runs - 1]. The last run has no factor."""
+    runs = next(n for n in FIRST_ROWS if n > factors)
+    first = np.array([1 if sign == "+" else -1 for sign in FIRST_ROWS[runs]])
+    return np.array([*(np.roll(first, shift) for shift in range(runs - 1)), -np.ones(runs - 1, int)])
+
+
+def merged(*arms: dict) -> dict:
+    """One arm with the changes of all: objects are united, edits follow one another, and of other values the last one counts."""
+    result = {}
+    for arm in arms:
+        for key, value in arm.items():
+            if isinstance(value, dict):
+                value = merged(result.get(key, {}), value)
+            elif key == "edits":
+                value = result.get(key, []) + value
+            result[key] = value
+    return result
+
+
+def read_arms(path: Path) -> list[dict]:
+    document = json.loads(path.read_text())
+    if isinstance(document, list):
+        return document
+    arms = []
+    for number, row in enumerate(design(len(document["factors"]))):
+        chosen = [change for sign, change in zip(row, document["factors"].values()) if sign > 0]
+        arms.append(merged(document["base"], *chosen, {"name": f"run{number:02d}"}))
+    return arms
+
+
+def print_effects(path: Path, results: Path) -> None:
+    """What each factor of a finished screening changes, a line each."""
+    factors = list(json.loads(path.read_text())["factors"])
+    matrix = design(len(factors))
+    found = {line["name"]: line for line in map(json.loads, results.read_text().splitlines())}
+    lines = [found.get(f"run{number:02d}") for number in range(len(matrix))]
+    if None in lines:
+        sys.exit(f"effects: expected {len(matrix)} runs in {results}, found {len(matrix) - lines.count(None)}")
+
+    labels = list(lines[0]["loss"])
+    losses = np.array([[line["loss"][label] for label in labels] for line in lines])
+    seconds = np.array([line["seconds"] for line in lines])
+    print(f"{'factor':20}" + "".join(f"{label:>16}" for label in labels) + f"{'seconds':>10}")
+    print(f"{'mean of all runs':20}" + "".join(f"{mean:16.5f}" for mean in losses.mean(0)) + f"{seconds.mean():10.2f}")
+    for number in range(len(matrix) - 1):
+        name = factors[number] if number < len(factors) else "(empty column)"
+        with_it = matrix[:, number] > 0
+        changes = losses[with_it].mean(0) - losses[~with_it].mean(0)
+        longer = seconds[with_it].mean() - seconds[~with_it].mean()
+        print(f"{name:20}" + "".join(f"{change:+16.5f}" for change in changes) + f"{longer:+10.2f}")
+
+
+def arm_preset(tg, arm: dict, name: str):
     """The preset with what the arm changes in it."""
     preset = tg.scaled_preset(tg.PRESETS[name], arm.get("length", 1.0))
     rules = [(role, dataclasses.replace(rule, **arm.get("rules", {}).get(role, {}))) for role, rule in preset.optimizer.rules]
     stages = list(preset.stages)
     for field, values in arm.get("stages", {}).items():
         stages = [dataclasses.replace(stage, **{field: value}) for stage, value in zip(stages, values, strict=True)]
+    layers = list(preset.model.layers)
+    for index, fields in arm.get("layers", {}).items():
+        layers[int(index)] = tg.Layer(**fields)
     return dataclasses.replace(
-        preset, stages=tuple(stages), model=dataclasses.replace(preset.model, **arm.get("model", {})),
+        preset, stages=tuple(stages), val_tokens=arm.get("val_tokens", preset.val_tokens),
+        model=dataclasses.replace(preset.model, layers=tuple(layers), **arm.get("model", {})),
         optimizer=dataclasses.replace(preset.optimizer, rules=tuple(rules), **arm.get("optimizer", {})))
 
 
+# ---- one arm ---------------------------------------------------------------------------------------------------------
 class Averages:
     """Running averages with several rates, of all that the preset's own one averages."""
 
-    def __init__(self, optimizer: tg.Optimizer, rates: list[float]):
+    def __init__(self, tg, optimizer, rates: list[float]):
+        self.join_float32 = tg.join_float32
         self.owners = optimizer.averaged
         self.rates = rates
         self.values = [[] for _ in rates]
         self.own = optimizer.average
         optimizer.average = self.update
 
-    def exact(self, owner: tg.Owner) -> torch.Tensor:
-        return owner.shard.float() if owner.low_bits is None else tg.join_float32(owner.shard, owner.low_bits)
+    def exact(self, owner) -> torch.Tensor:
+        return owner.shard.float() if owner.low_bits is None else self.join_float32(owner.shard, owner.low_bits)
 
     def update(self, rate: float, share: float = 0.0) -> None:
         self.own(rate, 0.0)  # shares are tried after the run
@@ -66,7 +154,7 @@ class Averages:
                     average.lerp_(self.exact(owner), other)
 
     @torch.no_grad()
-    def losses(self, trainer: tg.Trainer, shares: list[float]) -> dict[str, float]:
+    def losses(self, trainer, shares: list[float]) -> dict[str, float]:
         """Validation loss without averages, with the preset's own, and with each other one and its share."""
         config = trainer.preset.optimizer
         last = [self.exact(owner).clone() for owner in self.owners]
@@ -86,19 +174,20 @@ class Averages:
 
 def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     """One run, whose timed loop waits until the one before it on this GPU has ended."""
-    preset = arm_preset(arm, options.preset)
+    tg = load_trainer(arm.get("edits", []))
+    preset = arm_preset(tg, arm, options.preset)
     ranks = tg.Ranks.start()
     fp8 = arm.get("fp8", tg.FP8_PARTS) if preset.model.dtype == "bfloat16" else []
     ops = tg.select_ops(ranks.device, tg.capability(ranks.device) >= (8, 0), fp8=fp8)
     clock = tg.Clock(ranks.device)
     # Another run may hold much of the memory when this one starts: micro-batches must not depend on it.
-    tg.torch.cuda.mem_get_info = lambda device: (10**12, 10**12)
+    torch.cuda.mem_get_info = lambda device: (10**12, 10**12)
     trainer = tg.Trainer(preset, ranks, ops, clock, options.data or Path(preset.data))
     rates = [rate for rate, _ in arm.get("averages", [])]
     trainer.initialise(arm.get("seed", 1))
     trainer.warm_up()
     trainer.initialise(arm.get("seed", 1))
-    averages = Averages(trainer.optimizer, rates)
+    averages = Averages(tg, trainer.optimizer, rates)
 
     with open(f"{options.out}.lock{os.environ.get('CUDA_VISIBLE_DEVICES', '')}", "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -126,6 +215,7 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
             "mib": tg.peak_memory_mib(ranks), "largest_weights": largest}
 
 
+# ---- all arms --------------------------------------------------------------------------------------------------------
 def search(options: argparse.Namespace) -> None:
     """Give each GPU the next arm that nobody has taken, as soon as the one before it on that GPU trains."""
     end = time.monotonic() + options.seconds
@@ -135,7 +225,7 @@ def search(options: argparse.Namespace) -> None:
             names = [name for name, process in processes if process.poll() is None]
             if len(names) > 1 or names and not Path(f"{options.out}.{names[-1]}.started").exists():
                 continue
-            arm = next((a for a in json.loads(options.arms.read_text()) if a["name"] not in taken), None)
+            arm = next((a for a in read_arms(options.arms) if a["name"] not in taken), None)
             if arm is None:
                 continue
             taken.add(arm["name"])
@@ -154,17 +244,20 @@ def search(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", type=Path)
-    parser.add_argument("--preset", choices=tg.PRESETS, default="sprint")
+    parser.add_argument("--preset", default="sprint")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
     parser.add_argument("--seconds", type=float, default=1e9, help="kill what still runs then")
     parser.add_argument("--out", default="arms.jsonl", help="results, a line an arm; logs beside it")
+    parser.add_argument("--effects", action="store_true", help="train nothing: what the results in --out say of a screening's factors")
     parser.add_argument("--arm", help=argparse.SUPPRESS)  # of a process that this script has started
     options = parser.parse_args()
-    if options.arm is None:
+    if options.effects:
+        print_effects(options.arms, Path(options.out))
+    elif options.arm is None:
         search(options)
     else:
-        result = json.dumps(train_arm(next(a for a in json.loads(options.arms.read_text()) if a["name"] == options.arm), options))
+        result = json.dumps(train_arm(next(a for a in read_arms(options.arms) if a["name"] == options.arm), options))
         with open(options.out, "a") as results:
             results.write(result + "\n")
         print(result, flush=True)
