@@ -16,8 +16,8 @@ with each of them besides the preset's own and none, so they cost no run. While 
 disturbs the first seconds of the timing: of `ms`, the later stages count. The file is read again before each arm, so arms may be appended while
 it runs. `--seconds` ends the search in time.
 
-A screening asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor being what it changes.
-Its arms are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11 or 19 factors, half of the runs with a factor and half without, all
+An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor
+being what it changes. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11 or 19 factors, half of the runs with a factor and half without, all
 else in balance. So every effect is a difference of two means over all runs, where pairs of single runs would need several times as many.
 Interactions of two factors are spread over the other effects; those of the columns left empty show how large chance is.
 """
@@ -80,23 +80,33 @@ def merged(*arms: dict) -> dict:
     return result
 
 
-def read_arms(path: Path) -> list[dict]:
+def read_entries(path: Path) -> list[dict]:
     document = json.loads(path.read_text())
-    if isinstance(document, list):
-        return document
+    return document if isinstance(document, list) else [document]
+
+
+def screening_arms(screening: dict) -> list[dict]:
     arms = []
-    for number, row in enumerate(design(len(document["factors"]))):
-        chosen = [change for sign, change in zip(row, document["factors"].values()) if sign > 0]
-        arms.append(merged(document["base"], *chosen, {"name": f"run{number:02d}"}))
+    for number, row in enumerate(design(len(screening["factors"]))):
+        chosen = [change for sign, change in zip(row, screening["factors"].values()) if sign > 0]
+        arms.append(merged(screening["base"], *chosen, {"name": f"{screening['base'].get('name', 'run')}{number:02d}"}))
     return arms
 
 
-def print_effects(path: Path, results: Path) -> None:
+def read_arms(path: Path) -> list[dict]:
+    """All arms of a file, those of its screenings included, in order."""
+    arms = []
+    for entry in read_entries(path):
+        arms += screening_arms(entry) if "factors" in entry else [entry]
+    return arms
+
+
+def print_effects(screening: dict, results: Path) -> None:
     """What each factor of a finished screening changes, a line each."""
-    factors = list(json.loads(path.read_text())["factors"])
+    factors = list(screening["factors"])
     matrix = design(len(factors))
     found = {line["name"]: line for line in map(json.loads, results.read_text().splitlines())}
-    lines = [found.get(f"run{number:02d}") for number in range(len(matrix))]
+    lines = [found.get(arm["name"]) for arm in screening_arms(screening)]
     if None in lines:
         sys.exit(f"effects: expected {len(matrix)} runs in {results}, found {len(matrix) - lines.count(None)}")
 
@@ -253,7 +263,9 @@ if __name__ == "__main__":
     parser.add_argument("--arm", help=argparse.SUPPRESS)  # of a process that this script has started
     options = parser.parse_args()
     if options.effects:
-        print_effects(options.arms, Path(options.out))
+        for screening in read_entries(options.arms):
+            if "factors" in screening:
+                print_effects(screening, Path(options.out))
     elif options.arm is None:
         search(options)
     else:
