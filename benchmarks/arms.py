@@ -17,9 +17,10 @@ disturbs the first seconds of the timing: of `ms`, the later stages count. The f
 it runs. `--seconds` ends the search in time.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor
-being what it changes. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11 or 19 factors, half of the runs with a factor and half without, all
-else in balance. So every effect is a difference of two means over all runs, where pairs of single runs would need several times as many.
-Interactions of two factors are spread over the other effects; those of the columns left empty show how large chance is.
+being what it changes. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11
+or 19 factors, half of the runs with a factor and half without, all else in balance. So every effect is a difference of two means over all runs,
+where pairs of single runs would need several times as many. Interactions of two factors are spread over the other effects; those of the columns
+left empty show how large chance is.
 """
 
 import argparse
