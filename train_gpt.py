@@ -1888,7 +1888,7 @@ def peak_memory_mib(ranks: Ranks) -> int | None:
 
 
 def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> None:
-    """Write the Chrome trace. Say what the ten largest kernels were and how busy the device was."""
+    """Write the Chrome trace, and say what the ten largest kernels were."""
     profiler.stop()  # waits for the device
     profiler.export_chrome_trace(str(path))
     if path.exists():
@@ -1898,18 +1898,9 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
         with contextlib.suppress(OSError):
             path.with_name(f"{path.name}.tmp").unlink()
 
-    spans = sorted((event.time_range.start, event.time_range.end) for event in profiler.events()
-                   if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation)
-    log.say(profiler.key_averages().table(sort_by="self_device_time_total" if spans else "self_cpu_time_total",
-                                          row_limit=10))
-    if not spans:
-        return
-
-    starts, ends = np.array(spans).T
-    reached = np.maximum.accumulate(ends)  # not `ends`, as kernels of several streams overlap
-    idle = np.maximum(starts[1:] - reached[:-1], 0).sum()
-    length = reached[-1] - starts[0]
-    log.say(f"{length / 1e3:.1f} ms, device busy {1 - idle / length:.1%}")
+    on_gpu = any(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
+    sort_by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    log.say(profiler.key_averages().table(sort_by=sort_by, row_limit=10))
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
@@ -4974,8 +4965,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--no-fp8", nargs="?", choices=(*FP8_PARTS, "all"), const="all",
         help="bfloat16 QKV projections, head, MLPs, or all")
     add("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
-    add("--orthogonalize", choices=RECIPES, help="how Muon orthogonalises (default: the preset's)")
-    add("--muon", action="store_true", help="plain Muon: no variance normalisation")
     add("--stall-limit", type=within(float, 0.1), default=120, metavar="SECONDS",
         help="exit code 4 if nothing progresses so long")
     add("--check", action="store_true", help="what a start would check, one line an item, then exit")
@@ -5004,17 +4993,6 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
     return dataclasses.replace(
         preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)
-
-
-def chosen_preset(arguments: argparse.Namespace) -> Preset:
-    """The preset that the options name, with what they change in it."""
-    preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
-    changes = {}
-    if arguments.orthogonalize:
-        changes["orthogonalization"] = arguments.orthogonalize
-    if arguments.muon:
-        changes["second_moment_decay"] = None
-    return dataclasses.replace(preset, optimizer=dataclasses.replace(preset.optimizer, **changes))
 
 
 def check_versions() -> str:
@@ -5121,7 +5099,7 @@ def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps
 
 def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
     """Check what can be checked beforehand, then make every run that was asked for. Returns the exit code."""
-    preset = chosen_preset(arguments)
+    preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     seed = ranks.gather_objects(seed)[0]
     fast = capability(ranks.device) >= (8, 0) and not arguments.reference

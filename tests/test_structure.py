@@ -39,7 +39,7 @@ USES = {
     "Runtime": [],
     "Run log": ["Runtime"],
     "Afterwards": ["Model", "Data", "Operator selection", "Runtime", "Run log"],
-    "Main": ["Training", "Reference operators", "Operator selection", "Runtime", "Run log", "Afterwards"],
+    "Main": ["Training", "Operator selection", "Runtime", "Run log", "Afterwards"],
 }
 FUNCTIONS = [node for node in ast.walk(TREE) if isinstance(node, ast.FunctionDef)]
 CALLS = [node for node in ast.walk(TREE) if isinstance(node, ast.Call)]

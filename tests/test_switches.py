@@ -23,6 +23,7 @@ SWITCHES = {
     "no longest suffix match": {"longest_suffix_match": False},
     "no averages": {"averaged_share": 0.0},
     "plain decay": {"cautious_decay": False},
+    "plain Muon": {"second_moment_decay": None, "orthogonalization": "quintic"},
 }
 SWITCHES["no table"] = SWITCHES["no n-grams"] | SWITCHES["no longest suffix match"]
 SWITCHES["everything off"] = {name: value for switch in SWITCHES.values() for name, value in switch.items()}

@@ -319,13 +319,6 @@ def test_profile_writes_a_trace(run, tmp_path):
     assert result.logs[0][-1]["state"].startswith("no record") and "Self CPU" in result.out
 
 
-def test_options_reach_the_optimizer(run):
-    (log,) = run("--seed", 3, "--muon", "--orthogonalize", "quintic").logs
-    optimizer = log[0]["preset"]["optimizer"]
-    assert optimizer["second_moment_decay"] is None and optimizer["orthogonalization"] == "quintic"
-    assert log[-1]["loss"] != run("--seed", 3).logs[0][-1]["loss"]
-
-
 def test_a_longer_and_a_shorter_schedule(run):
     """--length 2 and 0.5 of 2, 2 and 1 steps; the log has the option and the scaled steps, and the run may be a record."""
     for length, steps in (("2", [4, 4, 2]), ("0.5", [1, 1, 1])):
