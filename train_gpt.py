@@ -2214,9 +2214,10 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     """What followed when the document last held the last three tokens, or else the last two, or one.
 
     The result [T] is that following token plus vocabulary * (matched tokens - 1): a row of this
-    feature's part of the n-gram table (ModelConfig.table_rows counts them). A token that is new to
-    its document gets one of NEW_TOKEN_ROWS more rows in turn, so that the one program that sums the gradients
-    of a row need not sum half of all gradients.
+    feature's part of the n-gram table (ModelConfig.table_rows counts them). Tokens that are new to
+    their document share NEW_TOKEN_ROWS more rows, by their position in it: so a document reads the
+    same rows wherever it lies, and the one program that sums the gradients of a row need not sum
+    half of all gradients.
 
     Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
     and in text order where suffixes are equal; so neighbours in it with the same suffix are
@@ -2232,7 +2233,7 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     count = len(tokens)
     keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
     ends = np.arange(count)
-    rows = SUFFIX_LENGTHS * vocabulary + ends % NEW_TOKEN_ROWS
+    rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
     suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
     for length_before in range(SUFFIX_LENGTHS):
         ends = ends[np.argsort(keys[ends], kind="stable")]
