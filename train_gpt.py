@@ -70,7 +70,9 @@ SHARD_HEADER_BYTES = 1024
 
 BOS = 50256  # <|endoftext|>: opens every document
 CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that every world size sees the same tokens
-FP8_PARTS = "attention", "head", "mlp"  # whose matrix products can be FP8
+# The parts whose matrix products can be FP8: their weights, as names end, and the largest magnitude that the weights'
+# scale holds (MlpScales, HeadScales).
+FP8_PARTS = {"attention": {"qkv": 3.5}, "head": {"lm_head": 1.6}, "mlp": {"up": 3.5, "down": 3.5}}
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
 NEW_TOKEN_ROWS = 32  # rows that it shares out among tokens without a match
@@ -1051,6 +1053,7 @@ class Owner:
     """
     state_names = "weights", "exp_avg", "exp_avg_sq", "average"  # the attributes that training changes
     low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
+    second_moment = None  # of NorMuon's matrices
     average = None  # of matrices and dense tables, see average_
     pending_gather = None  # the wait for what gather_ has asked for
 
@@ -1180,8 +1183,8 @@ class MatrixBank(Owner):
         if self.weights.dtype == torch.bfloat16:
             self.low_bits = torch.zeros_like(self.shard, dtype=torch.int16)
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
-        self.average = torch.zeros_like(self.momentum) if config.averaged_share else None
-        self.second_moment = None
+        if config.averaged_share:
+            self.average = torch.zeros_like(self.momentum)
         if config.second_moment_decay is not None:
             per_output = (rows, 1) if rows >= columns else (1, columns)
             self.second_moment = torch.zeros(*self.shard.shape[:2], *per_output, device=ranks.device)
@@ -1208,6 +1211,7 @@ class AdamTable(Owner):
     The moments have the dtype of the weights: bfloat16's rounding, 2^-9, is small against the 5 % by which a step
     moves them, and an update moves 14 bytes a weight instead of 22.
     """
+    grads = received = None  # places in shared memory, if there is any
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks = ranks
@@ -1219,11 +1223,10 @@ class AdamTable(Owner):
         self.shard = ranks.shard(self.weights)
         self.exp_avg = torch.zeros_like(self.shard)
         self.exp_avg_sq = torch.zeros_like(self.shard)
-        self.average = torch.zeros_like(self.shard, dtype=torch.float32) if config.averaged_share else None
+        if config.averaged_share:
+            self.average = torch.zeros_like(self.shard, dtype=torch.float32)
 
         # A gradient that others read needs a fixed place in shared memory; otherwise it stays where it was made.
-        self.grads = None
-        self.received = None
         if ranks.copy_stream:
             self.grads = ranks.shared(torch.zeros_like(self.weights))
             self.received = self.shard.new_empty(ranks.world, *self.shard.shape)
@@ -1719,7 +1722,7 @@ class Trainer:
     def initialise(self, seed: int) -> str:
         """Draw the weights and clear all other state. Returns the hash of this initial state."""
         self.model.reset(seed)
-        self.model.zero_grad(set_to_none=True)
+        self.model.zero_grad()
         self.optimizer.reset()
         return state_hash(self.optimizer.state())
 
@@ -1794,6 +1797,24 @@ def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
     return text
 
 
+def largest_weights(trainer: Trainer, log: RunLog) -> dict[str, float]:
+    """The largest magnitude of each kind of weights whose products are FP8. Says it too, beside the kind's range.
+
+    Beyond the range FP8 saturates silently: there is a warning from 90 % of it on."""
+    largest = {}
+    words = []
+    for part, ranges in FP8_PARTS.items():
+        for kind, limit in ranges.items():
+            if "fp8" in trainer.ops.names[part]:
+                weights = [p.data for name, p in trainer.model.named_parameters() if name.endswith(kind)]
+                largest[kind] = max(float(weight.abs().max()) for weight in weights)
+                warning = " (WARNING: near saturation)" if largest[kind] >= 0.9 * limit else ""
+                words.append(f"{kind} {largest[kind]:.2f} of {limit}{warning}")
+    if words:
+        log.say(f"largest FP8 weights: {', '.join(words)}")
+    return largest
+
+
 class Meter:
     """Losses and times of the logged steps.
 
@@ -1810,15 +1831,13 @@ class Meter:
         self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
         self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
 
-    def now(self) -> Any:
-        """This moment: an event in the device's stream, or milliseconds of the clock where there is no GPU."""
-        if self.on_gpu:
-            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-        return self.clock.milliseconds()
-
     def restart(self) -> None:
-        """Start the interval now: the clock has just begun, or goes on after a pause."""
-        self.start = self.now()
+        """Start the interval now: the clock has just begun, or goes on after a pause.
+
+        Now is an event in the device's stream, or milliseconds of the clock where there is no GPU."""
+        self.start = self.clock.milliseconds()
+        if self.on_gpu:
+            self.start = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
         """End an interval with a step (counted from 1) and this rank's loss. A collective: losses are summed.
@@ -1922,7 +1941,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
     host_batches = training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks)
     first_traced, last_traced = options.profile or (None, None)
     digest = 0
-    previous = None  # index of the stage of the step before
+    ends_stage = True  # whether the step before did
 
     clock.intervals.clear()
     clock.switch("training")
@@ -1931,15 +1950,14 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
         for step in range(options.steps):
             if step == first_traced:
                 # All ranks start together. Otherwise the trace's first collective would show which of them was late.
-                ranks.sum(torch.zeros((), device=ranks.device))
+                ranks.gather_objects(None)
                 profiler = torch.profiler.profile()
                 profiler.start()
 
             index = stage_index(preset, step)
             stage = preset.stages[index]
-            if index != previous:
+            if ends_stage:
                 log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_chunks[stage])
-            previous = index
 
             micro_batches = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
             digest += sum(batch.digest for batch in micro_batches)
@@ -2032,7 +2050,8 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     memory_mib = peak_memory_mib(ranks)
     train_hash = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}"
     log.line("end", state=state, loss=round(loss, 6), ms=round(elapsed_ms, 1), peak_memory_mib=memory_mib,
-             train_hash=train_hash, val_hash=trainer.validation_hash, recompiled=recompiled)
+             train_hash=train_hash, val_hash=trainer.validation_hash, recompiled=recompiled,
+             largest_weights=largest_weights(trainer, log))
 
     remark = "" if state == "ok" else f"; {state}"
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
@@ -4289,7 +4308,7 @@ def reference_ops() -> Ops:
                project_heads, relu_squared_mlp, orthogonalize_reference, compile=uncompiled, graphs=False, names=names)
 
 
-def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = FP8_PARTS,
+def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = tuple(FP8_PARTS),
                graphs: bool = True) -> Ops:
     """The fastest operators that this device and installation support.
 
