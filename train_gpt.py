@@ -42,6 +42,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -70,7 +71,9 @@ SHARD_HEADER_BYTES = 1024
 
 BOS = 50256  # <|endoftext|>: opens every document
 CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that every world size sees the same tokens
-FP8_PARTS = "attention", "head", "mlp"  # whose matrix products can be FP8
+# The parts whose matrix products can be FP8: their weights, as names end, and the largest magnitude that the weights'
+# scale holds (MlpScales, HeadScales).
+FP8_PARTS = {"attention": {"qkv": 3.5}, "head": {"lm_head": 1.6}, "mlp": {"up": 3.5, "down": 3.5}}
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
 NEW_TOKEN_ROWS = 32  # rows that it shares out among tokens without a match
@@ -81,7 +84,7 @@ EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 # Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
 PEAK_TFLOPS = (
     ("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0),
-    ("A100", 312.0), ("L40S", 362.0))
+    ("A100", 312.0))
 
 
 # ==== 2. Configuration ================================================================================================
@@ -1051,6 +1054,7 @@ class Owner:
     """
     state_names = "weights", "exp_avg", "exp_avg_sq", "average"  # the attributes that training changes
     low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
+    second_moment = None  # of NorMuon's matrices
     average = None  # of matrices and dense tables, see average_
     pending_gather = None  # the wait for what gather_ has asked for
 
@@ -1180,8 +1184,8 @@ class MatrixBank(Owner):
         if self.weights.dtype == torch.bfloat16:
             self.low_bits = torch.zeros_like(self.shard, dtype=torch.int16)
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
-        self.average = torch.zeros_like(self.momentum) if config.averaged_share else None
-        self.second_moment = None
+        if config.averaged_share:
+            self.average = torch.zeros_like(self.momentum)
         if config.second_moment_decay is not None:
             per_output = (rows, 1) if rows >= columns else (1, columns)
             self.second_moment = torch.zeros(*self.shard.shape[:2], *per_output, device=ranks.device)
@@ -1208,6 +1212,7 @@ class AdamTable(Owner):
     The moments have the dtype of the weights: bfloat16's rounding, 2^-9, is small against the 5 % by which a step
     moves them, and an update moves 14 bytes a weight instead of 22.
     """
+    grads = received = None  # places in shared memory, if there is any
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks = ranks
@@ -1219,11 +1224,10 @@ class AdamTable(Owner):
         self.shard = ranks.shard(self.weights)
         self.exp_avg = torch.zeros_like(self.shard)
         self.exp_avg_sq = torch.zeros_like(self.shard)
-        self.average = torch.zeros_like(self.shard, dtype=torch.float32) if config.averaged_share else None
+        if config.averaged_share:
+            self.average = torch.zeros_like(self.shard, dtype=torch.float32)
 
         # A gradient that others read needs a fixed place in shared memory; otherwise it stays where it was made.
-        self.grads = None
-        self.received = None
         if ranks.copy_stream:
             self.grads = ranks.shared(torch.zeros_like(self.weights))
             self.received = self.shard.new_empty(ranks.world, *self.shard.shape)
@@ -1719,7 +1723,7 @@ class Trainer:
     def initialise(self, seed: int) -> str:
         """Draw the weights and clear all other state. Returns the hash of this initial state."""
         self.model.reset(seed)
-        self.model.zero_grad(set_to_none=True)
+        self.model.zero_grad()
         self.optimizer.reset()
         return state_hash(self.optimizer.state())
 
@@ -1727,9 +1731,9 @@ class Trainer:
         """On generated documents, run and capture a step of every stage, and run the validation.
 
         Returns how many variants of the step there are."""
+        self.ranks.heartbeat("warm-up", 1.5)
         first_step = 0
         for stage in self.preset.stages:
-            self.ranks.heartbeat("warm-up", 10)  # patient: it compiles
             chunks = {chunk: generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, seed=7 + chunk)
                       for chunk in range(self.micro_chunks[stage])}
             batch = pack(chunks, self.preset.model, self.pin, stage.sampled_classes)
@@ -1739,7 +1743,6 @@ class Trainer:
 
         if self.ops.graphs:
             for index in reversed(self.inputs):  # the last stage first: the others fit into its memory
-                self.ranks.heartbeat("warm-up", 10)
                 self.capture(index)
 
         self.optimizer.average(1.0, 0.5)
@@ -1752,7 +1755,6 @@ class Trainer:
 class RunOptions(NamedTuple):
     """What the command line asks of each run."""
     steps: int
-    complete: bool  # neither shortened nor profiled: else it is no record
     val_every: int | None
     profile: tuple[int, int] | None  # first and last step of a trace
     profile_path: Path
@@ -1789,9 +1791,27 @@ def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
 
     achieved = operations / elapsed_ms / 1e9 / trainer.ranks.world  # TFLOP/s of one GPU
     text += f", MFU without attention scores {achieved / peak:.1%} of {peak:.0f} TFLOP/s a GPU (dense bf16)"
-    if any("fp8" in name for name in trainer.ops.names.values()):
+    if "fp8" in str(trainer.ops.names):
         text += f", {achieved / (2 * peak):.1%} of {2 * peak:.0f} (dense FP8)"  # the vendors state twice as much
     return text
+
+
+def largest_weights(trainer: Trainer, log: RunLog) -> dict[str, float]:
+    """The largest magnitude of each kind of weights whose products are FP8. Says it too, beside the kind's range.
+
+    Beyond the range FP8 saturates silently: there is a warning from 90 % of it on."""
+    largest = {}
+    words = []
+    for part, ranges in FP8_PARTS.items():
+        for kind, limit in ranges.items():
+            if "fp8" in trainer.ops.names[part]:
+                largest[kind] = max(float(weight.data.abs().max())
+                                    for name, weight in trainer.model.named_parameters() if name.endswith(kind))
+                warning = " (WARNING: near saturation)" if largest[kind] >= 0.9 * limit else ""
+                words.append(f"{kind} {largest[kind]:.2f} of {limit}{warning}")
+    if words:
+        log.say(f"largest FP8 weights: {', '.join(words)}")
+    return largest
 
 
 class Meter:
@@ -1810,15 +1830,13 @@ class Meter:
         self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
         self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
 
-    def now(self) -> Any:
-        """This moment: an event in the device's stream, or milliseconds of the clock where there is no GPU."""
-        if self.on_gpu:
-            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-        return self.clock.milliseconds()
-
     def restart(self) -> None:
-        """Start the interval now: the clock has just begun, or goes on after a pause."""
-        self.start = self.now()
+        """Start the interval now: the clock has just begun, or goes on after a pause.
+
+        Now is an event in the device's stream, or milliseconds of the clock where there is no GPU."""
+        self.start = self.clock.milliseconds()
+        if self.on_gpu:
+            self.start = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
         """End an interval with a step (counted from 1) and this rank's loss. A collective: losses are summed.
@@ -1842,7 +1860,9 @@ class Meter:
         self.pending = None
         if self.on_gpu:
             end.synchronize()
-        elapsed_ms = start.elapsed_time(end) if self.on_gpu else end - start
+            elapsed_ms = start.elapsed_time(end)
+        else:
+            elapsed_ms = end - start
 
         steps = step - self.step
         self.step = step
@@ -1891,12 +1911,10 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
     """Write the Chrome trace, and say what the ten largest kernels were."""
     profiler.stop()  # waits for the device
     profiler.export_chrome_trace(str(path))
-    if path.exists():
-        log.say(f"trace in {path}")
-    else:  # torch says nothing
-        log.say(f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
-        with contextlib.suppress(OSError):
-            path.with_name(f"{path.name}.tmp").unlink()
+    log.say(f"trace in {path}" if path.exists() else
+            f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
+    with contextlib.suppress(OSError):
+        path.with_name(f"{path.name}.tmp").unlink()  # torch leaves it where there is no room, and says nothing
 
     on_gpu = any(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
     sort_by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
@@ -1910,27 +1928,26 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
     ranks = trainer.ranks
     clock = trainer.clock
     meter = Meter(log, trainer, options.steps)
-    host_batches = training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks)
+    batches = prefetched(training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks))
     first_traced, last_traced = options.profile or (None, None)
     digest = 0
-    previous = None  # index of the stage of the step before
+    ends_stage = True  # whether the step before did
 
     clock.intervals.clear()
     clock.switch("training")
     meter.restart()
-    with contextlib.closing(prefetched(host_batches)) as batches:
+    with contextlib.closing(batches):
         for step in range(options.steps):
             if step == first_traced:
                 # All ranks start together. Otherwise the trace's first collective would show which of them was late.
-                ranks.sum(torch.zeros((), device=ranks.device))
+                ranks.gather_objects(None)
                 profiler = torch.profiler.profile()
                 profiler.start()
 
             index = stage_index(preset, step)
             stage = preset.stages[index]
-            if index != previous:
+            if ends_stage:
                 log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_chunks[stage])
-            previous = index
 
             micro_batches = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
             digest += sum(batch.digest for batch in micro_batches)
@@ -1980,9 +1997,8 @@ def prepare(trainer: Trainer, seed: int, log: RunLog) -> None:
     trainer.warm = True
     if trainer.initialise(seed) != state:
         raise AssertionError("warm-up changed the training state")
-    seconds = round(trainer.clock.since_start() - started, 3)
-    log.line("warm", seconds=seconds, variants=variants, graphs=compiled_graphs(), state=state,
-             peak_memory_mib=peak_memory_mib(trainer.ranks))
+    log.line("warm", seconds=round(trainer.clock.since_start() - started, 3), variants=variants,
+             graphs=compiled_graphs(), state=state, peak_memory_mib=peak_memory_mib(trainer.ranks))
 
 
 def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict) -> float:
@@ -2020,18 +2036,18 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     state = "ok"
     if recompiled:
         state = "no record: compiled in the timed run"
-    elif not options.complete:
+    elif settings.keys() & {"profile", "stop_after"}:
         state = "no record: shortened or profiled"
     memory_mib = peak_memory_mib(ranks)
-    train_hash = f"{sum(ranks.gather_objects(digest)) % 2**64:016x}"
     log.line("end", state=state, loss=round(loss, 6), ms=round(elapsed_ms, 1), peak_memory_mib=memory_mib,
-             train_hash=train_hash, val_hash=trainer.validation_hash, recompiled=recompiled)
+             train_hash=f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", val_hash=trainer.validation_hash,
+             recompiled=recompiled, largest_weights=largest_weights(trainer, log))
 
     remark = "" if state == "ok" else f"; {state}"
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
     log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
-            f"{ranks.world} rank(s){memory}{remark}")
-    log.say(f"{speed(trainer, elapsed_ms, options.steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
+            f"{ranks.world} rank(s){memory}{remark}\n"
+            f"{speed(trainer, elapsed_ms, options.steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
     return loss
 
 
@@ -2207,9 +2223,10 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     """What followed when the document last held the last three tokens, or else the last two, or one.
 
     The result [T] is that following token plus vocabulary * (matched tokens - 1): a row of this
-    feature's part of the n-gram table (ModelConfig.table_rows counts them). A token that is new to
-    its document gets one of NEW_TOKEN_ROWS more rows in turn, so that the one program that sums the gradients
-    of a row need not sum half of all gradients.
+    feature's part of the n-gram table (ModelConfig.table_rows counts them). Tokens that are new to
+    their document share NEW_TOKEN_ROWS more rows, by their position in it: so a document reads the
+    same rows wherever it lies, and the one program that sums the gradients of a row need not sum
+    half of all gradients.
 
     Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
     and in text order where suffixes are equal; so neighbours in it with the same suffix are
@@ -2225,7 +2242,7 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     count = len(tokens)
     keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
     ends = np.arange(count)
-    rows = SUFFIX_LENGTHS * vocabulary + ends % NEW_TOKEN_ROWS
+    rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
     suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
     for length_before in range(SUFFIX_LENGTHS):
         ends = ends[np.argsort(keys[ends], kind="stable")]
@@ -4281,7 +4298,7 @@ def reference_ops() -> Ops:
                project_heads, relu_squared_mlp, orthogonalize_reference, compile=uncompiled, graphs=False, names=names)
 
 
-def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = FP8_PARTS,
+def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = tuple(FP8_PARTS),
                graphs: bool = True) -> Ops:
     """The fastest operators that this device and installation support.
 
@@ -4290,9 +4307,8 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         return reference_ops()
 
     version = capability(device)
-    has_fp8 = version >= (8, 9)
     hopper_class = (9, 0) <= version < (12, 0)  # has TMA, and 208 KB of shared memory or more
-    fits = {"attention": hopper_class, "head": has_fp8, "mlp": hopper_class}
+    fits = {"attention": hopper_class, "head": version >= (8, 9), "mlp": hopper_class}
     precision = {part: "fp8" if fits[part] and part in fp8 else "bf16" for part in FP8_PARTS}
     head_scales = HeadScales() if precision["head"] == "fp8" else None
     region = compile_dynamic if compile else uncompiled
@@ -4381,26 +4397,30 @@ class Ranks:
         self.heartbeat = lambda *_: None  # the watchdog's, while one watches
 
     @staticmethod
-    def start() -> Ranks:
-        """Read torchrun's variables, pick the device and join the process group."""
+    def start(stall_limit_s: float = 120) -> Ranks:
+        """Read torchrun's variables, pick the device and join the process group.
+
+        A rank that does not come within twice the limit is an error. So is a collective, outside of CUDA graphs, that
+        takes twice as long as that: the watchdog, once there is one, has its say before.
+        """
         rank = torchrun_number("RANK", "0")
         world = torchrun_number("WORLD_SIZE", "1")
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
-        if world > 1 and "MASTER_ADDR" not in os.environ:
+        ranks = Ranks(rank, world, pick_device(torchrun_number("LOCAL_RANK", "0")))
+        if world == 1:
+            return ranks
+        if "MASTER_ADDR" not in os.environ:
             fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none",
                  "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
 
-        device = pick_device(torchrun_number("LOCAL_RANK", "0"))
-        if world == 1:
-            return Ranks(rank, world, device)
-
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
-        ranks = Ranks(rank, world, device)
-        ranks.processes = ranks.gather_objects(os.getpid())
+        # All ranks exchange their process numbers first: NCCL would wait without a limit for one that never comes.
+        timeout = timedelta(seconds=2 * stall_limit_s)
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set(f"process {rank}", str(os.getpid()))
+        ranks.processes = [int(store.get(f"process {other}")) for other in range(world)]
+        dist.init_process_group("nccl" if ranks.nccl else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=2 * timeout, device_id=ranks.device if ranks.nccl else None)
         signal.signal(signal.SIGINT, ranks.ask_to_stop)
         if ranks.nccl and os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # all on this host
             ranks._share_memory()
@@ -4445,7 +4465,7 @@ class Ranks:
         what it fetched before that barrier.
         """
         handle, versions = self.peers[full.data_ptr()]
-        first = 1 if received is None else 0  # an all-gather skips its own shard
+        first = int(received is None)  # an all-gather skips its own shard
         self.copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copy_stream):
             if barrier:
@@ -4530,21 +4550,18 @@ class Ranks:
 
     def lost(self) -> str:
         """Which ranks' processes have ended or stand still, in words for a message. Only Linux tells."""
-        if process_stopped(os.getpid()):  # nothing tells here
+        threading.Event().wait(1.0)  # a dying process closes its connections before it counts as ended
+        lost = [str(rank) for rank, process in enumerate(self.processes) if process_stopped(process)]
+        if not lost or str(self.rank) in lost:  # in the latter case nothing tells here
             return ""
-        for _ in range(10):  # a dying process closes its connections before it counts as ended
-            lost = [str(rank) for rank, process in enumerate(self.processes) if process_stopped(process)]
-            if lost:
-                return f" (rank {', '.join(lost)} has ended or stands still)"
-            threading.Event().wait(0.1)
-        return ""
+        return f" (rank {', '.join(lost)} has ended or stands still)"
 
     def finish(self, code: int) -> None:
         """Leave the process group, or after a failure end the process at once.
 
         Neither NCCL nor the end of the interpreter may wait for a rank that has failed.
         """
-        if self.world == 1 or not dist.is_initialized():
+        if self.world == 1:
             return
         if code == EXIT_BUG:
             traceback.print_exc()
@@ -4557,7 +4574,13 @@ class Watchdog:
     """Ends this process with exit code 4 when nothing progresses for `limit_s`.
 
     It is needed because a collective waits for a dead rank for ever. Progress is a heartbeat, or that the device
-    reaches the point queued at one: the host may be far ahead and then wait.
+    reaches the point queued at one: the host may be far ahead and then wait. In a phase with patience, where the host
+    compiles, it is also that any Python thread stands elsewhere than when last looked at. Who waits in a collective
+    stands still, even if he keeps a core busy. So a deadlock in the warm-up is found after 1.5 times the limit: a rank
+    may take that much longer than another, or for one kernel, which it compiles without a move in Python.
+
+    Not found: a deadlock in the warm-up beside which some Python thread goes on, and what stands still outside of
+    train_once, but for collectives (see Ranks.start).
     """
 
     def __init__(self, ranks: Ranks, limit_s: float, log: RunLog):
@@ -4568,7 +4591,7 @@ class Watchdog:
         self.done = threading.Event()
         ranks.heartbeat = self.heartbeat
         self.heartbeat("the start")
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def heartbeat(self, doing: str, patience: float = 1.0) -> None:
         """Say that this rank goes on, with something that may take `patience` times the limit."""
@@ -4580,18 +4603,25 @@ class Watchdog:
 
     def _watch(self) -> None:
         wait_s = min(1.0, self.limit_s / 8)
+        places = None
         while not self.done.wait(wait_s):
             self.idle_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
             with contextlib.suppress(RuntimeError):  # a broken device: the main thread meets the same error and says so
                 while self.events and self.events[0].query():
                     self.events.popleft()
                     self.idle_s = 0.0
+            if self.patience > 1:
+                before = places
+                places = [(id(frame), frame.f_lasti) for frame in sys._current_frames().values()]
+                if places != before:
+                    self.idle_s = 0.0
+
             limit_s = self.limit_s * self.patience
             if self.idle_s > limit_s:
                 message = (f"rank {self.ranks.rank}: expected progress within {limit_s:g} s, "
                            f"found none since {self.doing}{self.ranks.lost()}; "
                            "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
-                print(f"train_gpt: {message}", file=sys.stderr, flush=True)
+                print(f"train_gpt: {message}", file=sys.stderr)
                 self.log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE)
                 self.log.close()
                 os._exit(EXIT_HARDWARE)
@@ -4674,8 +4704,10 @@ def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
     if isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
         return Failure("GPU", "to run this", found,
                        "start again; if it stays, --reference, and test the GPU", EXIT_HARDWARE)
-    if ranks and ranks.world > 1 and (isinstance(error, dist.DistError) or "gloo" in text):
-        return Failure("other ranks", f"an answer{ranks.lost()}", found, "see what they said first", EXIT_HARDWARE)
+    from_gloo = "gloo" in text or "Application timeout" in text
+    if isinstance(error, dist.DistError) or from_gloo and ranks and ranks.world > 1:
+        return Failure("other ranks", f"an answer{ranks.lost() if ranks else ''}", found,
+                       "start all of them, and see what they said first", EXIT_HARDWARE)
     return None
 
 
@@ -4750,7 +4782,7 @@ class RunLog:
 
     def _give_up(self, error: OSError) -> None:
         print(f"run log: expected to write {self.path}, found '{error}'; "
-              "fix: free or permit that folder. The run goes on UNLOGGED.", file=sys.stderr, flush=True)
+              "fix: free or permit that folder. The run goes on UNLOGGED.", file=sys.stderr)
         self.file = None
 
 
@@ -5065,12 +5097,11 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
 
 def announce(preset: Preset, ranks: Ranks, ops: Ops) -> None:
     """Say what will be trained, on which devices and with which operators."""
-    major, minor = capability(ranks.device)
-    gpu = f"capability {major}.{minor}" if major else "no GPU"
+    gpu = f"capability {capability(ranks.device)}" if ranks.device.type == "cuda" else "no GPU"
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
-    print(preset.status)
-    print(f"{ranks.world} rank(s){sharing}, {machine_facts(ranks.device)['device']}, {gpu}, {chosen}", flush=True)
+    print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts(ranks.device)['device']}, "
+          f"{gpu}, {chosen}", flush=True)
 
 
 def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps: int) -> float:
@@ -5078,8 +5109,7 @@ def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps
     ranks = trainer.ranks
     name = f"{trainer.preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
     trace = arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json"
-    complete = not (arguments.profile or arguments.stop_after)
-    options = RunOptions(steps, complete, arguments.val_every, arguments.profile, trace)
+    options = RunOptions(steps, arguments.val_every, arguments.profile, trace)
     defaults = vars(parse_arguments([]))
     settings = {option: str(value) for option, value in vars(arguments).items() if value != defaults[option]}
 
@@ -5135,7 +5165,7 @@ def main(argv: list[str] | None = None) -> int:
     code = EXIT_BUG  # unless something explains the end
     message = ""
     try:
-        ranks = Ranks.start()
+        ranks = Ranks.start(arguments.stall_limit)
         if arguments.eval:
             print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
             code = 0
@@ -5156,7 +5186,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if message:
             rank = f"rank {ranks.rank}: " if ranks and ranks.world > 1 else ""
-            print(f"train_gpt: {rank}{message}", file=sys.stderr, flush=True)
+            print(f"train_gpt: {rank}{message}", file=sys.stderr)
         if ranks:
             ranks.finish(code)
     return code

@@ -53,8 +53,8 @@ def main():
         sys.exit(__doc__)
     world, start, gather = int(sys.argv[1]), tg.Ranks.start, tg.SparseTable.all_gather
 
-    def start_alone():
-        alone = start()
+    def start_alone(*arguments):
+        alone = start(*arguments)
         ranks = LoneRank(0, world, alone.device)
         ranks.processes = alone.processes * world
         return ranks

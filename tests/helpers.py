@@ -175,8 +175,8 @@ class FileMemory:
     def install(self):
         start, nothing = tg.Ranks.start, lambda *_: None
 
-        def start_sharing():
-            ranks = start()
+        def start_sharing(*arguments):
+            ranks = start(*arguments)
             ranks.copy_stream = SimpleNamespace(wait_stream=nothing, record_event=lambda: SimpleNamespace(wait=nothing))
             return ranks
 

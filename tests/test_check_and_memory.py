@@ -216,6 +216,55 @@ def test_the_summary(corpus, tiny, monkeypatch):
     assert tg.speed(trainer, milliseconds, 5).endswith(" 10.0% of 989 TFLOP/s a GPU (dense bf16), 5.0% of 1978 (dense FP8)")
 
 
+@pytest.mark.fast
+def test_fp8_ranges_are_those_of_the_scales():
+    scales = {"qkv": tg.MlpScales().weight, "up": tg.MlpScales().weight, "down": tg.MlpScales().weight, "lm_head": tg.HeadScales().weight}
+    found = {kind: limit for ranges in tg.FP8_PARTS.values() for kind, limit in ranges.items()}
+    assert found == {kind: pytest.approx(scale * torch.finfo(torch.float8_e4m3fn).max) for kind, scale in scales.items()}
+
+
+SIZES = {"qkv": -3.14, "up": 3.25, "down": 0.5, "lm_head": -1.5}  # of one weight each; all others are below 0.1
+WORDS = {"qkv": "qkv 3.14 of 3.5", "up": "up 3.25 of 3.5 (WARNING: near saturation)", "down": "down 0.50 of 3.5",
+         "lm_head": "lm_head 1.50 of 1.6 (WARNING: near saturation)"}
+
+
+@pytest.mark.parametrize("parts, kinds", [((), []), (("head",), ["lm_head"]), (("attention",), ["qkv"]), (("mlp",), ["up", "down"]),
+                                          (("attention", "head", "mlp"), ["qkv", "lm_head", "up", "down"])])
+@pytest.mark.fast
+def test_largest_weights(corpus, tiny, monkeypatch, parts, kinds):
+    """Of the parts that are FP8, both signs, whichever layer has them; from 90 % of the range on, 3.15 and 1.44, with a warning."""
+    monkeypatch.setattr(tg, "capability", lambda device: (9, 0))
+    names, said = tg.select_ops(torch.device("cuda"), compile=False, fp8=parts).names, []
+    trainer = helpers.make_trainer(corpus, ops=replace(tg.select_ops(CPU), names=names))
+    helpers.randomise(trainer.model, size=0.01)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if name in ("blocks.1.qkv", "blocks.3.up", "blocks.6.down", "lm_head"):
+                parameter[5, 7] = SIZES[name.split(".")[-1]]
+            elif name == "embedding" or name.endswith("out"):
+                parameter.fill_(9.0)  # never FP8
+    assert tg.largest_weights(trainer, types.SimpleNamespace(say=said.append)) == {kind: pytest.approx(abs(SIZES[kind])) for kind in kinds}
+    assert said == [f"largest FP8 weights: {', '.join(WORDS[kind] for kind in kinds)}"] * bool(kinds)
+
+
+@pytest.mark.fast
+def test_largest_weights_are_logged_at_the_end(corpus, tiny, tmp_path, monkeypatch, capsys):
+    """Of the final weights, past the clock; nothing where nothing is FP8."""
+    ops = tg.select_ops(CPU)
+    ends = []
+    for names in (ops.names, ops.names | {"mlp": "fp8"}):
+        monkeypatch.setattr(tg, "select_ops", lambda *_, names=names, **__: replace(ops, names=names))
+        folder = tmp_path / str(len(ends))
+        assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(folder), "--save", str(folder / "model.pt")]) == 0
+        ends.append((helpers.read_log(next(folder.glob("*.jsonl")))[-1], capsys.readouterr().out))
+    assert ends[0][0]["largest_weights"] == {} and "FP8" not in ends[0][1]
+    weights = torch.load(folder / "model.pt")["weights"]
+    largest = {kind: max(float(w.abs().max()) for name, w in weights.items() if name.endswith(f".{kind}")) for kind in ("up", "down")}
+    assert ends[1][0]["largest_weights"] == largest and min(largest.values()) > 0
+    assert f"\nlargest FP8 weights: up {largest['up']:.2f} of 3.5, down {largest['down']:.2f} of 3.5\n" in ends[1][1]
+    assert ends[0][0]["loss"] == ends[1][0]["loss"]
+
+
 # ---- what one sees ---------------------------------------------------------------------------------------------------
 def test_a_terminal_gets_a_bar(corpus, tiny, tmp_path, monkeypatch, capsys):
     start = tg.RunLog.__init__

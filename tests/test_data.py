@@ -274,7 +274,20 @@ def test_recall(kinds):
     for dtype in (np.int32, np.uint16):
         found = tg.longest_suffix_match(tokens.astype(dtype), positions, 65_537).tolist()
         wanted = [x for piece in pieces for x in recalled(piece.tolist(), 65_537)]
-        assert found == [3 * 65_537 + i % 32 if x is None else x for i, x in enumerate(wanted)]
+        assert found == [3 * 65_537 + i % 32 if x is None else x for i, x in zip(positions.tolist(), wanted)]
+
+
+def test_a_document_reads_the_same_rows_wherever_it_lies():
+    """Alone, or behind others of any length: a table's rows are chosen by what the document holds and by nothing else."""
+    random = np.random.default_rng(11)
+    piece = np.concatenate([[BOS], random.integers(0, 40, 75)]).astype(np.uint16)
+    alone = tg.pack({0: [piece]}, MODEL, pin=False).to(helpers.CPU).ngrams
+    assert (alone[:, -1] >= MODEL.table_rows - tg.NEW_TOKEN_ROWS).sum() > tg.NEW_TOKEN_ROWS / 2, "new tokens"
+    before = [random.integers(0, 40, length + 1).astype(np.uint16) for length in (1, 7, 33)]
+    for lead in range(1, 4):
+        for chunks in ({0: [*before[:lead], piece, piece]}, {0: before[:lead], 1: [piece], 2: [piece]}):
+            rows = tg.pack(chunks, MODEL, pin=False).to(helpers.CPU).ngrams
+            assert rows[-2 * len(alone):-len(alone)].equal(alone) and rows[-len(alone):].equal(alone)
 
 
 def test_targets_further_ahead_stay_in_their_document(marked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -35,6 +36,18 @@ def at_step(number, action):
     tg.Trainer.training_step = step
 
 
+def in_warm_up(action):
+    """Do something in the warm-up, after its first stage, before a step in which other ranks exchange gradients."""
+    step_of = tg.Trainer.training_step
+
+    def step(trainer, step, *arguments):
+        if not trainer.warm and step:
+            action(trainer)
+        return step_of(trainer, step, *arguments)
+
+    tg.Trainer.training_step = step
+
+
 def at_read(number, action):
     """Do something in the prefetch thread right before it reads from the shards for the `number`-th time, some steps into the run."""
     read_of, reads = tg.TokenStream.read, []
@@ -57,6 +70,21 @@ def bug(_):
     raise RuntimeError("a bug")
 
 
+def stand(_):
+    threading.Event().wait()
+
+
+def spin(_):
+    """Stand still in one call that keeps a core busy, as a collective may."""
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+
+def host_the_store():
+    """Be torchrun, whose store is there while a rank is not."""
+    store = tg.dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+    stand(store)
+
+
 def on(broken, fault, *arguments):
     """A fault of one rank only."""
     return lambda rank: fault(*arguments) if rank == broken else None
@@ -72,10 +100,18 @@ def other_start():
     tg.GPT.reset = lambda model, seed: reset_of(model, seed + 1)
 
 
+TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+STANDING = ("stands still", "stands still in the warm-up", "never comes to torchrun")  # their rank 1 does not end by itself
 FAULTS = {  # number of processes, further options, what happens to a rank
     "killed": (2, (), on(1, at_step, 2, send(signal.SIGKILL))),
     "main rank killed": (2, (), on(0, at_step, 2, send(signal.SIGKILL))),
     "stands still": (2, ("--stall-limit", "2"), on(1, at_step, 2, send(signal.SIGSTOP))),
+    "stands still in the warm-up": (2, ("--stall-limit", "2"), on(1, in_warm_up, send(signal.SIGSTOP))),
+    "deadlock in the warm-up": (2, ("--stall-limit", "2"), on(1, in_warm_up, stand)),
+    "spins in the warm-up": (1, ("--stall-limit", "2"), on(0, in_warm_up, spin)),
+    "never comes": (2, ("--stall-limit", "1.5"), on(1, os._exit, 0)),
+    "main rank never comes": (2, ("--stall-limit", "1.5"), on(0, os._exit, 0)),
+    "never comes to torchrun": (2, ("--stall-limit", "1.5"), lambda rank: host_the_store() if rank else os.environ.update(TORCHRUN)),
     "a bug": (2, (), on(1, at_step, 2, bug)),
     "nan": (2, (), on(1, at_step, 2, lambda trainer: trainer.model.embedding.data.fill_(math.nan))),
     "other start": (2, (), on(1, other_start)),
@@ -108,7 +144,7 @@ def break_runs(corpus, folder):
             ranks[name] = helpers.start_world(world, copy, place, [str(place / o) if o == "model.pt" else o for o in options], prepare)
         for name in batch:
             for process in ranks[name]:
-                process.join(1 if name == "stands still" and process is ranks[name][1] else 60)
+                process.join(1 if name in STANDING and process is ranks[name][1] else 60)
             codes[name] = ["hangs" if process.exitcode is None else process.exitcode for process in ranks[name]]
             for process in ranks[name]:
                 process.kill()
@@ -127,7 +163,7 @@ def broken(corpus, tmp_path_factory):
     def outcome(name):
         place, world = folder / name, FAULTS[name][0]
         said = [(place / f"{world}-{rank}.out").read_text() for rank in range(world)]
-        log = None if "full" in name else read_log(next((place / f"logs-{world}").glob("*.jsonl")))
+        log = None if "full" in name or "comes" in name else read_log(next((place / f"logs-{world}").glob("*.jsonl")))
         return types.SimpleNamespace(codes=codes[name], said=said, log=log, place=place)
     return outcome
 
@@ -157,6 +193,40 @@ def test_a_rank_stands_still(broken):
     assert re.fullmatch(r"train_gpt: rank 0: expected progress within 2 s, found none since step [23] \(rank 1 has ended or stands still\); fix: .*",
                         last_line(run.said[0]))
     assert run.log[-1]["state"].startswith("failed: rank 0: expected progress") and run.log[-1]["code"] == 4
+
+
+def test_a_rank_stands_still_in_the_warm_up(broken):
+    """While the others compile nothing else says that they go on: half as much again as the limit."""
+    run = broken("stands still in the warm-up")
+    assert run.codes[0] == 4
+    assert re.fullmatch(r"train_gpt: rank 0: expected progress within 3 s, found none since warm-up \(rank 1 has ended or stands still\); fix: .*",
+                        last_line(run.said[0]))
+    assert run.log[-1]["state"].startswith("failed: rank 0: expected progress") and run.log[-1]["code"] == 4 and not only(run.log, "warm")
+
+
+def test_a_deadlock_in_the_warm_up(broken):
+    """The rank that waits for nothing and the one that waits for it; one may end first, and the other names it or its connection."""
+    run = broken("deadlock in the warm-up")
+    assert run.codes == [4, 4]
+    assert any("expected progress within 3 s, found none since warm-up" in last_line(said) for said in run.said)
+    assert all("expected progress" in last_line(said) or "other ranks: expected an answer" in last_line(said) for said in run.said)
+    assert run.log[-1]["state"].startswith("failed: ") and run.log[-1]["code"] == 4
+
+
+def test_a_busy_core_is_no_progress(broken):
+    run = broken("spins in the warm-up")
+    assert run.codes == [4] and "expected progress within 3 s, found none since warm-up; fix: " in last_line(run.said[0])
+
+
+@pytest.mark.parametrize("name, rank, found", [("never comes", 0, ".*1/2 clients joined.*"), ("main rank never comes", 1, ".*"),
+                                               ("never comes to torchrun", 0, ".*process 1.*")])
+def test_a_rank_never_comes(broken, name, rank, found):
+    """Twice the limit after the start, in one line; where the store is there already it names the rank that is not."""
+    run = broken(name)
+    assert run.codes[rank] == 4
+    assert re.fullmatch(f"train_gpt: other ranks: expected an answer, found '{found}'; fix: start all of them, and see what they said first",
+                        last_line(run.said[rank]))
+    assert "Traceback" not in run.said[rank] and not list(run.place.glob("logs*"))
 
 
 def test_a_rank_has_a_bug(broken):

@@ -203,6 +203,13 @@ def test_probabilities_add_up(tiny, window):
     assert not model.next_token(packed([piece]), geometry_of(60)).allclose(p), "the pointer has a say"
 
 
+def test_a_documents_loss_does_not_depend_on_its_place(tiny):
+    """Evaluation of packed windows is what next_token says of each document by itself."""
+    model, (first, second) = random_model(DOUBLE), (document(length, seed=2) for length in (45, 30))
+    apart = sum(model.evaluate(packed([piece]), geometry_of(60)) for piece in (first, second))
+    assert float(model.evaluate(packed([first, second]), geometry_of(60))) == pytest.approx(float(apart), rel=1e-12)
+
+
 @pytest.mark.parametrize("candidates", [None, 200])
 def test_loss_is_causal_and_stays_in_its_document(tiny, candidates):
     """A token changes its own loss and later ones of its document, none before and none of others; a cut piece knows its following token."""
