@@ -223,16 +223,16 @@ def test_fp8_ranges_are_those_of_the_scales():
     assert found == {kind: pytest.approx(scale * torch.finfo(torch.float8_e4m3fn).max) for kind, scale in scales.items()}
 
 
-SIZES = {"qkv": -3.14, "up": 3.25, "down": 0.5, "lm_head": -1.5}  # of one weight each; all others are below 0.1
-WORDS = {"qkv": "qkv 3.14 of 3.5", "up": "up 3.25 of 3.5 (WARNING: near saturation)", "down": "down 0.50 of 3.5",
-         "lm_head": "lm_head 1.50 of 1.6 (WARNING: near saturation)"}
+SIZES = {"qkv": -3.14, "up": 6.5, "down": 0.5, "lm_head": -3.0}  # of one weight each; all others are below 0.1
+WORDS = {"qkv": "qkv 3.14 of 7.0", "up": "up 6.50 of 7.0 (WARNING: near saturation)", "down": "down 0.50 of 7.0",
+         "lm_head": "lm_head 3.00 of 3.2 (WARNING: near saturation)"}
 
 
 @pytest.mark.parametrize("parts, kinds", [((), []), (("head",), ["lm_head"]), (("attention",), ["qkv"]), (("mlp",), ["up", "down"]),
                                           (("attention", "head", "mlp"), ["qkv", "lm_head", "up", "down"])])
 @pytest.mark.fast
 def test_largest_weights(corpus, tiny, monkeypatch, parts, kinds):
-    """Of the parts that are FP8, both signs, whichever layer has them; from 90 % of the range on, 3.15 and 1.44, with a warning."""
+    """Of the parts that are FP8, both signs, whichever layer has them; from 90 % of the range on, 6.3 and 2.88, with a warning."""
     monkeypatch.setattr(tg, "capability", lambda device: (9, 0))
     names, said = tg.select_ops(torch.device("cuda"), compile=False, fp8=parts).names, []
     trainer = helpers.make_trainer(corpus, ops=replace(tg.select_ops(CPU), names=names))
@@ -261,7 +261,7 @@ def test_largest_weights_are_logged_at_the_end(corpus, tiny, tmp_path, monkeypat
     weights = torch.load(folder / "model.pt")["weights"]
     largest = {kind: max(float(w.abs().max()) for name, w in weights.items() if name.endswith(f".{kind}")) for kind in ("up", "down")}
     assert ends[1][0]["largest_weights"] == largest and min(largest.values()) > 0
-    assert f"\nlargest FP8 weights: up {largest['up']:.2f} of 3.5, down {largest['down']:.2f} of 3.5\n" in ends[1][1]
+    assert f"\nlargest FP8 weights: up {largest['up']:.2f} of 7.0, down {largest['down']:.2f} of 7.0\n" in ends[1][1]
     assert ends[0][0]["loss"] == ends[1][0]["loss"]
 
 
