@@ -4150,7 +4150,9 @@ def embedding_grad_kernel(
         row_ptr = dense_ptr + tl.cast(row, tl.int64) * width + column
         inside = column < width
         if ADD:
-            inside &= begin < end  # rows without a gradient are not touched
+            # Rows without a gradient are not touched. To combine a mask with a scalar, `inside & (begin < end)`, makes
+            # integers of it in Triton's interpreter, which refuses them as a mask from 3.9 on.
+            inside = column < tl.where(begin < end, width, 0)
             total += tl.load(row_ptr, inside, other=0.0).to(tl.float32)
         tl.store(row_ptr, total.to(dense_ptr.dtype.element_ty), inside)
 
