@@ -3306,7 +3306,7 @@ def to_e5m2_bits(x, PTX: tl.constexpr):
     """x in e5m2, saturated, as int8.
 
     Triton converts two numbers at once into a 16-bit register. Where the two bytes of such a pair are
-    stored apart, as in a transposed store, ptxas (of Triton 3.6 and 3.7, sm_90) reads half of them from the
+    stored apart, as in a transposed store, ptxas (of Triton 3.6 to 3.8, sm_90) reads half of them from the
     stack pointer. The PTX written by hand here uses 32-bit registers instead; tests/test_fp8_machine_code.py looks
     for the fault.
     """
