@@ -23,7 +23,7 @@ from pathlib import Path
 if absent := [name for name in sys.argv[2:] if importlib.util.find_spec(name) is None]:
     sys.exit(f"{sys.executable} has no {', '.join(absent)}")
 import numpy, torch
-if not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # train_gpt.py warns of versions that nobody has tried
     sys.exit(f"{sys.executable} has torch {torch.__version__}")
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 major, minor = min((torch.cuda.get_device_capability(gpu) for gpu in range(gpus)), default=(0, 0))
@@ -40,7 +40,7 @@ setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that 
   done
   "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null ||
     die "$base: expected Python 3.11 to 3.14, found $("$base" --version 2>&1 | tail -n 1); fix: PYTHON=/path/to/another/python ./run.sh"
-  say "no python here has $* with torch >= 2.11, < 2.14: installing $requirements into .venv (once)"
+  say "no python here has $* with torch >= 2.11: installing $requirements into .venv (once)"
   "$python" -c '' 2>/dev/null || "$base" -m venv --clear .venv ||
     die "python -m venv: expected a new .venv, found the error above; fix: install your system's python3-venv package"
   "$python" -m pip install --disable-pip-version-check -r "$requirements" ||

@@ -1,6 +1,6 @@
 """The FP8 kernels as machine code, compiled without a GPU: what ptxas makes of conversions whose results are stored in two layouts.
 
-ptxas (of Triton 3.6 and 3.7) can drop the low half of a pair of FP8 numbers that is stored by single bytes while it packs the pair into a wider
+ptxas (of Triton 3.6 to 3.8) can drop the low half of a pair of FP8 numbers that is stored by single bytes while it packs the pair into a wider
 store, and then reads the stack pointer, R1, in its place. PTX and interpreter are right then; only the machine code and a GPU show it. So it is with
 clamps, which on a GPU lose a NaN unless told otherwise, and in the interpreter keep it."""
 
