@@ -2715,50 +2715,39 @@ def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symme
 
 @jit
 def product_kernel(
-    b_ptr, x_ptr, out_ptr, rows, columns, depth,
-    stride_b_batch, stride_b_row, stride_b_col,
-    stride_x_batch, stride_x_row, stride_x_col,
+    left_ptr, right_ptr, out_ptr, rows, columns, depth,
+    stride_left_batch, stride_left_row, stride_left_col,
+    stride_right_batch, stride_right_row, stride_right_col,
     stride_out_batch, stride_out_row, stride_out_col,
-    scale, x_scale, ADD_X: tl.constexpr,
+    scale, x_scale, ADD_X: tl.constexpr, SYMMETRIC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X]. ADD_X adds the term in brackets.
+    """out = B X [+ x_scale X]; SYMMETRIC: out = scale X X^T [+ x_scale X]. ADD_X adds the term in brackets.
 
     out is not X, and sums are float32. Reference: the products in orthogonalize_reference.
 
-    With B [batch, rows, rows], X and out are [batch, rows, columns], and depth = rows. A matrix takes
+    B is left [batch, rows, rows], X is right [batch, rows, columns], and depth = rows. A matrix takes
     2 rows^2 columns flops. Row tiles of one column panel are neighbours in the grid, so that panel of X
     comes from memory once, and B stays in the L2 cache.
 
-    Without B, X is [batch, rows, depth], out is [batch, rows, rows], and columns = rows. With ADD_X, X must
-    be square and symmetric. A matrix takes rows (rows + BLOCK_M) depth flops, half of a full product: the
-    grid has only the tiles on and below the diagonal, and those below are stored twice.
+    SYMMETRIC: X is left [batch, rows, depth], X^T is right, and out is [batch, rows, rows]. With ADD_X, X
+    must be square and symmetric. A matrix takes rows (rows + BLOCK_M) depth flops, half of a full product:
+    the grid has only the tiles on and below the diagonal, and those below are stored twice.
     """
     tile = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    x_ptr += batch * stride_x_batch
+    left_ptr += batch * stride_left_batch
+    right_ptr += batch * stride_right_batch
     out_ptr += batch * stride_out_batch
-
-    # The left operand is B or X, the right one X or X^T.
-    if b_ptr is None:
+    if SYMMETRIC:
         tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
         # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2. Adding 5
         # instead of 1 stays clear of rounding.
         i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
         j = tile - i * (i + 1) // 2
-        left_ptr = x_ptr
-        stride_left_row = stride_x_row
-        stride_left_col = stride_x_col
-        stride_right_row = stride_x_col
-        stride_right_col = stride_x_row
     else:
         i = tile % tl.cdiv(rows, BLOCK_M)
         j = tile // tl.cdiv(rows, BLOCK_M)
-        left_ptr = b_ptr + batch * stride_b_batch
-        stride_left_row = stride_b_row
-        stride_left_col = stride_b_col
-        stride_right_row = stride_x_row
-        stride_right_col = stride_x_col
 
     offs_m = i * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = j * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -2771,23 +2760,25 @@ def product_kernel(
         right_k = offs_k[:, None]
         left_ptrs = left_ptr + row * stride_left_row + left_k * stride_left_col
         left = tl.load(left_ptrs, (row < rows) & (left_k < depth), other=0.0)
-        right_ptrs = x_ptr + column * stride_right_col + right_k * stride_right_row
+        right_ptrs = right_ptr + column * stride_right_col + right_k * stride_right_row
         right = tl.load(right_ptrs, (column < columns) & (right_k < depth), other=0.0)
         accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
 
     inside = (row < rows) & (column < columns)
-    if b_ptr is None:
+    if SYMMETRIC:
         accumulator *= scale
+        x_ptrs = left_ptr + row * stride_left_row + column * stride_left_col
+    else:
+        x_ptrs = right_ptr + row * stride_right_row + column * stride_right_col
     if ADD_X:
-        x = tl.load(x_ptr + row * stride_x_row + column * stride_x_col, inside, other=0.0)
-        accumulator += x_scale * x.to(tl.float32)
-    if b_ptr is None and i == j:
+        accumulator += x_scale * tl.load(x_ptrs, inside, other=0.0).to(tl.float32)
+    if SYMMETRIC and i == j:
         # This makes the tile exactly symmetric, whatever the order of summation inside the product.
         accumulator = tl.where(row >= column, accumulator, tl.trans(accumulator))
 
     result = accumulator.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_row + column * stride_out_col, result, inside)
-    if b_ptr is None and i != j:
+    if SYMMETRIC and i != j:
         mirrored_row = offs_n[:, None]
         mirrored_column = offs_m[None, :]
         inside = (mirrored_row < rows) & (mirrored_column < rows)
@@ -2795,38 +2786,24 @@ def product_kernel(
         tl.store(out_ptrs, tl.trans(result), inside)
 
 
-def symmetric_product(
-    X: Tensor, out: Tensor, scale: float = 1.0, x_scale: float | None = None, tiles: dict | None = None,
+def matrix_product(
+    B: Tensor | None, X: Tensor, out: Tensor, scale: float = 1.0, x_scale: float | None = None,
+    tiles: dict | None = None,
 ) -> Tensor:
-    """out = scale X X^T [+ x_scale X, if X is symmetric]; X [batch, n, k], any strides.
+    """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X, if X is symmetric].
 
-    Returns out [batch, n, n].
+    B [batch, n, n], X [batch, n, k], any strides. Returns out, which must not be X.
     """
-    batch, n, k = X.shape
-    tiles = tiles or product_tiles(batch, n, n, X.dtype, symmetric=True)
-    side = triton.cdiv(n, tiles["BLOCK_M"])
-    grid = side * (side + 1) // 2, batch
-    product_kernel[grid](
-        None, X, out, n, n, k,
-        None, None, None, *X.stride(), *out.stride(),
-        scale, x_scale or 0.0, ADD_X=x_scale is not None, **tiles)
-    return out
-
-
-def add_product(
-    B: Tensor, X: Tensor, x_scale: float, out: Tensor, tiles: dict | None = None,
-) -> Tensor:
-    """out = x_scale X + B X; B [batch, n, n], X [batch, n, m], any strides.
-
-    Returns out [batch, n, m], which must not be X.
-    """
-    batch, n, m = X.shape
-    tiles = tiles or product_tiles(batch, n, m, X.dtype, symmetric=False)
-    grid = triton.cdiv(n, tiles["BLOCK_M"]) * triton.cdiv(m, tiles["BLOCK_N"]), batch
-    product_kernel[grid](
-        B, X, out, n, m, n,
-        *B.stride(), *X.stride(), *out.stride(),
-        1.0, x_scale, ADD_X=True, **tiles)
+    symmetric = B is None
+    left, right = (X, X.mT) if symmetric else (B, X)
+    batch, rows, columns = out.shape
+    tiles = tiles or product_tiles(batch, rows, columns, X.dtype, symmetric)
+    side = triton.cdiv(rows, tiles["BLOCK_M"])
+    count = side * (side + 1) // 2 if symmetric else side * triton.cdiv(columns, tiles["BLOCK_N"])
+    product_kernel[count, batch](
+        left, right, out, rows, columns, left.size(2),
+        *left.stride(), *right.stride(), *out.stride(),
+        scale, x_scale or 0.0, ADD_X=x_scale is not None, SYMMETRIC=symmetric, **tiles)
     return out
 
 
@@ -2845,9 +2822,9 @@ def orthogonalize(
     X = frobenius_scale(X, recipe.safety, dtype)
     next_X = torch.empty_like(X)
     for a, b, c in recipe.coefficients:
-        symmetric_product(X, out=A)
-        symmetric_product(A, out=P, scale=c, x_scale=b)
-        add_product(P, X, a, out=next_X)
+        matrix_product(None, X, out=A)
+        matrix_product(None, A, out=P, scale=c, x_scale=b)
+        matrix_product(P, X, out=next_X, x_scale=a)
         X, next_X = next_X, X
     return X.mT if tall else X
 

@@ -108,7 +108,8 @@ def test_value_embedding_and_key_tiles_are_counted_once():
 
     assert costs.moved({"a": array(4, 8, address=1), "a_again": array(4, 8, address=1), "n": 3, "none": None}) == 64
     assert costs.Array((1000,), (0,), 4).nbytes == 4  # an expanded scalar
-    product = {"b_ptr": None, "x_ptr": array(3, 64, 128, address=1), "out_ptr": array(3, 64, 64, address=2), "rows": 64, "columns": 64, "depth": 128}
+    product = {"SYMMETRIC": True, "left_ptr": array(3, 64, 128, address=1), "right_ptr": array(3, 128, 64, address=1),
+               "out_ptr": array(3, 64, 64, address=2), "rows": 64, "columns": 64, "depth": 128}
     assert costs.product(product) == costs.Cost(2 * 3 * 64 * (128 + 64), 3 * 64 * 65 * 128, "bf16_short")
 
 
@@ -196,7 +197,8 @@ def eager_trace():
 
 def launches_of(*shapes):
     x, out = ({"shape": shape, "strides": (shape[1] * shape[2], shape[2], 1), "itemsize": 2} for shape in shapes)
-    return {"product_kernel": [{"b_ptr": None, "x_ptr": costs.Array(**x, address=1), "out_ptr": costs.Array(**out, address=2),
+    left, right = (costs.Array(**x, address=1) for _ in range(2))
+    return {"product_kernel": [{"SYMMETRIC": True, "left_ptr": left, "right_ptr": right, "out_ptr": costs.Array(**out, address=2),
                                 "rows": 64, "columns": 64, "depth": 128}]}
 
 
