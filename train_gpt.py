@@ -2684,6 +2684,7 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs: BLOCK_M, BLOCK_N and BLOCK_K are the
 # rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a head. Every header names the reference
 # in section 8, and has shapes, operations or bytes, and measured times (one H200, by benchmarks/bench_*.py).
+# tl.store rounds values to the dtype of the pointer.
 
 LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
 
@@ -2881,7 +2882,7 @@ def store_tile(out_ptr, values, row, head, heads, tokens):
     out_ptr += tl.cast(row, tl.int64) * stride_row + head * width
     inside = row + rows < tokens
     out_ptrs = out_ptr + rows * stride_row + tl.arange(0, width)[None, :]
-    tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptrs, values, inside)
 
 
 @jit
@@ -2983,7 +2984,7 @@ def attention_delta_kernel(
     inside = queries < tokens
     if gates_ptr is not None:
         delta /= tl.load(gates_ptr + queries * heads + head, inside, other=1.0).to(tl.float32)
-        tl.store(dgates_ptr + queries * heads + head, delta.to(dgates_ptr.dtype.element_ty), inside)
+        tl.store(dgates_ptr + queries * heads + head, delta, inside)
     tl.store(delta_ptr + head * tokens + queries, delta, inside)
 
 
@@ -3408,8 +3409,8 @@ def load_halves(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
 def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM: tl.constexpr):
     """The opposite of load_halves, in the dtype of `out_ptr`."""
     first_ptr = out_ptr + token[:, None].to(tl.int64) * stride_out_row + tl.arange(0, DIM // 2)[None, :]
-    tl.store(first_ptr, first.to(out_ptr.dtype.element_ty), valid[:, None])
-    tl.store(first_ptr + DIM // 2, second.to(out_ptr.dtype.element_ty), valid[:, None])
+    tl.store(first_ptr, first, valid[:, None])
+    tl.store(first_ptr + DIM // 2, second, valid[:, None])
 
 
 @jit
@@ -3574,7 +3575,7 @@ def split_heads_grad_kernel(
         store_halves(
             dvalue_ptr + head * HEAD_DIM_V, gate * first, gate * second, token, valid, VALUE_WIDTH, HEAD_DIM_V)
         dgate = tl.sum(first * value_first, 1) + tl.sum(second * value_second, 1)
-        tl.store(dgates_ptr + token * HEADS + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
+        tl.store(dgates_ptr + token * HEADS + head, dgate, valid)
 
 
 class ProjectHeads(torch.autograd.Function):
@@ -3782,7 +3783,7 @@ def head_grad_kernel(
     if out_t_desc is not None:
         grad = to_e5m2_bits(grad, PTX)
         out_t_desc.store([first_column, tl.program_id(1) * BLOCK_M], tl.trans(grad))
-    tl.store(out_ptr + offsets, grad.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + offsets, grad, inside)
 
 
 @jit
@@ -3797,7 +3798,7 @@ def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: tl.constexpr):
     inside = column < width
     total = tl.load(table_ptr, inside, other=0.0).to(tl.float32)
     total += tl.load(rows_ptr + row * width + column, inside, other=0.0).to(tl.float32)
-    tl.store(table_ptr, total.to(table_ptr.dtype.element_ty), inside)
+    tl.store(table_ptr, total, inside)
 
 
 def row_losses(logits, targets, vocab_rows, cap, fast=False):
@@ -4131,7 +4132,7 @@ def embedding_grad_kernel(
             # integers of it in Triton's interpreter, which refuses them as a mask from 3.9 on.
             inside = column < tl.where(begin < end, width, 0)
             total += tl.load(row_ptr, inside, other=0.0).to(tl.float32)
-        tl.store(row_ptr, total.to(dense_ptr.dtype.element_ty), inside)
+        tl.store(row_ptr, total, inside)
 
 
 def launch_groups(
@@ -4190,7 +4191,7 @@ def sparse_adam_kernel(
             decaying = tl.where(update * weights > 0, weights, 0.0)
         weights -= update + tl.load(wd_ptr) * decaying
 
-        tl.store(row_ptr, weights.to(weights_ptr.dtype.element_ty), inside)
+        tl.store(row_ptr, weights, inside)
         tl.store(exp_avg_sq_ptr + row, exp_avg_sq)
         tl.store(last_step_ptr + row, step)
 
