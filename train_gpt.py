@@ -2689,6 +2689,12 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
 LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
 
 
+@jit
+def load_vector(x_ptr, index, size, row=0, other=0.0):
+    """The values at `index`, of any shape, in one row of x [rows, size]; `other` past its end."""
+    return tl.load(x_ptr + row * size + index, mask=index < size, other=other)
+
+
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
 # All three products of a step are written for wide matrices. A tall X is passed as its transposed view.
 # Strides are arguments, and a stride of 1 is compiled in, so loads are contiguous along whichever axis is,
@@ -2850,12 +2856,6 @@ def orthogonalize(
 #
 # Operands of T H D values moved: forward 4, delta 2, gradients 7. With six heads of 128, gates and a window of
 # 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us, and delta and gradients 153 | 276 | 432 us.
-
-
-@jit
-def load_vector(x_ptr, index, size, row=0, other=0.0):
-    """The values at `index`, of any shape, in one row of x [rows, size]; `other` past its end."""
-    return tl.load(x_ptr + row * size + index, mask=index < size, other=other)
 
 
 @jit
@@ -3705,7 +3705,7 @@ def row_loss_kernel(
     total = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, classes, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
-        logits = tl.load(logits_ptr + column, column < classes, other=0.0)
+        logits = load_vector(logits_ptr, column, classes)
         t = tanh_of_softcap(logits, shift, temperature, FAST)
         exponential = tl.exp2(half * log2e * t - half * log2e)
         weighted = exponential * tl.where(column < num_always, 1.0, importance)
@@ -3766,7 +3766,7 @@ def head_grad_kernel(
     logits = tl.load(logits_ptr + offsets, inside, other=0.0)
     t = tanh_of_softcap(logits, shift, temperature, FAST)
     exponent = half * log2e * t
-    lse = tl.load(lse_ptr + token, token < tokens, other=0.0)
+    lse = load_vector(lse_ptr, token, tokens)
     grad = weight_sum[:, None] * tl.exp2(exponent + (half - lse)[:, None] * log2e)
     if first_column < num_always:  # the other tiles hold sampled classes alone, and no targets
         grad *= tl.where(column < num_always, 1.0, importance)[None, :]
@@ -3774,7 +3774,7 @@ def head_grad_kernel(
             target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
             weight = tl.where(target >= 0, slope * tl.load(target_weights_ptr + k), 0.0)
             if k == 0 and copied_ptr is not None:  # the copied share of the target is the copy token's
-                copied = weight * tl.load(copied_ptr + token, token < tokens, other=0.0)
+                copied = weight * load_vector(copied_ptr, token, tokens)
                 grad -= tl.where(column[None, :] == copy_token, copied[:, None], 0.0)
                 weight -= copied
             grad -= tl.where(column[None, :] == target[:, None], weight[:, None], 0.0)
@@ -3794,11 +3794,10 @@ def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: tl.constexpr):
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)
-    table_ptr += tl.load(ids_ptr + row).to(tl.int64) * width + column
-    inside = column < width
-    total = tl.load(table_ptr, inside, other=0.0).to(tl.float32)
-    total += tl.load(rows_ptr + row * width + column, inside, other=0.0).to(tl.float32)
-    tl.store(table_ptr, total, inside)
+    table_ptr += tl.load(ids_ptr + row).to(tl.int64) * width
+    total = load_vector(table_ptr, column, width).to(tl.float32)
+    total += load_vector(rows_ptr, column, width, row).to(tl.float32)
+    tl.store(table_ptr + column, total, column < width)
 
 
 def row_losses(logits, targets, vocab_rows, cap, fast=False):
@@ -4172,10 +4171,9 @@ def sparse_adam_kernel(
     end = tl.load(starts_ptr + index + 1)
     row = tl.load(sorted_ids_ptr + index).to(tl.int64)
     if begin < end:
-        row_ptr = weights_ptr + row * width + column
-        inside = column < width
+        weights_ptr += row * width
         # The weights, and what the second moment needs, are loaded before the sum: there is one wait for all.
-        weights = tl.load(row_ptr, inside, other=0.0).to(tl.float32)
+        weights = load_vector(weights_ptr, column, width).to(tl.float32)
         step = tl.load(step_ptr)
         last_step = tl.load(last_step_ptr + row)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + row)
@@ -4191,7 +4189,7 @@ def sparse_adam_kernel(
             decaying = tl.where(update * weights > 0, weights, 0.0)
         weights -= update + tl.load(wd_ptr) * decaying
 
-        tl.store(row_ptr, weights, inside)
+        tl.store(weights_ptr + column, weights, column < width)
         tl.store(exp_avg_sq_ptr + row, exp_avg_sq)
         tl.store(last_step_ptr + row, step)
 
