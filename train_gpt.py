@@ -2681,10 +2681,10 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
 # ==== 9. Triton kernels, each with its wrapper ========================================================================
 # Kernels end in _kernel; device functions say what they do or return (load_tile, visible_bound). x_ptr is a pointer,
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
-# lower case are sizes (tokens, heads, depth). Words in upper case are constexprs: BLOCK_M, BLOCK_N and BLOCK_K are the
-# rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a head. Every header names the reference
-# in section 8, and has shapes, operations or bytes, and measured times (one H200, by benchmarks/bench_*.py).
-# tl.store rounds values to the dtype of the pointer.
+# lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
+# BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
+# head. Every header names the reference in section 8, and has shapes, operations or bytes, and measured times (one
+# H200, by benchmarks/bench_*.py). tl.store rounds values to the dtype of the pointer.
 
 LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
 
@@ -2859,7 +2859,7 @@ def orthogonalize(
 
 
 @jit
-def load_tile(source, row, head, stride_row, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_tile(source, row, head, stride_row, tokens, WIDTH, BLOCK):
     """Tokens row ... row + BLOCK - 1 of one head, [BLOCK, WIDTH]; zeros past the last token.
 
     source is the pointer or the descriptor of a tensor [T, H, WIDTH] whose heads lie side by side.
@@ -2886,7 +2886,7 @@ def store_tile(out_ptr, values, row, head, heads, tokens):
 
 
 @jit
-def visible_bound(distances_ptr, token, tokens, window, KEYS: tl.constexpr):
+def visible_bound(distances_ptr, token, tokens, window, KEYS):
     """The first key that the query `token` sees; or, with KEYS, the last query that sees the key `token`.
 
     The distances are Documents.positions for queries, and Documents.remaining for keys. The bound never
@@ -2903,7 +2903,7 @@ def visible_bound(distances_ptr, token, tokens, window, KEYS: tl.constexpr):
 
 
 @jit
-def visible_range(distances_ptr, start, tokens, window, BLOCK_M: tl.constexpr, KEYS: tl.constexpr):
+def visible_range(distances_ptr, start, tokens, window, BLOCK_M, KEYS):
     """first, stop: the BLOCK_M own tokens from `start` on see, or are seen by, first ... stop - 1 at most."""
     if KEYS:
         last = visible_bound(distances_ptr, start + BLOCK_M - 1, tokens, window, KEYS)
@@ -2914,7 +2914,7 @@ def visible_range(distances_ptr, start, tokens, window, BLOCK_M: tl.constexpr, K
 
 
 @jit
-def pair_tokens(own, step, BLOCK_N: tl.constexpr, KEYS: tl.constexpr):
+def pair_tokens(own, step, BLOCK_N, KEYS):
     """(query, key) of a step's scores [own, other]: the own tokens as a column, the others as a row."""
     other = (step + tl.arange(0, BLOCK_N))[None, :]
     if KEYS:
@@ -2993,9 +2993,7 @@ def attention_gradients(
     own_qk_ptr, own_v_ptr, other_qk_desc, other_v_desc,
     stride_own_qk_row, stride_own_v_row, stride_other_qk_row, stride_other_v_row,
     own_dqk_ptr, own_dv_ptr, lse_ptr, delta_ptr, distances_ptr,
-    window, tokens, scale, scale_log2, KEYS: tl.constexpr,
-    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    window, tokens, scale, scale_log2, KEYS, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_M, BLOCK_N,
 ):
     """dq of the BLOCK_M queries, or with KEYS dk and dv of the BLOCK_M keys, that a program owns in one head.
 
@@ -3280,7 +3278,7 @@ class PointerLogCopy(torch.autograd.Function):
 
 # ---- FP8 copies and products -----------------------------------------------------------------------------------------
 @jit
-def to_e5m2_bits(x, PTX: tl.constexpr):
+def to_e5m2_bits(x, PTX):
     """x in e5m2, saturated, as int8.
 
     Triton converts two numbers at once into a 16-bit register. Where the two bytes of such a pair are
@@ -3397,7 +3395,7 @@ def unused_grad_view(weight):
 
 
 @jit
-def load_halves(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
+def load_halves(x_ptr, token, valid, stride_x_row, DIM):
     """Both halves [BLOCK_M, DIM / 2] of the rows `token` of x, in float32; zeros where not valid."""
     first_ptr = x_ptr + token[:, None].to(tl.int64) * stride_x_row + tl.arange(0, DIM // 2)[None, :]
     first = tl.load(first_ptr, valid[:, None], other=0.0).to(tl.float32)
@@ -3406,7 +3404,7 @@ def load_halves(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
 
 
 @jit
-def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM: tl.constexpr):
+def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM):
     """The opposite of load_halves, in the dtype of `out_ptr`."""
     first_ptr = out_ptr + token[:, None].to(tl.int64) * stride_out_row + tl.arange(0, DIM // 2)[None, :]
     tl.store(first_ptr, first, valid[:, None])
@@ -3414,7 +3412,7 @@ def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM: tl.c
 
 
 @jit
-def load_normed(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
+def load_normed(x_ptr, token, valid, stride_x_row, DIM):
     """Both halves of RMS-normed rows, and 1 / rms [BLOCK_M, 1]."""
     first, second = load_halves(x_ptr, token, valid, stride_x_row, DIM)
     inverse_rms = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + 1e-6)[:, None]
@@ -3422,7 +3420,7 @@ def load_normed(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
 
 
 @jit
-def load_positions(positions_ptr, cos_ptr, sin_ptr, tokens, DIM: tl.constexpr, BLOCK_M: tl.constexpr):
+def load_positions(positions_ptr, cos_ptr, sin_ptr, tokens, DIM, BLOCK_M):
     """This program's tokens [BLOCK_M], which of them exist, their positions, and their rows of the rotary tables.
 
     The tables cos and sin are [positions, DIM / 2].
@@ -3496,7 +3494,7 @@ def split_heads_kernel(
 
 
 @jit
-def norm_grad(x_ptr, first_grad, second_grad, token, valid, stride_x_row, DIM: tl.constexpr):
+def norm_grad(x_ptr, first_grad, second_grad, token, valid, stride_x_row, DIM):
     """Gradient of RMSNorm's input x, as two halves, from that of its output; x is normalised again."""
     first, second, inverse_rms = load_normed(x_ptr, token, valid, stride_x_row, DIM)
     mean = ((tl.sum(first_grad * first, 1) + tl.sum(second_grad * second, 1)) / DIM)[:, None]
@@ -3504,10 +3502,7 @@ def norm_grad(x_ptr, first_grad, second_grad, token, valid, stride_x_row, DIM: t
 
 
 @jit
-def store_qkv_grad(
-    dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, factor, qkv_width,
-    DIM: tl.constexpr, PTX: tl.constexpr,
-):
+def store_qkv_grad(dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, factor, qkv_width, DIM, PTX):
     """Store DIM columns of dqkv [tokens, qkv_width]; with a descriptor of dqkv_t [qkv_width, tokens], both in e5m2."""
     if dqkv_t_desc is not None:
         first = to_e5m2_bits(first * factor, PTX)
@@ -3655,7 +3650,7 @@ class ProjectHeads(torch.autograd.Function):
 
 
 @jit
-def tanh_of_softcap(logits, shift, temperature, FAST: tl.constexpr):
+def tanh_of_softcap(logits, shift, temperature, FAST):
     """t in float32. FAST uses the hardware's tanh, whose error of 2^-11 is a quarter of bf16's rounding."""
     half = logits.to(tl.float32) * (0.5 / temperature) + shift * (0.5 / temperature)
     if FAST:
@@ -3665,7 +3660,7 @@ def tanh_of_softcap(logits, shift, temperature, FAST: tl.constexpr):
 
 
 @jit
-def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD: tl.constexpr):
+def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD):
     """Targets.ahead in a kernel: the class index of the token AHEAD further than the next one, or -1 for none."""
     inside = token + AHEAD < tokens
     target = tl.load(class_index_ptr + token + AHEAD, inside, other=-1)
@@ -4045,10 +4040,7 @@ def sort_ids(ids, vocab_rows):
 
 
 @jit
-def sum_rows(
-    x_ptr, order_ptr, begin, end, width,
-    IDS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+def sum_rows(x_ptr, order_ptr, begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N):
     """The float32 sum of x[order[i] // IDS_PER_ROW] over begin <= i < end, always in the same order.
 
     Without an order it is the sum of x[i].
@@ -4086,11 +4078,7 @@ def chunk_sum_kernel(
 
 
 @jit
-def sum_group(
-    grad_ptr, order_ptr, partial_ptr, begin, end, width,
-    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N):
     """The sum of the gradient rows of one id, at sorted positions begin ... end - 1.
 
     It adds the rows before the first whole chunk, the partial sums of the whole chunks and the rows after
