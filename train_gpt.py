@@ -57,6 +57,7 @@ from torch.utils.checkpoint import checkpoint
 try:
     import triton
     import triton.language as tl
+    from triton.language import constexpr
     from triton.tools.tensor_descriptor import TensorDescriptor
     jit = triton.jit
 except ImportError:  # the reference operators need no Triton
@@ -2726,8 +2727,8 @@ def product_kernel(
     stride_left_batch, stride_left_row, stride_left_col,
     stride_right_batch, stride_right_row, stride_right_col,
     stride_out_batch, stride_out_row, stride_out_col,
-    scale, x_scale, ADD_X: tl.constexpr, SYMMETRIC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    scale, x_scale, ADD_X: constexpr, SYMMETRIC: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
 ):
     """out = B X [+ x_scale X]; SYMMETRIC: out = scale X X^T [+ x_scale X]. ADD_X adds the term in brackets.
 
@@ -2876,7 +2877,7 @@ def load_tile(source, row, head, stride_row, tokens, WIDTH, BLOCK):
 @jit
 def store_tile(out_ptr, values, row, head, heads, tokens):
     """Store values [BLOCK, WIDTH] where load_tile reads them; the tensor is contiguous."""
-    width: tl.constexpr = values.shape[1]
+    width: constexpr = values.shape[1]
     rows = tl.arange(0, values.shape[0])[:, None]
     stride_row = heads * width
     out_ptr += tl.cast(row, tl.int64) * stride_row + head * width
@@ -2927,8 +2928,8 @@ def pair_tokens(own, step, BLOCK_N, KEYS):
 def attention_forward_kernel(
     q_ptr, k_desc, v_desc, stride_q_row, stride_k_row, stride_v_row,
     out_ptr, lse_ptr, positions_ptr, window, tokens, scale_log2, gates_ptr,
-    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """out [T, H, HEAD_DIM_V] and lse [H, T] of BLOCK_M queries of one head; no running maximum.
 
@@ -2966,7 +2967,7 @@ def attention_forward_kernel(
 @jit
 def attention_delta_kernel(
     out_ptr, dout_ptr, gates_ptr, delta_ptr, dgates_ptr, tokens, stride_dout_row,
-    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM_V: constexpr, BLOCK_M: constexpr,
 ):
     """delta[h, i] = out[i, h] . dout[i, h] [/ gates[i, h]] for BLOCK_M queries of one head.
 
@@ -3044,8 +3045,8 @@ def attention_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_ptr, dk_ptr, dv_ptr,
     lse_ptr, delta_ptr, positions_ptr, remaining_ptr,
     window, tokens, scale, scale_log2,
-    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """dk and dv of BLOCK_M keys, or dq of BLOCK_M queries, of one head; shapes as in attention_gradients.
 
@@ -3177,8 +3178,8 @@ class PackedAttention(torch.autograd.Function):
 def pointer_kernel(
     qk_ptr, qk_desc, ids_ptr, log_copy_ptr, lse_ptr, distances_ptr, window,
     grad_log_copy_ptr, dqk_ptr, tokens, scale_log2,
-    NEG_INF: tl.constexpr, LOG2_E: tl.constexpr, KEYS: tl.constexpr,
-    HEAD_DIM_QK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEG_INF: constexpr, LOG2_E: constexpr, KEYS: constexpr,
+    HEAD_DIM_QK: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """log_copy [T], and lse [T] in base 2, of BLOCK_M queries; or a gradient, if grad_log_copy [T] is given.
 
@@ -3297,7 +3298,7 @@ def to_e5m2_bits(x, PTX):
 @jit
 def quantize_kernel(
     x_ptr, out_ptr, out_t_ptr, height, width, inverse_scale,
-    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIMIT: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """out = x * inverse_scale, saturated at +-LIMIT (a NaN stays a NaN), and out_t, its transposed copy.
 
@@ -3449,8 +3450,8 @@ def rotate_back(first, second, cos, sin):
 @jit
 def split_heads_kernel(
     qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, tokens,
-    HEADS: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, KEY_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEADS: constexpr, HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
+    VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr,
 ):
     """q and k, normalised and rotated, and v plus the gated value if there is one, of BLOCK_M tokens of one head.
 
@@ -3516,9 +3517,9 @@ def store_qkv_grad(dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, f
 @jit
 def split_heads_grad_kernel(
     qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, PTX: tl.constexpr, tokens,
-    HEADS: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, KEY_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr,
+    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, PTX: constexpr, tokens,
+    HEADS: constexpr, HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
+    VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr,
 ):
     """dqkv, and dvalue and dgates if there is a value, of BLOCK_M tokens of one head; shapes as in split_heads_kernel.
 
@@ -3683,7 +3684,7 @@ def row_loss_kernel(
     logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
     log_copy_ptr, loss_ptr, lse_ptr, copied_ptr,
     tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
-    TARGETS: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr,
+    TARGETS: constexpr, FAST: constexpr, BLOCK_N: constexpr,
 ):
     """loss = sum_k target_weights[k] (lse - z[target k]), and lse, of one token a program.
 
@@ -3729,8 +3730,8 @@ def head_grad_kernel(
     logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
     lse_ptr, copied_ptr, factor_ptr, out_ptr, out_t_desc,
     tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
-    TARGETS: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TARGETS: constexpr, FAST: constexpr, PTX: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """out = factor * d loss / d logits, [tokens, classes], in tiles of BLOCK_M tokens and BLOCK_N classes.
 
@@ -3782,7 +3783,7 @@ def head_grad_kernel(
 
 
 @jit
-def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: tl.constexpr):
+def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: constexpr):
     """table[ids] += rows, [N, width], for ids that differ: one program a row.
 
     It takes 8 us for 6144 rows of 768 on an H200, where index_add_, its reference, takes 45.
@@ -3917,8 +3918,8 @@ def head_loss_eval(x, weight, targets, cap=Softcap(), chunk_rows=8192):
 @jit
 def mlp_kernel(
     a_desc, b_desc, hidden_desc, out_desc, out_t_desc, tokens, mlp_width, factor,
-    WIDTH: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDTH: constexpr, LIMIT: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
 ):
     """out = f(a b^T) * factor, saturated at +-LIMIT, [tokens, mlp_width], and out_t, its transposed copy.
 
@@ -4061,8 +4062,8 @@ def sum_rows(x_ptr, order_ptr, begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
 @jit
 def chunk_sum_kernel(
     grad_ptr, ids_ptr, order_ptr, partial_ptr, width,
-    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """partial[c] = the sum of the gradient rows of chunk c, [chunks, width] float32, if all its positions hold one id.
 
@@ -4097,8 +4098,8 @@ def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, 
 @jit
 def embedding_grad_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, vocab_rows, dense_ptr, width,
-    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ADD: tl.constexpr,
+    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, ADD: constexpr,
 ):
     """dense[v] = the sum of the gradient rows of id v, zeros without any, for all v < vocab_rows; ADD: += instead.
 
@@ -4146,8 +4147,8 @@ def launch_groups(
 def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
     step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, width,
-    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUTIOUS: tl.constexpr,
+    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, CAUTIOUS: constexpr,
 ):
     """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
 
