@@ -1207,7 +1207,29 @@ class MatrixBank(Owner):
                     self.config.muon_weight_decay, self.config.second_moment_decay, self.config.cautious_decay)
 
 
-class AdamTable(Owner):
+class Adam(Owner):
+    """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates."""
+
+    def __init__(self, role: str, shard: Tensor, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.role = role
+        self.shard = shard
+        self.rule = rule
+        self.config = config
+        self.ranks = ranks
+        self.exp_avg = torch.zeros_like(shard)
+        self.exp_avg_sq = torch.zeros_like(shard)
+        self.update = ops.compile(adam_update)
+
+    def compute_(self, rates: dict[str, Tensor]) -> None:
+        wait, received = self.pending_reduce
+        self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
+        wait()
+        self.update(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
+                    rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon,
+                    self.config.cautious_decay)
+
+
+class AdamTable(Adam):
     """One large table [rows, width]; each rank updates a slice of its rows.
 
     The moments have the dtype of the weights: bfloat16's rounding, 2^-9, is small against the 5 % by which a step
@@ -1216,15 +1238,9 @@ class AdamTable(Owner):
     grads = received = None  # places in shared memory, if there is any
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks = ranks
-        self.config = config
-        self.rule = rule
-        self.role = parameter.info.role
         self.parameter = parameter
         self.weights = parameter.data = ranks.shared(parameter.data)
-        self.shard = ranks.shard(self.weights)
-        self.exp_avg = torch.zeros_like(self.shard)
-        self.exp_avg_sq = torch.zeros_like(self.shard)
+        super().__init__(parameter.info.role, ranks.shard(self.weights), rule, config, ranks, ops)
         if config.averaged_share:
             self.average = torch.zeros_like(self.shard, dtype=torch.float32)
 
@@ -1235,7 +1251,6 @@ class AdamTable(Owner):
         parameter.info.owner = self
         parameter.info.receive_grad = self.receive_grad
         parameter.info.grad_view = self.grads
-        self.update = ops.compile(adam_update)
 
     def receive_grad(self, grad: Tensor, *lookup: Tensor) -> None:
         """Add the gradient [T, width] of a lookup to the table's. The first one of a step writes all of it."""
@@ -1257,12 +1272,7 @@ class AdamTable(Owner):
             self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        wait, received = self.pending_reduce
-        self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
-        wait()
-        self.update(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
-                    rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon,
-                    self.config.cautious_decay)
+        super().compute_(rates)
         self.parameter.grad = None
 
 
@@ -1331,29 +1341,15 @@ class SparseTable(Owner):
                              cautious=self.config.cautious_decay)
 
 
-class AdamScalars(Owner):
-    """All small parameters in one flat float32 buffer, which every rank updates alike after one all-reduce."""
+class AdamScalars(Adam):
+    """All small parameters of a role in one flat float32 buffer, which every rank updates alike after one all-reduce."""
 
-    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig,
-                 ranks: Ranks, ops: Ops):
-        self.ranks = ranks
-        self.config = config
-        self.rules = rules
-        self.parameters = sorted(parameters, key=lambda p: p.info.role)  # the sort is stable
-
-        # Each role has one contiguous part, with the places that flatten_into will give its parameters.
-        self.parts = {}
-        stop = 0
-        for role, members in itertools.groupby(self.parameters, key=lambda p: p.info.role):
-            start = stop
-            stop += sum(aligned(p.numel()) for p in members)
-            self.parts[role] = slice(start, stop)
-        self.weights = torch.zeros(stop, device=ranks.device)
+    def __init__(self, parameters: list[nn.Parameter], rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.parameters = parameters
+        self.weights = torch.zeros(sum(aligned(p.numel()) for p in parameters), device=ranks.device)
         self.grads = torch.zeros_like(self.weights)
-        self.exp_avg = torch.zeros_like(self.weights)
-        self.exp_avg_sq = torch.zeros_like(self.weights)
-        flatten_into(self.parameters, self.weights, self.grads)
-        self.update = ops.compile(adam_update)
+        flatten_into(parameters, self.weights, self.grads)
+        super().__init__(parameters[0].info.role, self.weights, rule, config, ranks, ops)
 
     def reduce_(self) -> None:
         views = [p.info.grad_view for p in self.parameters]
@@ -1361,14 +1357,7 @@ class AdamScalars(Owner):
         torch._foreach_copy_(views, grads)
         for parameter in self.parameters:
             parameter.grad = None
-        self.pending_reduce = self.ranks.all_reduce_mean(self.grads)
-
-    def compute_(self, rates: dict[str, Tensor]) -> None:
-        self.pending_reduce()
-        for role, part in self.parts.items():
-            self.update(self.weights[part], self.grads[None, part], self.exp_avg[part], self.exp_avg_sq[part],
-                        rates[role], rates[f"{role} decay"], *self.rules[role].betas, self.config.adam_epsilon,
-                        self.config.cautious_decay)
+        self.pending_reduce = self.ranks.all_reduce_mean(self.grads), self.grads[None]
 
 
 class Optimizer:
@@ -1378,7 +1367,7 @@ class Optimizer:
         self.ranks = ranks
         rules = dict(config.rules)
         matrices = collections.defaultdict(list)  # by their shape
-        scalars = []
+        scalars = collections.defaultdict(list)  # by their role
         self.dense = []
         self.sparse = []
         for parameter in model.parameters():
@@ -1390,10 +1379,10 @@ class Optimizer:
             elif rule.sparse:
                 self.sparse.append(SparseTable(parameter, rule, config, ranks, ops))
             else:
-                scalars.append(parameter)
+                scalars[parameter.info.role].append(parameter)
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in matrices.values()]
-        self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
-        self.owners = [*self.banks, *self.dense, *self.sparse, self.scalars]
+        self.scalars = [AdamScalars(members, rules[role], config, ranks, ops) for role, members in scalars.items()]
+        self.owners = [*self.banks, *self.dense, *self.sparse, *self.scalars]
         self.averaged = [*self.banks, *self.dense] if config.averaged_share else []
 
         # Sharded owners, in the order in which the model reads them. Tables that come before any matrix are gathered
@@ -1440,7 +1429,7 @@ class Optimizer:
 
         # Phase 3 ends: scalars have no hook, and a group is not complete if one of its layers had no gradient.
         groups = [group for bank in self.banks for group in bank.groups]
-        for owner in (self.scalars, *groups):
+        for owner in (*self.scalars, *groups):
             if owner not in self.reduced:
                 owner.reduce_()
 
@@ -1462,7 +1451,7 @@ class Optimizer:
         grads_in_use = [table.parameter.grad for table in first_tables]
         wait_matrices = self.ranks.on_side_stream(update_matrices)
         wait_first_tables = self.ranks.on_side_stream(update_first_tables, side=1)
-        for owner in (*other_tables, self.scalars, *self.sparse):
+        for owner in (*other_tables, *self.scalars, *self.sparse):
             owner.compute_(rates)
 
         # The compute stream waits for the rest.
@@ -1541,7 +1530,7 @@ def state_bytes(preset: Preset, ranks: Ranks, ops: Ops) -> int:
     # table's exists once. Several ranks add buffers for what they receive, and a shared buffer for each table.
     several = ranks.world > 1
     matrix_copies, table_copies = (3, 3) if several else (2, 1)
-    gradients = matrix_copies * sum(item.weights.nbytes for item in (optimizer.scalars, *optimizer.banks))
+    gradients = matrix_copies * sum(item.weights.nbytes for item in (*optimizer.scalars, *optimizer.banks))
     gradients += table_copies * sum(table.weights.nbytes for table in optimizer.dense)
 
     # A sparse table gathers the bfloat16 gradient of every token of a step. Several ranks keep one buffer for each

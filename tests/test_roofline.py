@@ -266,8 +266,8 @@ def test_a_step_on_the_cpu(tiny, tmp_path, monkeypatch):
     """From generated documents to the tables, with the reference operators."""
     for owner in (tg.MatrixGroup, tg.MatrixBank, tg.AdamTable, tg.SparseTable, tg.AdamScalars):
         for phase in ("start_step", "receive_grad", "reduce_", "compute_"):
-            if phase in vars(owner):
-                monkeypatch.setattr(owner, phase, vars(owner)[phase])  # to be restored
+            if hasattr(owner, phase):
+                monkeypatch.setattr(owner, phase, getattr(owner, phase))  # to be restored
     options = argparse.Namespace(preset=tiny.name, stage=1, data=None, model=[], ceilings=costs.CEILINGS, steps=2, warm=1, ncu_csv=None)
     text = roofline.measure(options, tmp_path)
     calls = {line.split(" | ")[0].removeprefix("| "): int(line.split(" | ")[1]) for line in text.split("## By theme")[1].splitlines()[4:16]}
