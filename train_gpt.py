@@ -617,7 +617,7 @@ class ParamInfo:
     owner: Owner | None = None
     # Of tables: takes the gradient of a lookup in autograd's place, see EmbeddingLookup.
     receive_grad: Callable[..., None] | None = None
-    # The part of the optimizer's buffer that collects the gradient; kernels may write there, see unused_grad_view.
+    # The part of the optimizer's buffer that collects the gradient; kernels may write there, see memory_for_grad.
     grad_view: Tensor | None = None
 
 
@@ -1257,8 +1257,7 @@ class AdamTable(Adam):
         table = self.parameter
         add = table.grad is not None
         if not add:
-            view = unused_grad_view(table)
-            table.grad = torch.empty_like(table) if view is None else view
+            table.grad = memory_for_grad(table)
         launch_groups(embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=add)
 
     def reduce_(self) -> None:
@@ -3370,13 +3369,13 @@ def linear_backward(grad, grad_t, x, weight, scales, out=None):
     return dx, dweight
 
 
-def unused_grad_view(weight):
-    """A new view of where the optimizer collects the gradient of a parameter, for a step's first backward pass to fill.
+def memory_for_grad(weight):
+    """Where to write a gradient of a parameter: for a step's first backward pass, where the optimizer collects it.
 
-    None if there is no such place, or if it holds a gradient already. A backward pass may ask once.
+    Other memory, if there is no such place or if it holds a gradient already. A backward pass may ask once.
     """
     view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
-    return view.view_as(weight) if view is not None and weight.grad is None else None
+    return torch.empty_like(weight) if view is None or weight.grad is not None else view.view_as(weight)
 
 
 # ---- from the projection to attention --------------------------------------------------------------------------------
@@ -3588,7 +3587,7 @@ class ProjectHeads(torch.autograd.Function):
         ctx.flags = dict(heads=heads, key_offset=key_offset)
         qkv, h, weight = linear_forward(h, weight, scales)
         q = qkv.new_empty(len(qkv), heads, 2 * cos.size(1))
-        k = q.new_empty(*q.shape)
+        k = torch.empty_like(q)
         v = qkv[:, 2 * q[0].numel():].unflatten(1, (heads, -1))
         if value is not None:
             if value.size(1) < v[0].numel():
@@ -3615,19 +3614,19 @@ class ProjectHeads(torch.autograd.Function):
 
         scales = ctx.scales
         if scales is None:
-            dqkv = qkv.new_empty(*qkv.shape)
-            dqkv_t = view = None
+            dqkv = torch.empty_like(qkv)
+            dqkv_t = dweight = None
             launch(dqkv, None, None, dvalue, dgates, 1.0, False)
         else:
-            dqkv = qkv.new_empty(*qkv.shape, dtype=torch.float8_e5m2)
-            dqkv_t = qkv.new_empty(*qkv.T.shape, dtype=torch.float8_e5m2)
+            dweight = memory_for_grad(ctx.parameter)
+            dqkv = torch.empty_like(qkv, dtype=torch.float8_e5m2)
+            dqkv_t = dqkv.new_empty(*qkv.T.shape)
             bits_t = dqkv_t.view(torch.int8)
             descriptors = [  # for q and k, and for v
                 TensorDescriptor.from_tensor(bits_t, [grad.size(2) // 2, 64]) for grad in grads[1:]]
             launch(
                 dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, block_m=64)
-            view = unused_grad_view(ctx.parameter)
-        dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, view)
+        dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, dweight)
         return dh, dweight, dvalue, dgates, *(None,) * 6
 
 
@@ -3877,8 +3876,7 @@ class HeadLoss(torch.autograd.Function):
                 dweight = dweight_part
                 continue
             if dweight is None:  # cleared once, then the rows of every part are added
-                view = unused_grad_view(weight)
-                dweight = dweight_part.new_zeros(weight.shape) if view is None else view.zero_()
+                dweight = memory_for_grad(weight).zero_()
             width = weight.size(1)
             add_rows_kernel[(len(dweight_part),)](
                 dweight_part, part.classes, dweight, width, BLOCK_N=triton.next_power_of_2(width))
@@ -3991,13 +3989,13 @@ class Fp8Mlp(torch.autograd.Function):
     def backward(ctx, grad_output):
         h8_t, hidden8, hidden8_t, up8_t, down8 = ctx.saved_tensors
         scales = ctx.scales
-        up_view, down_view = map(unused_grad_view, ctx.parameters)
+        dup, ddown = map(memory_for_grad, ctx.parameters)
         grad8, grad8_t = quantize_both(grad_output, scales.grad, torch.float8_e5m2)
         # dpre = dhidden * 2 relu(pre), where dhidden8 = product * weight and relu(pre) = sqrt(hidden8 * hidden).
         factor = 2.0 * scales.weight * scales.hidden ** 0.5
         dpre8, dpre8_t = mlp_product(grad8, down8, factor, hidden8)
-        dh, dup = linear_backward(dpre8, dpre8_t, h8_t, up8_t, scales, up_view)
-        ddown = fp8_matmul_nt(hidden8_t, grad8_t, scales.hidden, scales.grad, fast_accum=False, out=down_view)
+        dh, dup = linear_backward(dpre8, dpre8_t, h8_t, up8_t, scales, dup)
+        fp8_matmul_nt(hidden8_t, grad8_t, scales.hidden, scales.grad, fast_accum=False, out=ddown)
         return dh, dup, ddown, None
 
 
