@@ -2658,13 +2658,13 @@ def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
 
 def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Tensor:
     """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
-    tall = matrices.size(-2) > matrices.size(-1)
-    X = matrices.mT if tall else matrices  # a view: now rows <= columns, and the Gram matrix is the small one
-    X = frobenius_scale(X, recipe.safety, X.dtype)
+    if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
+        return orthogonalize_reference(matrices.mT, recipe).mT
+    X = frobenius_scale(matrices, recipe.safety, matrices.dtype)
     for a, b, c in recipe.coefficients:
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
-    return X.mT if tall else X
+    return X
 
 
 # ==== 9. Triton kernels, each with its wrapper ========================================================================
@@ -2696,11 +2696,8 @@ def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symme
 
     Large tiles reuse more of what they load. Small tiles are for batches that could not fill the GPU
     otherwise (three 768 x 768 Gram matrices are 63 large tiles), and for float32, whose large tiles exceed
-    the shared memory. Tiny tiles are for few rows: with their odd strides, bigger tiles would spill registers.
+    the shared memory.
     """
-    if rows <= 32:
-        return dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=3)
-
     tile_rows = -(-rows // 128)
     tile_columns = -(-columns // 128)
     tiles = batch * (tile_rows * (tile_rows + 1) // 2 if symmetric else tile_rows * tile_columns)
@@ -2810,19 +2807,19 @@ def orthogonalize(
 
     It agrees with orthogonalize_reference up to rounding, and leaves the input as it is.
     """
-    tall = matrices.size(-2) > matrices.size(-1)
-    X = matrices.mT if tall else matrices
-    n = X.size(1)
-    A, P = matrices.new_empty((2, X.size(0), n, n), dtype=dtype)  # A = X X^T and P = b A + c A A
+    batch, rows, columns = matrices.shape
+    if rows > columns:
+        return orthogonalize(matrices.mT, recipe, dtype).mT
+    A, P = matrices.new_empty((2, batch, rows, rows), dtype=dtype)  # A = X X^T and P = b A + c A A
 
-    X = frobenius_scale(X, recipe.safety, dtype)
+    X = frobenius_scale(matrices, recipe.safety, dtype)
     next_X = torch.empty_like(X)
     for a, b, c in recipe.coefficients:
         matrix_product(None, X, out=A)
         matrix_product(None, A, out=P, scale=c, x_scale=b)
         matrix_product(P, X, out=next_X, x_scale=a)
         X, next_X = next_X, X
-    return X.mT if tall else X
+    return X
 
 
 # ---- attention over packed documents ---------------------------------------------------------------------------------
