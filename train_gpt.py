@@ -4012,16 +4012,14 @@ CHUNK_ROWS = 32
 
 
 def sort_ids(ids, vocab_rows):
-    """(order, starts), int32: the positions of id v are order[starts[v]:starts[v + 1]], ascending.
+    """(order, starts): the positions of id v are order[starts[v]:starts[v + 1]], ascending.
 
     For the loader: `ids` is a NumPy array, below vocab_rows and 2^16. With 16-bit keys NumPy's stable sort
     is a radix sort, half a millisecond for 65536 tokens. torch's embedding backward would sort again for
     every table.
     """
     order = np.argsort(ids.astype(np.uint16), kind="stable")
-    starts = np.zeros(vocab_rows + 1, np.int32)
-    np.cumsum(np.bincount(ids, minlength=vocab_rows), out=starts[1:])
-    return order.astype(np.int32), starts
+    return order, np.searchsorted(ids[order], np.arange(vocab_rows + 1))
 
 
 @jit
