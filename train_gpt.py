@@ -4737,21 +4737,20 @@ class RunLog:
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
     """Versions and hardware. `machine` is equal on the same machine, and does not tell which machine that is."""
-    facts = {
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
+    identity = [platform.node(), str(os.cpu_count()), *(str(getattr(gpu, "uuid", gpu.name)) for gpu in gpus)]
+    return {
         "python": platform.python_version(),
+        "cuda": torch.version.cuda,
         "torch": str(torch.__version__),
         "triton": triton.__version__ if triton else None,
         "numpy": np.__version__,
         "platform": platform.platform(),
-        "device": platform.processor() or platform.machine(),
-        "gpus": [],
+        "device": gpus[0].name if gpus else platform.processor() or platform.machine(),
+        "gpus": [gpu.name for gpu in gpus],
+        "machine": hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16],
     }
-    identity = [platform.node(), str(os.cpu_count())]
-    if device.type == "cuda":
-        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        facts |= {"device": gpus[0].name, "gpus": [gpu.name for gpu in gpus], "cuda": torch.version.cuda}
-        identity += [str(getattr(gpu, "uuid", gpu.name)) for gpu in gpus]
-    return facts | {"machine": hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16]}
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
