@@ -993,8 +993,7 @@ def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, seco
     """
     update = update.float()
     if second_moment is not None:
-        axis = -1 if update.size(-2) >= update.size(-1) else -2
-        other_axis = -2 if axis == -1 else -1
+        axis, other_axis = (-1, -2) if update.size(-2) >= update.size(-1) else (-2, -1)
         mean_square = update.square().mean(axis, keepdim=True)
         average = second_moment + (1 - beta2) * (mean_square - second_moment)
         second_moment.copy_(average)
@@ -1341,7 +1340,7 @@ class SparseTable(Owner):
 
 
 class AdamScalars(Adam):
-    """All small parameters of a role in one flat float32 buffer, which every rank updates alike after one all-reduce."""
+    """All small parameters of a role in one flat float32 buffer, which every rank updates alike after an all-reduce."""
 
     def __init__(self, parameters: list[nn.Parameter], rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.parameters = parameters
@@ -1905,8 +1904,7 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
     with contextlib.suppress(OSError):
         path.with_name(f"{path.name}.tmp").unlink()  # torch leaves it where there is no room, and says nothing
 
-    on_gpu = any(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
-    sort_by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    sort_by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     log.say(profiler.key_averages().table(sort_by=sort_by, row_limit=10))
 
 
@@ -3130,7 +3128,7 @@ class PackedAttention(torch.autograd.Function):
         tokens, heads, width = out.shape
         dout = with_aligned_rows(dout)  # it may be the expanded gradient of a sum
         delta = torch.empty_like(lse)
-        dgates = None if gates is None else gates.new_empty(gates.shape)
+        dgates = None if gates is None else torch.empty_like(gates)
         attention_delta_kernel[heads, triton.cdiv(tokens, 64)](
             out, dout, gates, delta, dgates, tokens, dout.stride(0),
             HEAD_DIM_V=width, BLOCK_M=64)
@@ -3309,7 +3307,7 @@ def quantize_both(x, scale, dtype=torch.float8_e4m3fn):
     """FP8 copies of x / scale in both layouts, contiguous: [height, width] like x, and [width, height]."""
     height, width = x.shape
     out = x.new_empty(height, width, dtype=dtype)
-    out_t = x.new_empty(width, height, dtype=dtype)
+    out_t = out.new_empty(width, height)
     quantize_kernel[triton.cdiv(width, 64), triton.cdiv(height, 128)](
         x.contiguous(), out, out_t, height, width, 1.0 / scale,
         LIMIT=torch.finfo(dtype).max, BLOCK_M=128, BLOCK_N=64, num_warps=8)
@@ -3878,11 +3876,10 @@ class HeadLoss(torch.autograd.Function):
             add_rows_kernel[(len(dweight_part),)](
                 dweight_part, part.classes, dweight, width, BLOCK_N=triton.next_power_of_2(width))
 
-        dx = dx_parts[0] if len(dx_parts) == 1 else torch.cat(dx_parts)
         dlog_copy = None
         if targets.log_copy is not None:
             dlog_copy = -targets.weights[0] * grad_output * torch.cat(copied_parts)
-        return dx, dweight, *(None,) * 5, dlog_copy, *(None,) * 3
+        return torch.cat(dx_parts), dweight, *(None,) * 5, dlog_copy, *(None,) * 3
 
 
 @torch.no_grad()
@@ -4742,10 +4739,10 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     identity = [platform.node(), str(os.cpu_count()), *(str(getattr(gpu, "uuid", gpu.name)) for gpu in gpus)]
     return {
         "python": platform.python_version(),
-        "cuda": torch.version.cuda,
         "torch": str(torch.__version__),
         "triton": triton.__version__ if triton else None,
         "numpy": np.__version__,
+        "cuda": torch.version.cuda,
         "platform": platform.platform(),
         "device": gpus[0].name if gpus else platform.processor() or platform.machine(),
         "gpus": [gpu.name for gpu in gpus],
@@ -4965,11 +4962,12 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
         return max(1, round(length * steps))
 
     stages = tuple(dataclasses.replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
+    config = preset.optimizer
     optimizer = dataclasses.replace(
-        preset.optimizer,
-        momentum_warmup_steps=scaled(preset.optimizer.momentum_warmup_steps),
-        momentum_cooldown_steps=scaled(preset.optimizer.momentum_cooldown_steps),
-        averaging_rate=min(1.0, preset.optimizer.averaging_rate / length))
+        config,
+        momentum_warmup_steps=scaled(config.momentum_warmup_steps),
+        momentum_cooldown_steps=scaled(config.momentum_cooldown_steps),
+        averaging_rate=min(1.0, config.averaging_rate / length))
     more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
     return dataclasses.replace(
         preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)
