@@ -1052,7 +1052,8 @@ class Owner:
     Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates. Optimizer.step calls it
                               on one of three streams.
     """
-    state_names = "weights", "exp_avg", "exp_avg_sq", "average"  # the attributes that training changes
+    # The attributes that training changes; every owner has some of them.
+    state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
     low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
     second_moment = None  # of NorMuon's matrices
     average = None  # of matrices and dense tables, see average_
@@ -1067,7 +1068,7 @@ class Owner:
             self.pending_gather = None
 
     def state(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.state_names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in self.state_names if getattr(self, name, None) is not None}
 
     def reset(self) -> None:
         for name, tensor in self.state().items():
@@ -1146,7 +1147,6 @@ class MatrixBank(Owner):
     Example: 15 matrices in 4 groups on 2 ranks are [4, 2, 2, rows, columns], the last one zero. Matrix 6 is the
     third of group 1, hence the first one there of rank 1.
     """
-    state_names = "weights", "low_bits", "momentum", "second_moment", "average"
 
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig,
                  ranks: Ranks, ops: Ops):
@@ -1280,7 +1280,6 @@ class SparseTable(Owner):
     The ranks gather the gradients of all lookups, and each rank updates those rows alike: Adam without a first
     moment and with a second moment of one number a row (record 92).
     """
-    state_names = "weights", "exp_avg_sq", "last_step"
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks = ranks
