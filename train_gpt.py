@@ -2688,7 +2688,7 @@ def load_vector(x_ptr, index, size, row=0, other=0.0):
 # cuBLAS 1382. At 790 TFLOP/s, with half of each symmetric product, they would take 459.
 
 
-def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symmetric: bool) -> dict:
+def product_tiles(batch, rows, columns, dtype, symmetric):
     """Fixed launch configuration (tile rows, columns, depth; warps, stages) for [batch, rows, columns].
 
     Large tiles reuse more of what they load. Small tiles are for batches that could not fill the GPU
@@ -2776,10 +2776,7 @@ def product_kernel(
         tl.store(out_ptrs, tl.trans(result), inside)
 
 
-def matrix_product(
-    B: Tensor | None, X: Tensor, out: Tensor, scale: float = 1.0, x_scale: float | None = None,
-    tiles: dict | None = None,
-) -> Tensor:
+def matrix_product(B, X, out, scale=1.0, x_scale=None, tiles=None):
     """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X, if X is symmetric].
 
     B [batch, n, n], X [batch, n, k], any strides. Returns out, which must not be X.
@@ -2797,9 +2794,7 @@ def matrix_product(
     return out
 
 
-def orthogonalize(
-    matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def orthogonalize(matrices, recipe, dtype=torch.bfloat16):
     """Near-orthogonal factor of each matrix of [batch, M, N] (float32 or bf16), computed in dtype.
 
     It agrees with orthogonalize_reference up to rounding, and leaves the input as it is.
@@ -3049,7 +3044,7 @@ def attention_backward_kernel(
             window, tokens, scale, scale_log2, False, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_M, BLOCK_N)
 
 
-def attention_tiles(device: torch.device, head_dim_qk: int = 128) -> tuple[dict, dict]:
+def attention_tiles(device, head_dim_qk=128):
     """Fixed launch configurations of forward and backward: own tokens, tokens a step; warps, stages.
 
     benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps are half as long
@@ -3063,7 +3058,7 @@ def attention_tiles(device: torch.device, head_dim_qk: int = 128) -> tuple[dict,
     return forward, backward
 
 
-def with_aligned_rows(x: Tensor) -> Tensor:
+def with_aligned_rows(x):
     """x [T, H, D], copied if a descriptor cannot take it as it lies.
 
     A descriptor takes heads side by side, in rows that are aligned to 16 bytes and do not overlap.
@@ -3074,7 +3069,7 @@ def with_aligned_rows(x: Tensor) -> Tensor:
     return x if dense and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def tile_descriptor(x: Tensor, tile: dict) -> Tensor | TensorDescriptor:
+def tile_descriptor(x, tile):
     """A descriptor of x [T, H, D], as [T, H D], for steps of BLOCK_N tokens of one head.
 
     ValueError unless D is a power of two. On GPUs without TMA it is x itself: Triton would turn descriptors
