@@ -2613,33 +2613,31 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     last_step[rows] = step
 
 
-@dataclasses.dataclass(frozen=True)
-class OrthogonalizeRecipe:
+class OrthogonalizeRecipe(NamedTuple):
     """How singular values are driven to 1: divide by safety * ||X||_F, then apply a s + b s^3 + c s^5 in each step.
 
     coefficients: one (a, b, c) a step. safety: room for rounding, since a polynomial explodes above its interval.
     """
-    name: str
     coefficients: tuple[tuple[float, float, float], ...]
     safety: float = 1.0
 
 
 # Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
 # values log-uniform in 1e-3..1: quintic .163 | .203 | .473, polar-express .096 | .123 | .354.
-RECIPES = {recipe.name: recipe for recipe in (
+RECIPES = {
     # Muon's first polynomial is steep at 0 and never settles at 1 (singular values end in
     # .68..1.20).
-    OrthogonalizeRecipe("quintic", ((3.4445, -4.7750, 2.0315),) * 5),
+    "quintic": OrthogonalizeRecipe(((3.4445, -4.7750, 2.0315),) * 5),
     # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves
     # (arXiv 2505.16932). It diverges above 1.02: keep the safety.
-    OrthogonalizeRecipe("polar-express", (
+    "polar-express": OrthogonalizeRecipe((
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ), safety=1.02),
-)}
+}
 
 
 def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
