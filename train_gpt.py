@@ -57,6 +57,7 @@ from torch.utils.checkpoint import checkpoint
 try:
     import triton
     import triton.language as tl
+    from triton.language import constexpr
     from triton.tools.tensor_descriptor import TensorDescriptor
     jit = triton.jit
 except ImportError:  # the reference operators need no Triton
@@ -616,7 +617,7 @@ class ParamInfo:
     owner: Owner | None = None
     # Of tables: takes the gradient of a lookup in autograd's place, see EmbeddingLookup.
     receive_grad: Callable[..., None] | None = None
-    # The part of the optimizer's buffer that collects the gradient; kernels may write there, see unused_grad_view.
+    # The part of the optimizer's buffer that collects the gradient; kernels may write there, see memory_for_grad.
     grad_view: Tensor | None = None
 
 
@@ -992,8 +993,7 @@ def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, seco
     """
     update = update.float()
     if second_moment is not None:
-        axis = -1 if update.size(-2) >= update.size(-1) else -2
-        other_axis = -2 if axis == -1 else -1
+        axis, other_axis = (-1, -2) if update.size(-2) >= update.size(-1) else (-2, -1)
         mean_square = update.square().mean(axis, keepdim=True)
         average = second_moment + (1 - beta2) * (mean_square - second_moment)
         second_moment.copy_(average)
@@ -1052,7 +1052,8 @@ class Owner:
     Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates. Optimizer.step calls it
                               on one of three streams.
     """
-    state_names = "weights", "exp_avg", "exp_avg_sq", "average"  # the attributes that training changes
+    # The attributes that training changes; every owner has some of them.
+    state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
     low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
     second_moment = None  # of NorMuon's matrices
     average = None  # of matrices and dense tables, see average_
@@ -1067,7 +1068,7 @@ class Owner:
             self.pending_gather = None
 
     def state(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.state_names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in self.state_names if getattr(self, name, None) is not None}
 
     def reset(self) -> None:
         for name, tensor in self.state().items():
@@ -1146,7 +1147,6 @@ class MatrixBank(Owner):
     Example: 15 matrices in 4 groups on 2 ranks are [4, 2, 2, rows, columns], the last one zero. Matrix 6 is the
     third of group 1, hence the first one there of rank 1.
     """
-    state_names = "weights", "low_bits", "momentum", "second_moment", "average"
 
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig,
                  ranks: Ranks, ops: Ops):
@@ -1206,7 +1206,29 @@ class MatrixBank(Owner):
                     self.config.muon_weight_decay, self.config.second_moment_decay, self.config.cautious_decay)
 
 
-class AdamTable(Owner):
+class Adam(Owner):
+    """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates."""
+
+    def __init__(self, role: str, shard: Tensor, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.role = role
+        self.shard = shard
+        self.rule = rule
+        self.config = config
+        self.ranks = ranks
+        self.exp_avg = torch.zeros_like(shard)
+        self.exp_avg_sq = torch.zeros_like(shard)
+        self.update = ops.compile(adam_update)
+
+    def compute_(self, rates: dict[str, Tensor]) -> None:
+        wait, received = self.pending_reduce
+        self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
+        wait()
+        self.update(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
+                    rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon,
+                    self.config.cautious_decay)
+
+
+class AdamTable(Adam):
     """One large table [rows, width]; each rank updates a slice of its rows.
 
     The moments have the dtype of the weights: bfloat16's rounding, 2^-9, is small against the 5 % by which a step
@@ -1215,15 +1237,9 @@ class AdamTable(Owner):
     grads = received = None  # places in shared memory, if there is any
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks = ranks
-        self.config = config
-        self.rule = rule
-        self.role = parameter.info.role
         self.parameter = parameter
         self.weights = parameter.data = ranks.shared(parameter.data)
-        self.shard = ranks.shard(self.weights)
-        self.exp_avg = torch.zeros_like(self.shard)
-        self.exp_avg_sq = torch.zeros_like(self.shard)
+        super().__init__(parameter.info.role, ranks.shard(self.weights), rule, config, ranks, ops)
         if config.averaged_share:
             self.average = torch.zeros_like(self.shard, dtype=torch.float32)
 
@@ -1234,15 +1250,13 @@ class AdamTable(Owner):
         parameter.info.owner = self
         parameter.info.receive_grad = self.receive_grad
         parameter.info.grad_view = self.grads
-        self.update = ops.compile(adam_update)
 
     def receive_grad(self, grad: Tensor, *lookup: Tensor) -> None:
         """Add the gradient [T, width] of a lookup to the table's. The first one of a step writes all of it."""
         table = self.parameter
         add = table.grad is not None
         if not add:
-            view = unused_grad_view(table)
-            table.grad = torch.empty_like(table) if view is None else view
+            table.grad = memory_for_grad(table)
         launch_groups(embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=add)
 
     def reduce_(self) -> None:
@@ -1256,12 +1270,7 @@ class AdamTable(Owner):
             self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
-        wait, received = self.pending_reduce
-        self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
-        wait()
-        self.update(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
-                    rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon,
-                    self.config.cautious_decay)
+        super().compute_(rates)
         self.parameter.grad = None
 
 
@@ -1271,7 +1280,6 @@ class SparseTable(Owner):
     The ranks gather the gradients of all lookups, and each rank updates those rows alike: Adam without a first
     moment and with a second moment of one number a row (record 92).
     """
-    state_names = "weights", "exp_avg_sq", "last_step"
 
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.ranks = ranks
@@ -1330,29 +1338,15 @@ class SparseTable(Owner):
                              cautious=self.config.cautious_decay)
 
 
-class AdamScalars(Owner):
-    """All small parameters in one flat float32 buffer, which every rank updates alike after one all-reduce."""
+class AdamScalars(Adam):
+    """All small parameters of a role in one flat float32 buffer, which every rank updates alike after an all-reduce."""
 
-    def __init__(self, parameters: list[nn.Parameter], rules: dict[str, AdamRule], config: OptimizerConfig,
-                 ranks: Ranks, ops: Ops):
-        self.ranks = ranks
-        self.config = config
-        self.rules = rules
-        self.parameters = sorted(parameters, key=lambda p: p.info.role)  # the sort is stable
-
-        # Each role has one contiguous part, with the places that flatten_into will give its parameters.
-        self.parts = {}
-        stop = 0
-        for role, members in itertools.groupby(self.parameters, key=lambda p: p.info.role):
-            start = stop
-            stop += sum(aligned(p.numel()) for p in members)
-            self.parts[role] = slice(start, stop)
-        self.weights = torch.zeros(stop, device=ranks.device)
+    def __init__(self, parameters: list[nn.Parameter], rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        self.parameters = parameters
+        self.weights = torch.zeros(sum(aligned(p.numel()) for p in parameters), device=ranks.device)
         self.grads = torch.zeros_like(self.weights)
-        self.exp_avg = torch.zeros_like(self.weights)
-        self.exp_avg_sq = torch.zeros_like(self.weights)
-        flatten_into(self.parameters, self.weights, self.grads)
-        self.update = ops.compile(adam_update)
+        flatten_into(parameters, self.weights, self.grads)
+        super().__init__(parameters[0].info.role, self.weights, rule, config, ranks, ops)
 
     def reduce_(self) -> None:
         views = [p.info.grad_view for p in self.parameters]
@@ -1360,14 +1354,7 @@ class AdamScalars(Owner):
         torch._foreach_copy_(views, grads)
         for parameter in self.parameters:
             parameter.grad = None
-        self.pending_reduce = self.ranks.all_reduce_mean(self.grads)
-
-    def compute_(self, rates: dict[str, Tensor]) -> None:
-        self.pending_reduce()
-        for role, part in self.parts.items():
-            self.update(self.weights[part], self.grads[None, part], self.exp_avg[part], self.exp_avg_sq[part],
-                        rates[role], rates[f"{role} decay"], *self.rules[role].betas, self.config.adam_epsilon,
-                        self.config.cautious_decay)
+        self.pending_reduce = self.ranks.all_reduce_mean(self.grads), self.grads[None]
 
 
 class Optimizer:
@@ -1377,7 +1364,7 @@ class Optimizer:
         self.ranks = ranks
         rules = dict(config.rules)
         matrices = collections.defaultdict(list)  # by their shape
-        scalars = []
+        scalars = collections.defaultdict(list)  # by their role
         self.dense = []
         self.sparse = []
         for parameter in model.parameters():
@@ -1389,10 +1376,10 @@ class Optimizer:
             elif rule.sparse:
                 self.sparse.append(SparseTable(parameter, rule, config, ranks, ops))
             else:
-                scalars.append(parameter)
+                scalars[parameter.info.role].append(parameter)
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in matrices.values()]
-        self.scalars = AdamScalars(scalars, rules, config, ranks, ops)
-        self.owners = [*self.banks, *self.dense, *self.sparse, self.scalars]
+        self.scalars = [AdamScalars(members, rules[role], config, ranks, ops) for role, members in scalars.items()]
+        self.owners = [*self.banks, *self.dense, *self.sparse, *self.scalars]
         self.averaged = [*self.banks, *self.dense] if config.averaged_share else []
 
         # Sharded owners, in the order in which the model reads them. Tables that come before any matrix are gathered
@@ -1439,7 +1426,7 @@ class Optimizer:
 
         # Phase 3 ends: scalars have no hook, and a group is not complete if one of its layers had no gradient.
         groups = [group for bank in self.banks for group in bank.groups]
-        for owner in (self.scalars, *groups):
+        for owner in (*self.scalars, *groups):
             if owner not in self.reduced:
                 owner.reduce_()
 
@@ -1461,7 +1448,7 @@ class Optimizer:
         grads_in_use = [table.parameter.grad for table in first_tables]
         wait_matrices = self.ranks.on_side_stream(update_matrices)
         wait_first_tables = self.ranks.on_side_stream(update_first_tables, side=1)
-        for owner in (*other_tables, self.scalars, *self.sparse):
+        for owner in (*other_tables, *self.scalars, *self.sparse):
             owner.compute_(rates)
 
         # The compute stream waits for the rest.
@@ -1540,7 +1527,7 @@ def state_bytes(preset: Preset, ranks: Ranks, ops: Ops) -> int:
     # table's exists once. Several ranks add buffers for what they receive, and a shared buffer for each table.
     several = ranks.world > 1
     matrix_copies, table_copies = (3, 3) if several else (2, 1)
-    gradients = matrix_copies * sum(item.weights.nbytes for item in (optimizer.scalars, *optimizer.banks))
+    gradients = matrix_copies * sum(item.weights.nbytes for item in (*optimizer.scalars, *optimizer.banks))
     gradients += table_copies * sum(table.weights.nbytes for table in optimizer.dense)
 
     # A sparse table gathers the bfloat16 gradient of every token of a step. Several ranks keep one buffer for each
@@ -1916,8 +1903,7 @@ def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> 
     with contextlib.suppress(OSError):
         path.with_name(f"{path.name}.tmp").unlink()  # torch leaves it where there is no room, and says nothing
 
-    on_gpu = any(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
-    sort_by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    sort_by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     log.say(profiler.key_averages().table(sort_by=sort_by, row_limit=10))
 
 
@@ -2627,33 +2613,31 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     last_step[rows] = step
 
 
-@dataclasses.dataclass(frozen=True)
-class OrthogonalizeRecipe:
+class OrthogonalizeRecipe(NamedTuple):
     """How singular values are driven to 1: divide by safety * ||X||_F, then apply a s + b s^3 + c s^5 in each step.
 
     coefficients: one (a, b, c) a step. safety: room for rounding, since a polynomial explodes above its interval.
     """
-    name: str
     coefficients: tuple[tuple[float, float, float], ...]
     safety: float = 1.0
 
 
 # Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
 # values log-uniform in 1e-3..1: quintic .163 | .203 | .473, polar-express .096 | .123 | .354.
-RECIPES = {recipe.name: recipe for recipe in (
+RECIPES = {
     # Muon's first polynomial is steep at 0 and never settles at 1 (singular values end in
     # .68..1.20).
-    OrthogonalizeRecipe("quintic", ((3.4445, -4.7750, 2.0315),) * 5),
+    "quintic": OrthogonalizeRecipe(((3.4445, -4.7750, 2.0315),) * 5),
     # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves
     # (arXiv 2505.16932). It diverges above 1.02: keep the safety.
-    OrthogonalizeRecipe("polar-express", (
+    "polar-express": OrthogonalizeRecipe((
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ), safety=1.02),
-)}
+}
 
 
 def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
@@ -2669,23 +2653,30 @@ def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
 
 def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Tensor:
     """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
-    tall = matrices.size(-2) > matrices.size(-1)
-    X = matrices.mT if tall else matrices  # a view: now rows <= columns, and the Gram matrix is the small one
-    X = frobenius_scale(X, recipe.safety, X.dtype)
+    if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
+        return orthogonalize_reference(matrices.mT, recipe).mT
+    X = frobenius_scale(matrices, recipe.safety, matrices.dtype)
     for a, b, c in recipe.coefficients:
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
-    return X.mT if tall else X
+    return X
 
 
 # ==== 9. Triton kernels, each with its wrapper ========================================================================
 # Kernels end in _kernel; device functions say what they do or return (load_tile, visible_bound). x_ptr is a pointer,
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
-# lower case are sizes (tokens, heads, depth). Words in upper case are constexprs: BLOCK_M, BLOCK_N and BLOCK_K are the
-# rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a head. Every header names the reference
-# in section 8, and has shapes, operations or bytes, and measured times (one H200, by benchmarks/bench_*.py).
+# lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
+# BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
+# head. Every header names the reference in section 8, and has shapes, operations or bytes, and measured times (one
+# H200, by benchmarks/bench_*.py). tl.store rounds values to the dtype of the pointer.
 
 LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
+
+
+@jit
+def load_vector(x_ptr, index, size, row=0, other=0.0):
+    """The values at `index`, of any shape, in one row of x [rows, size]; `other` past its end."""
+    return tl.load(x_ptr + row * size + index, mask=index < size, other=other)
 
 
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
@@ -2695,16 +2686,13 @@ LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware c
 # cuBLAS 1382. At 790 TFLOP/s, with half of each symmetric product, they would take 459.
 
 
-def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symmetric: bool) -> dict:
+def product_tiles(batch, rows, columns, dtype, symmetric):
     """Fixed launch configuration (tile rows, columns, depth; warps, stages) for [batch, rows, columns].
 
     Large tiles reuse more of what they load. Small tiles are for batches that could not fill the GPU
     otherwise (three 768 x 768 Gram matrices are 63 large tiles), and for float32, whose large tiles exceed
-    the shared memory. Tiny tiles are for few rows: with their odd strides, bigger tiles would spill registers.
+    the shared memory.
     """
-    if rows <= 32:
-        return dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=3)
-
     tile_rows = -(-rows // 128)
     tile_columns = -(-columns // 128)
     tiles = batch * (tile_rows * (tile_rows + 1) // 2 if symmetric else tile_rows * tile_columns)
@@ -2715,50 +2703,39 @@ def product_tiles(batch: int, rows: int, columns: int, dtype: torch.dtype, symme
 
 @jit
 def product_kernel(
-    b_ptr, x_ptr, out_ptr, rows, columns, depth,
-    stride_b_batch, stride_b_row, stride_b_col,
-    stride_x_batch, stride_x_row, stride_x_col,
+    left_ptr, right_ptr, out_ptr, rows, columns, depth,
+    stride_left_batch, stride_left_row, stride_left_col,
+    stride_right_batch, stride_right_row, stride_right_col,
     stride_out_batch, stride_out_row, stride_out_col,
-    scale, x_scale, ADD_X: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    scale, x_scale, ADD_X: constexpr, SYMMETRIC: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
 ):
-    """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X]. ADD_X adds the term in brackets.
+    """out = B X [+ x_scale X]; SYMMETRIC: out = scale X X^T [+ x_scale X]. ADD_X adds the term in brackets.
 
     out is not X, and sums are float32. Reference: the products in orthogonalize_reference.
 
-    With B [batch, rows, rows], X and out are [batch, rows, columns], and depth = rows. A matrix takes
+    B is left [batch, rows, rows], X is right [batch, rows, columns], and depth = rows. A matrix takes
     2 rows^2 columns flops. Row tiles of one column panel are neighbours in the grid, so that panel of X
     comes from memory once, and B stays in the L2 cache.
 
-    Without B, X is [batch, rows, depth], out is [batch, rows, rows], and columns = rows. With ADD_X, X must
-    be square and symmetric. A matrix takes rows (rows + BLOCK_M) depth flops, half of a full product: the
-    grid has only the tiles on and below the diagonal, and those below are stored twice.
+    SYMMETRIC: X is left [batch, rows, depth], X^T is right, and out is [batch, rows, rows]. With ADD_X, X
+    must be square and symmetric. A matrix takes rows (rows + BLOCK_M) depth flops, half of a full product:
+    the grid has only the tiles on and below the diagonal, and those below are stored twice.
     """
     tile = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    x_ptr += batch * stride_x_batch
+    left_ptr += batch * stride_left_batch
+    right_ptr += batch * stride_right_batch
     out_ptr += batch * stride_out_batch
-
-    # The left operand is B or X, the right one X or X^T.
-    if b_ptr is None:
+    if SYMMETRIC:
         tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
         # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2. Adding 5
         # instead of 1 stays clear of rounding.
         i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
         j = tile - i * (i + 1) // 2
-        left_ptr = x_ptr
-        stride_left_row = stride_x_row
-        stride_left_col = stride_x_col
-        stride_right_row = stride_x_col
-        stride_right_col = stride_x_row
     else:
         i = tile % tl.cdiv(rows, BLOCK_M)
         j = tile // tl.cdiv(rows, BLOCK_M)
-        left_ptr = b_ptr + batch * stride_b_batch
-        stride_left_row = stride_b_row
-        stride_left_col = stride_b_col
-        stride_right_row = stride_x_row
-        stride_right_col = stride_x_col
 
     offs_m = i * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = j * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -2771,23 +2748,25 @@ def product_kernel(
         right_k = offs_k[:, None]
         left_ptrs = left_ptr + row * stride_left_row + left_k * stride_left_col
         left = tl.load(left_ptrs, (row < rows) & (left_k < depth), other=0.0)
-        right_ptrs = x_ptr + column * stride_right_col + right_k * stride_right_row
+        right_ptrs = right_ptr + column * stride_right_col + right_k * stride_right_row
         right = tl.load(right_ptrs, (column < columns) & (right_k < depth), other=0.0)
         accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
 
     inside = (row < rows) & (column < columns)
-    if b_ptr is None:
+    if SYMMETRIC:
         accumulator *= scale
+        x_ptrs = left_ptr + row * stride_left_row + column * stride_left_col
+    else:
+        x_ptrs = right_ptr + row * stride_right_row + column * stride_right_col
     if ADD_X:
-        x = tl.load(x_ptr + row * stride_x_row + column * stride_x_col, inside, other=0.0)
-        accumulator += x_scale * x.to(tl.float32)
-    if b_ptr is None and i == j:
+        accumulator += x_scale * tl.load(x_ptrs, inside, other=0.0).to(tl.float32)
+    if SYMMETRIC and i == j:
         # This makes the tile exactly symmetric, whatever the order of summation inside the product.
         accumulator = tl.where(row >= column, accumulator, tl.trans(accumulator))
 
     result = accumulator.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_row + column * stride_out_col, result, inside)
-    if b_ptr is None and i != j:
+    if SYMMETRIC and i != j:
         mirrored_row = offs_n[:, None]
         mirrored_column = offs_m[None, :]
         inside = (mirrored_row < rows) & (mirrored_column < rows)
@@ -2795,61 +2774,42 @@ def product_kernel(
         tl.store(out_ptrs, tl.trans(result), inside)
 
 
-def symmetric_product(
-    X: Tensor, out: Tensor, scale: float = 1.0, x_scale: float | None = None, tiles: dict | None = None,
-) -> Tensor:
-    """out = scale X X^T [+ x_scale X, if X is symmetric]; X [batch, n, k], any strides.
+def matrix_product(B, X, out, scale=1.0, x_scale=None, tiles=None):
+    """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X, if X is symmetric].
 
-    Returns out [batch, n, n].
+    B [batch, n, n], X [batch, n, k], any strides. Returns out, which must not be X.
     """
-    batch, n, k = X.shape
-    tiles = tiles or product_tiles(batch, n, n, X.dtype, symmetric=True)
-    side = triton.cdiv(n, tiles["BLOCK_M"])
-    grid = side * (side + 1) // 2, batch
-    product_kernel[grid](
-        None, X, out, n, n, k,
-        None, None, None, *X.stride(), *out.stride(),
-        scale, x_scale or 0.0, ADD_X=x_scale is not None, **tiles)
+    symmetric = B is None
+    left, right = (X, X.mT) if symmetric else (B, X)
+    batch, rows, columns = out.shape
+    tiles = tiles or product_tiles(batch, rows, columns, X.dtype, symmetric)
+    side = triton.cdiv(rows, tiles["BLOCK_M"])
+    count = side * (side + 1) // 2 if symmetric else side * triton.cdiv(columns, tiles["BLOCK_N"])
+    product_kernel[count, batch](
+        left, right, out, rows, columns, left.size(2),
+        *left.stride(), *right.stride(), *out.stride(),
+        scale, x_scale or 0.0, ADD_X=x_scale is not None, SYMMETRIC=symmetric, **tiles)
     return out
 
 
-def add_product(
-    B: Tensor, X: Tensor, x_scale: float, out: Tensor, tiles: dict | None = None,
-) -> Tensor:
-    """out = x_scale X + B X; B [batch, n, n], X [batch, n, m], any strides.
-
-    Returns out [batch, n, m], which must not be X.
-    """
-    batch, n, m = X.shape
-    tiles = tiles or product_tiles(batch, n, m, X.dtype, symmetric=False)
-    grid = triton.cdiv(n, tiles["BLOCK_M"]) * triton.cdiv(m, tiles["BLOCK_N"]), batch
-    product_kernel[grid](
-        B, X, out, n, m, n,
-        *B.stride(), *X.stride(), *out.stride(),
-        1.0, x_scale, ADD_X=True, **tiles)
-    return out
-
-
-def orthogonalize(
-    matrices: Tensor, recipe: OrthogonalizeRecipe, dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def orthogonalize(matrices, recipe, dtype=torch.bfloat16):
     """Near-orthogonal factor of each matrix of [batch, M, N] (float32 or bf16), computed in dtype.
 
     It agrees with orthogonalize_reference up to rounding, and leaves the input as it is.
     """
-    tall = matrices.size(-2) > matrices.size(-1)
-    X = matrices.mT if tall else matrices
-    n = X.size(1)
-    A, P = matrices.new_empty((2, X.size(0), n, n), dtype=dtype)  # A = X X^T and P = b A + c A A
+    batch, rows, columns = matrices.shape
+    if rows > columns:
+        return orthogonalize(matrices.mT, recipe, dtype).mT
+    A, P = matrices.new_empty((2, batch, rows, rows), dtype=dtype)  # A = X X^T and P = b A + c A A
 
-    X = frobenius_scale(X, recipe.safety, dtype)
+    X = frobenius_scale(matrices, recipe.safety, dtype)
     next_X = torch.empty_like(X)
     for a, b, c in recipe.coefficients:
-        symmetric_product(X, out=A)
-        symmetric_product(A, out=P, scale=c, x_scale=b)
-        add_product(P, X, a, out=next_X)
+        matrix_product(None, X, out=A)
+        matrix_product(None, A, out=P, scale=c, x_scale=b)
+        matrix_product(P, X, out=next_X, x_scale=a)
         X, next_X = next_X, X
-    return X.mT if tall else X
+    return X
 
 
 # ---- attention over packed documents ---------------------------------------------------------------------------------
@@ -2875,13 +2835,7 @@ def orthogonalize(
 
 
 @jit
-def load_vector(x_ptr, index, size, row=0, other=0.0):
-    """The values at `index`, of any shape, in one row of x [rows, size]; `other` past its end."""
-    return tl.load(x_ptr + row * size + index, mask=index < size, other=other)
-
-
-@jit
-def load_tile(source, row, head, stride_row, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_tile(source, row, head, stride_row, tokens, WIDTH, BLOCK):
     """Tokens row ... row + BLOCK - 1 of one head, [BLOCK, WIDTH]; zeros past the last token.
 
     source is the pointer or the descriptor of a tensor [T, H, WIDTH] whose heads lie side by side.
@@ -2898,17 +2852,17 @@ def load_tile(source, row, head, stride_row, tokens, WIDTH: tl.constexpr, BLOCK:
 @jit
 def store_tile(out_ptr, values, row, head, heads, tokens):
     """Store values [BLOCK, WIDTH] where load_tile reads them; the tensor is contiguous."""
-    width: tl.constexpr = values.shape[1]
+    width: constexpr = values.shape[1]
     rows = tl.arange(0, values.shape[0])[:, None]
     stride_row = heads * width
     out_ptr += tl.cast(row, tl.int64) * stride_row + head * width
     inside = row + rows < tokens
     out_ptrs = out_ptr + rows * stride_row + tl.arange(0, width)[None, :]
-    tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptrs, values, inside)
 
 
 @jit
-def visible_bound(distances_ptr, token, tokens, window, KEYS: tl.constexpr):
+def visible_bound(distances_ptr, token, tokens, window, KEYS):
     """The first key that the query `token` sees; or, with KEYS, the last query that sees the key `token`.
 
     The distances are Documents.positions for queries, and Documents.remaining for keys. The bound never
@@ -2925,7 +2879,7 @@ def visible_bound(distances_ptr, token, tokens, window, KEYS: tl.constexpr):
 
 
 @jit
-def visible_range(distances_ptr, start, tokens, window, BLOCK_M: tl.constexpr, KEYS: tl.constexpr):
+def visible_range(distances_ptr, start, tokens, window, BLOCK_M, KEYS):
     """first, stop: the BLOCK_M own tokens from `start` on see, or are seen by, first ... stop - 1 at most."""
     if KEYS:
         last = visible_bound(distances_ptr, start + BLOCK_M - 1, tokens, window, KEYS)
@@ -2936,7 +2890,7 @@ def visible_range(distances_ptr, start, tokens, window, BLOCK_M: tl.constexpr, K
 
 
 @jit
-def pair_tokens(own, step, BLOCK_N: tl.constexpr, KEYS: tl.constexpr):
+def pair_tokens(own, step, BLOCK_N, KEYS):
     """(query, key) of a step's scores [own, other]: the own tokens as a column, the others as a row."""
     other = (step + tl.arange(0, BLOCK_N))[None, :]
     if KEYS:
@@ -2949,8 +2903,8 @@ def pair_tokens(own, step, BLOCK_N: tl.constexpr, KEYS: tl.constexpr):
 def attention_forward_kernel(
     q_ptr, k_desc, v_desc, stride_q_row, stride_k_row, stride_v_row,
     out_ptr, lse_ptr, positions_ptr, window, tokens, scale_log2, gates_ptr,
-    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """out [T, H, HEAD_DIM_V] and lse [H, T] of BLOCK_M queries of one head; no running maximum.
 
@@ -2988,7 +2942,7 @@ def attention_forward_kernel(
 @jit
 def attention_delta_kernel(
     out_ptr, dout_ptr, gates_ptr, delta_ptr, dgates_ptr, tokens, stride_dout_row,
-    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM_V: constexpr, BLOCK_M: constexpr,
 ):
     """delta[h, i] = out[i, h] . dout[i, h] [/ gates[i, h]] for BLOCK_M queries of one head.
 
@@ -3006,7 +2960,7 @@ def attention_delta_kernel(
     inside = queries < tokens
     if gates_ptr is not None:
         delta /= tl.load(gates_ptr + queries * heads + head, inside, other=1.0).to(tl.float32)
-        tl.store(dgates_ptr + queries * heads + head, delta.to(dgates_ptr.dtype.element_ty), inside)
+        tl.store(dgates_ptr + queries * heads + head, delta, inside)
     tl.store(delta_ptr + head * tokens + queries, delta, inside)
 
 
@@ -3015,9 +2969,7 @@ def attention_gradients(
     own_qk_ptr, own_v_ptr, other_qk_desc, other_v_desc,
     stride_own_qk_row, stride_own_v_row, stride_other_qk_row, stride_other_v_row,
     own_dqk_ptr, own_dv_ptr, lse_ptr, delta_ptr, distances_ptr,
-    window, tokens, scale, scale_log2, KEYS: tl.constexpr,
-    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    window, tokens, scale, scale_log2, KEYS, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_M, BLOCK_N,
 ):
     """dq of the BLOCK_M queries, or with KEYS dk and dv of the BLOCK_M keys, that a program owns in one head.
 
@@ -3068,8 +3020,8 @@ def attention_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_ptr, dk_ptr, dv_ptr,
     lse_ptr, delta_ptr, positions_ptr, remaining_ptr,
     window, tokens, scale, scale_log2,
-    HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """dk and dv of BLOCK_M keys, or dq of BLOCK_M queries, of one head; shapes as in attention_gradients.
 
@@ -3090,7 +3042,7 @@ def attention_backward_kernel(
             window, tokens, scale, scale_log2, False, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_M, BLOCK_N)
 
 
-def attention_tiles(device: torch.device, head_dim_qk: int = 128) -> tuple[dict, dict]:
+def attention_tiles(device, head_dim_qk=128):
     """Fixed launch configurations of forward and backward: own tokens, tokens a step; warps, stages.
 
     benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps are half as long
@@ -3104,7 +3056,7 @@ def attention_tiles(device: torch.device, head_dim_qk: int = 128) -> tuple[dict,
     return forward, backward
 
 
-def with_aligned_rows(x: Tensor) -> Tensor:
+def with_aligned_rows(x):
     """x [T, H, D], copied if a descriptor cannot take it as it lies.
 
     A descriptor takes heads side by side, in rows that are aligned to 16 bytes and do not overlap.
@@ -3115,7 +3067,7 @@ def with_aligned_rows(x: Tensor) -> Tensor:
     return x if dense and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def tile_descriptor(x: Tensor, tile: dict) -> Tensor | TensorDescriptor:
+def tile_descriptor(x, tile):
     """A descriptor of x [T, H, D], as [T, H D], for steps of BLOCK_N tokens of one head.
 
     ValueError unless D is a power of two. On GPUs without TMA it is x itself: Triton would turn descriptors
@@ -3168,7 +3120,7 @@ class PackedAttention(torch.autograd.Function):
         tokens, heads, width = out.shape
         dout = with_aligned_rows(dout)  # it may be the expanded gradient of a sum
         delta = torch.empty_like(lse)
-        dgates = None if gates is None else gates.new_empty(gates.shape)
+        dgates = None if gates is None else torch.empty_like(gates)
         attention_delta_kernel[heads, triton.cdiv(tokens, 64)](
             out, dout, gates, delta, dgates, tokens, dout.stride(0),
             HEAD_DIM_V=width, BLOCK_M=64)
@@ -3201,8 +3153,8 @@ class PackedAttention(torch.autograd.Function):
 def pointer_kernel(
     qk_ptr, qk_desc, ids_ptr, log_copy_ptr, lse_ptr, distances_ptr, window,
     grad_log_copy_ptr, dqk_ptr, tokens, scale_log2,
-    NEG_INF: tl.constexpr, LOG2_E: tl.constexpr, KEYS: tl.constexpr,
-    HEAD_DIM_QK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    NEG_INF: constexpr, LOG2_E: constexpr, KEYS: constexpr,
+    HEAD_DIM_QK: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """log_copy [T], and lse [T] in base 2, of BLOCK_M queries; or a gradient, if grad_log_copy [T] is given.
 
@@ -3302,7 +3254,7 @@ class PointerLogCopy(torch.autograd.Function):
 
 # ---- FP8 copies and products -----------------------------------------------------------------------------------------
 @jit
-def to_e5m2_bits(x, PTX: tl.constexpr):
+def to_e5m2_bits(x, PTX):
     """x in e5m2, saturated, as int8.
 
     Triton converts two numbers at once into a 16-bit register. Where the two bytes of such a pair are
@@ -3321,7 +3273,7 @@ def to_e5m2_bits(x, PTX: tl.constexpr):
 @jit
 def quantize_kernel(
     x_ptr, out_ptr, out_t_ptr, height, width, inverse_scale,
-    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIMIT: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """out = x * inverse_scale, saturated at +-LIMIT (a NaN stays a NaN), and out_t, its transposed copy.
 
@@ -3347,7 +3299,7 @@ def quantize_both(x, scale, dtype=torch.float8_e4m3fn):
     """FP8 copies of x / scale in both layouts, contiguous: [height, width] like x, and [width, height]."""
     height, width = x.shape
     out = x.new_empty(height, width, dtype=dtype)
-    out_t = x.new_empty(width, height, dtype=dtype)
+    out_t = out.new_empty(width, height)
     quantize_kernel[triton.cdiv(width, 64), triton.cdiv(height, 128)](
         x.contiguous(), out, out_t, height, width, 1.0 / scale,
         LIMIT=torch.finfo(dtype).max, BLOCK_M=128, BLOCK_N=64, num_warps=8)
@@ -3404,13 +3356,13 @@ def linear_backward(grad, grad_t, x, weight, scales, out=None):
     return dx, dweight
 
 
-def unused_grad_view(weight):
-    """A new view of where the optimizer collects the gradient of a parameter, for a step's first backward pass to fill.
+def memory_for_grad(weight):
+    """Where to write a gradient of a parameter: for a step's first backward pass, where the optimizer collects it.
 
-    None if there is no such place, or if it holds a gradient already. A backward pass may ask once.
+    Other memory, if there is no such place or if it holds a gradient already. A backward pass may ask once.
     """
     view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
-    return view.view_as(weight) if view is not None and weight.grad is None else None
+    return torch.empty_like(weight) if view is None or weight.grad is not None else view.view_as(weight)
 
 
 # ---- from the projection to attention --------------------------------------------------------------------------------
@@ -3419,7 +3371,7 @@ def unused_grad_view(weight):
 
 
 @jit
-def load_halves(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
+def load_halves(x_ptr, token, valid, stride_x_row, DIM):
     """Both halves [BLOCK_M, DIM / 2] of the rows `token` of x, in float32; zeros where not valid."""
     first_ptr = x_ptr + token[:, None].to(tl.int64) * stride_x_row + tl.arange(0, DIM // 2)[None, :]
     first = tl.load(first_ptr, valid[:, None], other=0.0).to(tl.float32)
@@ -3428,15 +3380,15 @@ def load_halves(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
 
 
 @jit
-def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM: tl.constexpr):
+def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM):
     """The opposite of load_halves, in the dtype of `out_ptr`."""
     first_ptr = out_ptr + token[:, None].to(tl.int64) * stride_out_row + tl.arange(0, DIM // 2)[None, :]
-    tl.store(first_ptr, first.to(out_ptr.dtype.element_ty), valid[:, None])
-    tl.store(first_ptr + DIM // 2, second.to(out_ptr.dtype.element_ty), valid[:, None])
+    tl.store(first_ptr, first, valid[:, None])
+    tl.store(first_ptr + DIM // 2, second, valid[:, None])
 
 
 @jit
-def load_normed(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
+def load_normed(x_ptr, token, valid, stride_x_row, DIM):
     """Both halves of RMS-normed rows, and 1 / rms [BLOCK_M, 1]."""
     first, second = load_halves(x_ptr, token, valid, stride_x_row, DIM)
     inverse_rms = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + 1e-6)[:, None]
@@ -3444,7 +3396,7 @@ def load_normed(x_ptr, token, valid, stride_x_row, DIM: tl.constexpr):
 
 
 @jit
-def load_positions(positions_ptr, cos_ptr, sin_ptr, tokens, DIM: tl.constexpr, BLOCK_M: tl.constexpr):
+def load_positions(positions_ptr, cos_ptr, sin_ptr, tokens, DIM, BLOCK_M):
     """This program's tokens [BLOCK_M], which of them exist, their positions, and their rows of the rotary tables.
 
     The tables cos and sin are [positions, DIM / 2].
@@ -3473,8 +3425,8 @@ def rotate_back(first, second, cos, sin):
 @jit
 def split_heads_kernel(
     qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, tokens,
-    HEADS: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, KEY_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEADS: constexpr, HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
+    VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr,
 ):
     """q and k, normalised and rotated, and v plus the gated value if there is one, of BLOCK_M tokens of one head.
 
@@ -3518,7 +3470,7 @@ def split_heads_kernel(
 
 
 @jit
-def norm_grad(x_ptr, first_grad, second_grad, token, valid, stride_x_row, DIM: tl.constexpr):
+def norm_grad(x_ptr, first_grad, second_grad, token, valid, stride_x_row, DIM):
     """Gradient of RMSNorm's input x, as two halves, from that of its output; x is normalised again."""
     first, second, inverse_rms = load_normed(x_ptr, token, valid, stride_x_row, DIM)
     mean = ((tl.sum(first_grad * first, 1) + tl.sum(second_grad * second, 1)) / DIM)[:, None]
@@ -3526,10 +3478,7 @@ def norm_grad(x_ptr, first_grad, second_grad, token, valid, stride_x_row, DIM: t
 
 
 @jit
-def store_qkv_grad(
-    dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, factor, qkv_width,
-    DIM: tl.constexpr, PTX: tl.constexpr,
-):
+def store_qkv_grad(dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, factor, qkv_width, DIM, PTX):
     """Store DIM columns of dqkv [tokens, qkv_width]; with a descriptor of dqkv_t [qkv_width, tokens], both in e5m2."""
     if dqkv_t_desc is not None:
         first = to_e5m2_bits(first * factor, PTX)
@@ -3543,9 +3492,9 @@ def store_qkv_grad(
 @jit
 def split_heads_grad_kernel(
     qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, PTX: tl.constexpr, tokens,
-    HEADS: tl.constexpr, HEAD_DIM_QK: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, KEY_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr,
+    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, PTX: constexpr, tokens,
+    HEADS: constexpr, HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
+    VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr,
 ):
     """dqkv, and dvalue and dgates if there is a value, of BLOCK_M tokens of one head; shapes as in split_heads_kernel.
 
@@ -3597,7 +3546,7 @@ def split_heads_grad_kernel(
         store_halves(
             dvalue_ptr + head * HEAD_DIM_V, gate * first, gate * second, token, valid, VALUE_WIDTH, HEAD_DIM_V)
         dgate = tl.sum(first * value_first, 1) + tl.sum(second * value_second, 1)
-        tl.store(dgates_ptr + token * HEADS + head, dgate.to(dgates_ptr.dtype.element_ty), valid)
+        tl.store(dgates_ptr + token * HEADS + head, dgate, valid)
 
 
 class ProjectHeads(torch.autograd.Function):
@@ -3625,7 +3574,7 @@ class ProjectHeads(torch.autograd.Function):
         ctx.flags = dict(heads=heads, key_offset=key_offset)
         qkv, h, weight = linear_forward(h, weight, scales)
         q = qkv.new_empty(len(qkv), heads, 2 * cos.size(1))
-        k = q.new_empty(*q.shape)
+        k = torch.empty_like(q)
         v = qkv[:, 2 * q[0].numel():].unflatten(1, (heads, -1))
         if value is not None:
             if value.size(1) < v[0].numel():
@@ -3652,19 +3601,19 @@ class ProjectHeads(torch.autograd.Function):
 
         scales = ctx.scales
         if scales is None:
-            dqkv = qkv.new_empty(*qkv.shape)
-            dqkv_t = view = None
+            dqkv = torch.empty_like(qkv)
+            dqkv_t = dweight = None
             launch(dqkv, None, None, dvalue, dgates, 1.0, False)
         else:
-            dqkv = qkv.new_empty(*qkv.shape, dtype=torch.float8_e5m2)
-            dqkv_t = qkv.new_empty(*qkv.T.shape, dtype=torch.float8_e5m2)
+            dweight = memory_for_grad(ctx.parameter)
+            dqkv = torch.empty_like(qkv, dtype=torch.float8_e5m2)
+            dqkv_t = dqkv.new_empty(*qkv.T.shape)
             bits_t = dqkv_t.view(torch.int8)
             descriptors = [  # for q and k, and for v
                 TensorDescriptor.from_tensor(bits_t, [grad.size(2) // 2, 64]) for grad in grads[1:]]
             launch(
                 dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, block_m=64)
-            view = unused_grad_view(ctx.parameter)
-        dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, view)
+        dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, dweight)
         return dh, dweight, dvalue, dgates, *(None,) * 6
 
 
@@ -3677,7 +3626,7 @@ class ProjectHeads(torch.autograd.Function):
 
 
 @jit
-def tanh_of_softcap(logits, shift, temperature, FAST: tl.constexpr):
+def tanh_of_softcap(logits, shift, temperature, FAST):
     """t in float32. FAST uses the hardware's tanh, whose error of 2^-11 is a quarter of bf16's rounding."""
     half = logits.to(tl.float32) * (0.5 / temperature) + shift * (0.5 / temperature)
     if FAST:
@@ -3687,7 +3636,7 @@ def tanh_of_softcap(logits, shift, temperature, FAST: tl.constexpr):
 
 
 @jit
-def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD: tl.constexpr):
+def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD):
     """Targets.ahead in a kernel: the class index of the token AHEAD further than the next one, or -1 for none."""
     inside = token + AHEAD < tokens
     target = tl.load(class_index_ptr + token + AHEAD, inside, other=-1)
@@ -3710,7 +3659,7 @@ def row_loss_kernel(
     logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
     log_copy_ptr, loss_ptr, lse_ptr, copied_ptr,
     tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
-    TARGETS: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr,
+    TARGETS: constexpr, FAST: constexpr, BLOCK_N: constexpr,
 ):
     """loss = sum_k target_weights[k] (lse - z[target k]), and lse, of one token a program.
 
@@ -3727,7 +3676,7 @@ def row_loss_kernel(
     total = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, classes, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
-        logits = tl.load(logits_ptr + column, column < classes, other=0.0)
+        logits = load_vector(logits_ptr, column, classes)
         t = tanh_of_softcap(logits, shift, temperature, FAST)
         exponential = tl.exp2(half * log2e * t - half * log2e)
         weighted = exponential * tl.where(column < num_always, 1.0, importance)
@@ -3756,8 +3705,8 @@ def head_grad_kernel(
     logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
     lse_ptr, copied_ptr, factor_ptr, out_ptr, out_t_desc,
     tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
-    TARGETS: tl.constexpr, FAST: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TARGETS: constexpr, FAST: constexpr, PTX: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """out = factor * d loss / d logits, [tokens, classes], in tiles of BLOCK_M tokens and BLOCK_N classes.
 
@@ -3788,7 +3737,7 @@ def head_grad_kernel(
     logits = tl.load(logits_ptr + offsets, inside, other=0.0)
     t = tanh_of_softcap(logits, shift, temperature, FAST)
     exponent = half * log2e * t
-    lse = tl.load(lse_ptr + token, token < tokens, other=0.0)
+    lse = load_vector(lse_ptr, token, tokens)
     grad = weight_sum[:, None] * tl.exp2(exponent + (half - lse)[:, None] * log2e)
     if first_column < num_always:  # the other tiles hold sampled classes alone, and no targets
         grad *= tl.where(column < num_always, 1.0, importance)[None, :]
@@ -3796,7 +3745,7 @@ def head_grad_kernel(
             target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
             weight = tl.where(target >= 0, slope * tl.load(target_weights_ptr + k), 0.0)
             if k == 0 and copied_ptr is not None:  # the copied share of the target is the copy token's
-                copied = weight * tl.load(copied_ptr + token, token < tokens, other=0.0)
+                copied = weight * load_vector(copied_ptr, token, tokens)
                 grad -= tl.where(column[None, :] == copy_token, copied[:, None], 0.0)
                 weight -= copied
             grad -= tl.where(column[None, :] == target[:, None], weight[:, None], 0.0)
@@ -3805,22 +3754,21 @@ def head_grad_kernel(
     if out_t_desc is not None:
         grad = to_e5m2_bits(grad, PTX)
         out_t_desc.store([first_column, tl.program_id(1) * BLOCK_M], tl.trans(grad))
-    tl.store(out_ptr + offsets, grad.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + offsets, grad, inside)
 
 
 @jit
-def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: tl.constexpr):
+def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: constexpr):
     """table[ids] += rows, [N, width], for ids that differ: one program a row.
 
     It takes 8 us for 6144 rows of 768 on an H200, where index_add_, its reference, takes 45.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)
-    table_ptr += tl.load(ids_ptr + row).to(tl.int64) * width + column
-    inside = column < width
-    total = tl.load(table_ptr, inside, other=0.0).to(tl.float32)
-    total += tl.load(rows_ptr + row * width + column, inside, other=0.0).to(tl.float32)
-    tl.store(table_ptr, total.to(table_ptr.dtype.element_ty), inside)
+    table_ptr += tl.load(ids_ptr + row).to(tl.int64) * width
+    total = load_vector(table_ptr, column, width).to(tl.float32)
+    total += load_vector(rows_ptr, column, width, row).to(tl.float32)
+    tl.store(table_ptr + column, total, column < width)
 
 
 def row_losses(logits, targets, vocab_rows, cap, fast=False):
@@ -3915,17 +3863,15 @@ class HeadLoss(torch.autograd.Function):
                 dweight = dweight_part
                 continue
             if dweight is None:  # cleared once, then the rows of every part are added
-                view = unused_grad_view(weight)
-                dweight = dweight_part.new_zeros(weight.shape) if view is None else view.zero_()
+                dweight = memory_for_grad(weight).zero_()
             width = weight.size(1)
             add_rows_kernel[(len(dweight_part),)](
                 dweight_part, part.classes, dweight, width, BLOCK_N=triton.next_power_of_2(width))
 
-        dx = dx_parts[0] if len(dx_parts) == 1 else torch.cat(dx_parts)
         dlog_copy = None
         if targets.log_copy is not None:
             dlog_copy = -targets.weights[0] * grad_output * torch.cat(copied_parts)
-        return dx, dweight, *(None,) * 5, dlog_copy, *(None,) * 3
+        return torch.cat(dx_parts), dweight, *(None,) * 5, dlog_copy, *(None,) * 3
 
 
 @torch.no_grad()
@@ -3945,8 +3891,8 @@ def head_loss_eval(x, weight, targets, cap=Softcap(), chunk_rows=8192):
 @jit
 def mlp_kernel(
     a_desc, b_desc, hidden_desc, out_desc, out_t_desc, tokens, mlp_width, factor,
-    WIDTH: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDTH: constexpr, LIMIT: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
 ):
     """out = f(a b^T) * factor, saturated at +-LIMIT, [tokens, mlp_width], and out_t, its transposed copy.
 
@@ -4029,13 +3975,13 @@ class Fp8Mlp(torch.autograd.Function):
     def backward(ctx, grad_output):
         h8_t, hidden8, hidden8_t, up8_t, down8 = ctx.saved_tensors
         scales = ctx.scales
-        up_view, down_view = map(unused_grad_view, ctx.parameters)
+        dup, ddown = map(memory_for_grad, ctx.parameters)
         grad8, grad8_t = quantize_both(grad_output, scales.grad, torch.float8_e5m2)
         # dpre = dhidden * 2 relu(pre), where dhidden8 = product * weight and relu(pre) = sqrt(hidden8 * hidden).
         factor = 2.0 * scales.weight * scales.hidden ** 0.5
         dpre8, dpre8_t = mlp_product(grad8, down8, factor, hidden8)
-        dh, dup = linear_backward(dpre8, dpre8_t, h8_t, up8_t, scales, up_view)
-        ddown = fp8_matmul_nt(hidden8_t, grad8_t, scales.hidden, scales.grad, fast_accum=False, out=down_view)
+        dh, dup = linear_backward(dpre8, dpre8_t, h8_t, up8_t, scales, dup)
+        fp8_matmul_nt(hidden8_t, grad8_t, scales.hidden, scales.grad, fast_accum=False, out=ddown)
         return dh, dup, ddown, None
 
 
@@ -4055,23 +4001,18 @@ CHUNK_ROWS = 32
 
 
 def sort_ids(ids, vocab_rows):
-    """(order, starts), int32: the positions of id v are order[starts[v]:starts[v + 1]], ascending.
+    """(order, starts): the positions of id v are order[starts[v]:starts[v + 1]], ascending.
 
     For the loader: `ids` is a NumPy array, below vocab_rows and 2^16. With 16-bit keys NumPy's stable sort
     is a radix sort, half a millisecond for 65536 tokens. torch's embedding backward would sort again for
     every table.
     """
     order = np.argsort(ids.astype(np.uint16), kind="stable")
-    starts = np.zeros(vocab_rows + 1, np.int32)
-    np.cumsum(np.bincount(ids, minlength=vocab_rows), out=starts[1:])
-    return order.astype(np.int32), starts
+    return order, np.searchsorted(ids[order], np.arange(vocab_rows + 1))
 
 
 @jit
-def sum_rows(
-    x_ptr, order_ptr, begin, end, width,
-    IDS_PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+def sum_rows(x_ptr, order_ptr, begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N):
     """The float32 sum of x[order[i] // IDS_PER_ROW] over begin <= i < end, always in the same order.
 
     Without an order it is the sum of x[i].
@@ -4092,8 +4033,8 @@ def sum_rows(
 @jit
 def chunk_sum_kernel(
     grad_ptr, ids_ptr, order_ptr, partial_ptr, width,
-    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """partial[c] = the sum of the gradient rows of chunk c, [chunks, width] float32, if all its positions hold one id.
 
@@ -4109,11 +4050,7 @@ def chunk_sum_kernel(
 
 
 @jit
-def sum_group(
-    grad_ptr, order_ptr, partial_ptr, begin, end, width,
-    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N):
     """The sum of the gradient rows of one id, at sorted positions begin ... end - 1.
 
     It adds the rows before the first whole chunk, the partial sums of the whole chunks and the rows after
@@ -4132,8 +4069,8 @@ def sum_group(
 @jit
 def embedding_grad_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, vocab_rows, dense_ptr, width,
-    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ADD: tl.constexpr,
+    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, ADD: constexpr,
 ):
     """dense[v] = the sum of the gradient rows of id v, zeros without any, for all v < vocab_rows; ADD: += instead.
 
@@ -4154,7 +4091,7 @@ def embedding_grad_kernel(
             # integers of it in Triton's interpreter, which refuses them as a mask from 3.9 on.
             inside = column < tl.where(begin < end, width, 0)
             total += tl.load(row_ptr, inside, other=0.0).to(tl.float32)
-        tl.store(row_ptr, total.to(dense_ptr.dtype.element_ty), inside)
+        tl.store(row_ptr, total, inside)
 
 
 def launch_groups(
@@ -4181,8 +4118,8 @@ def launch_groups(
 def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
     step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, width,
-    IDS_PER_ROW: tl.constexpr, CHUNK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUTIOUS: tl.constexpr,
+    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, CAUTIOUS: constexpr,
 ):
     """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
 
@@ -4194,10 +4131,9 @@ def sparse_adam_kernel(
     end = tl.load(starts_ptr + index + 1)
     row = tl.load(sorted_ids_ptr + index).to(tl.int64)
     if begin < end:
-        row_ptr = weights_ptr + row * width + column
-        inside = column < width
+        weights_ptr += row * width
         # The weights, and what the second moment needs, are loaded before the sum: there is one wait for all.
-        weights = tl.load(row_ptr, inside, other=0.0).to(tl.float32)
+        weights = load_vector(weights_ptr, column, width).to(tl.float32)
         step = tl.load(step_ptr)
         last_step = tl.load(last_step_ptr + row)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + row)
@@ -4213,7 +4149,7 @@ def sparse_adam_kernel(
             decaying = tl.where(update * weights > 0, weights, 0.0)
         weights -= update + tl.load(wd_ptr) * decaying
 
-        tl.store(row_ptr, weights.to(weights_ptr.dtype.element_ty), inside)
+        tl.store(weights_ptr + column, weights, column < width)
         tl.store(exp_avg_sq_ptr + row, exp_avg_sq)
         tl.store(last_step_ptr + row, step)
 
@@ -4790,21 +4726,20 @@ class RunLog:
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
     """Versions and hardware. `machine` is equal on the same machine, and does not tell which machine that is."""
-    facts = {
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
+    identity = [platform.node(), str(os.cpu_count()), *(str(getattr(gpu, "uuid", gpu.name)) for gpu in gpus)]
+    return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": triton.__version__ if triton else None,
         "numpy": np.__version__,
+        "cuda": torch.version.cuda,
         "platform": platform.platform(),
-        "device": platform.processor() or platform.machine(),
-        "gpus": [],
+        "device": gpus[0].name if gpus else platform.processor() or platform.machine(),
+        "gpus": [gpu.name for gpu in gpus],
+        "machine": hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16],
     }
-    identity = [platform.node(), str(os.cpu_count())]
-    if device.type == "cuda":
-        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        facts |= {"device": gpus[0].name, "gpus": [gpu.name for gpu in gpus], "cuda": torch.version.cuda}
-        identity += [str(getattr(gpu, "uuid", gpu.name)) for gpu in gpus]
-    return facts | {"machine": hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16]}
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
@@ -5019,11 +4954,12 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
         return max(1, round(length * steps))
 
     stages = tuple(dataclasses.replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
+    config = preset.optimizer
     optimizer = dataclasses.replace(
-        preset.optimizer,
-        momentum_warmup_steps=scaled(preset.optimizer.momentum_warmup_steps),
-        momentum_cooldown_steps=scaled(preset.optimizer.momentum_cooldown_steps),
-        averaging_rate=min(1.0, preset.optimizer.averaging_rate / length))
+        config,
+        momentum_warmup_steps=scaled(config.momentum_warmup_steps),
+        momentum_cooldown_steps=scaled(config.momentum_cooldown_steps),
+        averaging_rate=min(1.0, config.averaging_rate / length))
     more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
     return dataclasses.replace(
         preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)

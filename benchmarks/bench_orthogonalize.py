@@ -119,22 +119,22 @@ def bench_recipes():
             batch = -(-full // ranks)
             matrices = torch.randn(batch, rows, columns, device=DEVICE)
             n, m = sorted((rows, columns))
-            for recipe in tg.RECIPES.values():
+            for name, recipe in tg.RECIPES.items():
                 ours = lambda: tg.orthogonalize(matrices, recipe, DTYPE)  # noqa: E731
                 fast, eager = microseconds(ours), microseconds(ours, graph=False)
                 plain = microseconds(lambda: orthogonalize_torch(matrices, recipe))
                 flops = batch * len(recipe.coefficients) * (3 * n * n * m + n**3)
                 row = f"{fast:.0f}", f"{flops / fast / 1e6:.0f}", f"{flops / 790e6:.0f}", f"{eager:.0f}", f"{plain:.0f}", f"{plain / fast:.2f}"
-                times.append((f"{batch}x{rows}x{columns}", recipe.name, *row))
+                times.append((f"{batch}x{rows}x{columns}", name, *row))
         inputs = spectra(rows, columns)
-        for recipe in tg.RECIPES.values():
+        for name, recipe in tg.RECIPES.items():
             cells = []
             for matrices, polar in inputs.values():
                 kernels = tg.orthogonalize(matrices.float(), recipe, DTYPE)
                 plain = orthogonalize_torch(matrices.float(), recipe)
                 for out in (kernels, plain, tg.orthogonalize_reference(matrices, recipe)):
                     cells.append(f"{(out.double() - polar).norm() / polar.norm():.4f}")
-            errors.append((f"{rows}x{columns}", recipe.name, *(" / ".join(cells[i : i + 3]) for i in (0, 3))))
+            errors.append((f"{rows}x{columns}", name, *(" / ".join(cells[i : i + 3]) for i in (0, 3))))
     table(("batch", "recipe", "us", "TFLOP/s", "ceiling us", "eager us", "torch us", "speed-up"), times)
     table(("polar error: kernels / torch / float64", "recipe", *inputs), errors)
 
@@ -153,9 +153,9 @@ def sweep():
             A, P = (torch.randn(batch, X.size(1), X.size(1), device=DEVICE, dtype=DTYPE) for _ in range(2))
             # The random A is not symmetric: the time is the same.
             kernels = {
-                "X X^T": (lambda t: tg.symmetric_product(X, P, tiles=t), lambda: torch.bmm(X, X.mT)),
-                "bA + cAA": (lambda t: tg.symmetric_product(A, P, 0.5, 0.5, t), lambda: torch.bmm(A, A)),
-                "aX + BX": (lambda t: tg.add_product(A, X, 0.5, Y, t), lambda: torch.bmm(A, X)),
+                "X X^T": (lambda t: tg.matrix_product(None, X, P, tiles=t), lambda: torch.bmm(X, X.mT)),
+                "bA + cAA": (lambda t: tg.matrix_product(None, A, P, 0.5, 0.5, t), lambda: torch.bmm(A, A)),
+                "aX + BX": (lambda t: tg.matrix_product(A, X, Y, x_scale=0.5, tiles=t), lambda: torch.bmm(A, X)),
             }
             for name, (ours, plain) in kernels.items():
                 candidates = PRODUCT_TILES if name == "aX + BX" else SYMMETRIC_TILES

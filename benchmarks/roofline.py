@@ -101,8 +101,8 @@ def named_ops(ops: tg.Ops) -> tg.Ops:
     """Operators and compiled regions in ranges that bear their names. The phases of the optimizer get theirs, too, in the classes themselves."""
     for owner in (tg.MatrixGroup, tg.MatrixBank, tg.AdamTable, tg.SparseTable, tg.AdamScalars):
         for phase in ("start_step", "receive_grad", "reduce_", "compute_"):
-            if phase in vars(owner):
-                setattr(owner, phase, named(vars(owner)[phase], owner.__name__))
+            if hasattr(owner, phase):
+                setattr(owner, phase, named(getattr(owner, phase), owner.__name__))
 
     def region(function):
         return named(ops.compile(function), function.__name__.replace("<lambda>", "sum_rows"))

@@ -80,10 +80,11 @@ def visible_pairs(distances: Tensor, window: int, itself: bool = True) -> int:
 
 
 def product(a):
-    batch, rows, columns, depth = a["x_ptr"].shape[0], a["rows"], a["columns"], a["depth"]
-    # Of a symmetric product the lower half is enough.
-    operations = rows * (rows + 1) * depth if a["b_ptr"] is None else 2 * rows * columns * depth
-    return Cost(moved(a), batch * operations, product_rate(a["x_ptr"].itemsize, depth))
+    batch, rows, columns, depth = a["left_ptr"].shape[0], a["rows"], a["columns"], a["depth"]
+    size, operations = moved(a), 2 * rows * columns * depth
+    if a["SYMMETRIC"]:  # the right operand is the left one transposed, and the lower half of the product is enough
+        size, operations = moved(a, "left_ptr", "out_ptr"), rows * (rows + 1) * depth
+    return Cost(size, batch * operations, product_rate(a["left_ptr"].itemsize, depth))
 
 
 def attention(a, qk: int, v: int):

@@ -211,13 +211,12 @@ def test_what_is_averaged():
 
 
 # ---- Adam ------------------------------------------------------------------------------------------------------------
-def adam_owner(roles, rules, config):
-    """Parameters [16, 4] of these roles, and what updates them."""
-    parameters, ranks = [tg.make_param(role, torch.randn(16, 4)) for role in roles], tg.Ranks(0, 1, CPU)
-    if not rules[roles[0]].sharded:
-        return parameters, tg.AdamScalars(parameters, rules, config, ranks, OPS)
-    table = tg.AdamTable(parameters[0], rules[roles[0]], config, ranks, OPS)
-    return parameters, table
+def adam_owner(role, rule, config):
+    """Parameters [16, 4] of a role, one table or three that count as small, and what updates them."""
+    parameters, ranks = [tg.make_param(role, torch.randn(16, 4)) for _ in range(1 if rule.sharded else 3)], tg.Ranks(0, 1, CPU)
+    if not rule.sharded:
+        return parameters, tg.AdamScalars(parameters, rule, config, ranks, OPS)
+    return parameters, tg.AdamTable(parameters[0], rule, config, ranks, OPS)
 
 
 def update(owner, parameters, preset, step):
@@ -230,15 +229,14 @@ def update(owner, parameters, preset, step):
 ADAM = replace(PRESET, stages=(tg.Stage(40, 512, 48, 8, 16),), optimizer=tg.OptimizerConfig(cooldown_fraction=0.5))
 
 
-@pytest.mark.parametrize("roles", [["embedding"], ["gate", "scalar", "gate"]], ids=["table", "scalars"])
+@pytest.mark.parametrize("role", ["embedding", "gate", "scalar"])
 @pytest.mark.slow
-def test_adam_is_torchs(roles):
+def test_adam_is_torchs(role):
     """Seven updates at the rates of the schedule, bias corrections included, gradients of very different sizes."""
     torch.manual_seed(4)
-    parameters, owner = adam_owner(roles, RULES, ADAM.optimizer)
+    parameters, owner = adam_owner(role, RULES[role], ADAM.optimizer)
     reference = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    torchs = [torch.optim.Adam([p], lr=0.008 * RULES[role].learning_rate_multiplier, betas=RULES[role].betas, eps=1e-10)
-              for p, role in zip(reference, roles)]
+    torchs = [torch.optim.Adam([p], lr=0.008 * RULES[role].learning_rate_multiplier, betas=RULES[role].betas, eps=1e-10) for p in reference]
     for step in range(7):
         for mine, theirs, adam in zip(parameters, reference, torchs):
             mine.grad = torch.randn(16, 4) * 10.0 ** torch.randint(-4, 3, (16, 4))
@@ -254,7 +252,7 @@ def test_cautious_decay(role):
     torch.manual_seed(5)
     rules = {**RULES, role: replace(RULES[role], decay=40.0)}
     preset = replace(ADAM, optimizer=replace(ADAM.optimizer, rules=tuple(rules.items())))
-    (parameter,), owner = adam_owner([role], rules, preset.optimizer)
+    (parameter, *_), owner = adam_owner(role, rules[role], preset.optimizer)
     weights, means, squares, decayed = parameter.flatten().tolist(), [0.0] * 64, [0.0] * 64, 0
     rate, (beta1, beta2) = 0.008 * rules[role].learning_rate_multiplier, rules[role].betas
     for count in range(1, 6):
@@ -350,9 +348,9 @@ def test_multipliers_follow_their_matrices():
             size = math.prod(parameter.info.matrix_shape)
             mine = slice(parameter.storage_offset() // size, (parameter.storage_offset() + parameter.numel()) // size)
             assert (bank.multiplier[0, mine] == rule.learning_rate_multiplier).all() and mine.stop - mine.start == parameter.numel() // size
-    for role, part in optimizer.scalars.parts.items():
-        expected = sum(tg.aligned(p.numel()) for p in model.parameters() if p.info.role == role)
-        assert part.stop - part.start == expected > 0
+    for owner in optimizer.scalars:
+        assert owner.rule is RULES[owner.role] and owner.parameters == [p for p in model.parameters() if p.info.role == owner.role]
+        assert len(owner.weights) == sum(tg.aligned(p.numel()) for p in owner.parameters) > 0
 
 
 @pytest.mark.parametrize("world", [2, 8])

@@ -58,8 +58,9 @@ def fp8_launches(corpus, monkeypatch):
     trainer.initialise(helpers.SEED)
     helpers.randomise(trainer.model, size=0.15)
     batch = next(tg.training_batches(trainer.stream, preset.stages, trainer.micro_chunks, model, trainer.ranks))
-    recipe = tg.RECIPES[preset.optimizer.orthogonalization]
-    monkeypatch.setitem(tg.RECIPES, recipe.name, replace(recipe, coefficients=recipe.coefficients[:1]))  # one step is enough
+    name = preset.optimizer.orthogonalization
+    recipe = tg.RECIPES[name]
+    monkeypatch.setitem(tg.RECIPES, name, recipe._replace(coefficients=recipe.coefficients[:1]))  # one step is enough
     before = {name: getattr(tg, name) for name in costs.OWN}
     with roofline.recorded_launches() as kernels:
         trainer.training_step(0, [batch])
@@ -108,7 +109,8 @@ def test_value_embedding_and_key_tiles_are_counted_once():
 
     assert costs.moved({"a": array(4, 8, address=1), "a_again": array(4, 8, address=1), "n": 3, "none": None}) == 64
     assert costs.Array((1000,), (0,), 4).nbytes == 4  # an expanded scalar
-    product = {"b_ptr": None, "x_ptr": array(3, 64, 128, address=1), "out_ptr": array(3, 64, 64, address=2), "rows": 64, "columns": 64, "depth": 128}
+    product = {"SYMMETRIC": True, "left_ptr": array(3, 64, 128, address=1), "right_ptr": array(3, 128, 64, address=1),
+               "out_ptr": array(3, 64, 64, address=2), "rows": 64, "columns": 64, "depth": 128}
     assert costs.product(product) == costs.Cost(2 * 3 * 64 * (128 + 64), 3 * 64 * 65 * 128, "bf16_short")
 
 
@@ -196,7 +198,8 @@ def eager_trace():
 
 def launches_of(*shapes):
     x, out = ({"shape": shape, "strides": (shape[1] * shape[2], shape[2], 1), "itemsize": 2} for shape in shapes)
-    return {"product_kernel": [{"b_ptr": None, "x_ptr": costs.Array(**x, address=1), "out_ptr": costs.Array(**out, address=2),
+    left, right = (costs.Array(**x, address=1) for _ in range(2))
+    return {"product_kernel": [{"SYMMETRIC": True, "left_ptr": left, "right_ptr": right, "out_ptr": costs.Array(**out, address=2),
                                 "rows": 64, "columns": 64, "depth": 128}]}
 
 
@@ -264,8 +267,8 @@ def test_a_step_on_the_cpu(tiny, tmp_path, monkeypatch):
     """From generated documents to the tables, with the reference operators."""
     for owner in (tg.MatrixGroup, tg.MatrixBank, tg.AdamTable, tg.SparseTable, tg.AdamScalars):
         for phase in ("start_step", "receive_grad", "reduce_", "compute_"):
-            if phase in vars(owner):
-                monkeypatch.setattr(owner, phase, vars(owner)[phase])  # to be restored
+            if hasattr(owner, phase):
+                monkeypatch.setattr(owner, phase, getattr(owner, phase))  # to be restored
     options = argparse.Namespace(preset=tiny.name, stage=1, data=None, model=[], ceilings=costs.CEILINGS, steps=2, warm=1, ncu_csv=None)
     text = roofline.measure(options, tmp_path)
     calls = {line.split(" | ")[0].removeprefix("| "): int(line.split(" | ")[1]) for line in text.split("## By theme")[1].splitlines()[4:16]}

@@ -432,7 +432,8 @@ def test_model_with_fp8_projections():
     pieces = [random.integers(0, helpers.VOCABULARY, length).astype(np.uint16) for length in (33, 1 + 40, 1 + 56)]
     documents = tg.pack({0: pieces}, helpers.MODEL, pin=False).to(device)
     geometry, results, reference = tg.rotary_geometry(helpers.PRESET, 0, 56, device), [], tg.select_ops(device, fast=False)
-    for project_heads in (reference.project_heads, lambda *operands: [x.float() for x in tg.ProjectHeads.apply(*operands, SCALES)]):
+    in_fp8 = lambda h, weight, *rest: [x.float() for x in tg.ProjectHeads.apply(h, weight.bfloat16(), *rest, SCALES)]  # noqa: E731
+    for project_heads in (reference.project_heads, in_fp8):
         model = tg.GPT(helpers.MODEL, replace(reference, project_heads=project_heads), device)
         helpers.randomise(model, size=0.15)
         model.ngram.info.receive_grad = lambda *_: None  # an optimizer's part
