@@ -40,7 +40,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -4833,88 +4834,139 @@ def files_hash(paths: Sequence[Path]) -> str:
 
 
 # ==== 13. Afterwards: save, load, evaluate, sample ====================================================================
+# A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
+# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, and a
+# hash, so that whoever reads it need not ask whether settings and shapes are possible.
+#
+# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` [N, width] are the others, in the
+# order of their numbers, `ngram.ids` [N].
+MODEL_FORMAT = "train_gpt model 1"
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
+
+
+def header_hash(header: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(header).encode()).hexdigest()
+
+
+def write_tensors(path: Path, form: str, content: dict[str, Any], likes: dict[str, Tensor],
+                  parts: Iterable[Tensor]) -> None:
+    """Write a file as described above, of a format `form`: aside, then renamed.
+
+    Names, dtypes and shapes are those of `likes`; the values are the `parts` one after the other."""
+    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
+    metadata = {"format": form, "content": json.dumps(content)}
+    header = {"__metadata__": metadata}
+    end = 0
+    for name, like in likes.items():
+        start, end = end, end + like.nbytes
+        header[name] = {"dtype": names[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
+    metadata["sha256"] = header_hash(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for part in parts:
+                file.write(part.cpu().reshape(-1).view(torch.uint8).numpy())
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        fail(f"saving {path}", "a writable folder with space", error, "choose another place")
+
+
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
-    """Write weights, configuration, how to validate and provenance to one file: aside, then renamed."""
+    """Write weights, configuration, how to validate and provenance to one file."""
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
     content = {
-        "weights": {name: parameter.detach().cpu() for name, parameter in trainer.model.named_parameters()},
-        "model": json.dumps(dataclasses.asdict(preset.model)),
+        "model": dataclasses.asdict(preset.model),
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
         "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
         "provenance": {
             "val_loss": loss, "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]),
             **machine_facts(trainer.ranks.device)},
     }
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    tensors = trainer.model.state_dict()
+    table = tensors.pop("ngram", torch.empty(0, 0))
+    ids = table.any(1).nonzero()[:, 0]
+    tensors["ngram.ids"] = ids.int()
+    rows = (table[some] for some in ids.split(2**16))  # a device may have no room for all of them once more
+    likes = tensors | {"ngram.rows": table.new_empty(len(ids), table.size(1), device="meta")}
+    write_tensors(path, MODEL_FORMAT, content, likes, itertools.chain(tensors.values(), rows))
+
+
+def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
+    """A saved model, the content of its file, and ids and rows of its n-gram table.
+
+    They are mapped into memory, with the dtypes of the file; the model itself has its n-gram table on the meta device.
+    """
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, aside)
-        os.replace(aside, path)
-    except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter when the disk is full
-        aside.unlink(missing_ok=True)
-        fail(f"saving {path}", "a writable folder with space", error, "choose another place for --save")
+        file = np.memmap(path, np.uint8, "r")
+        start = 8 + int.from_bytes(file[:8].tobytes(), "little")
+        if start > len(file):
+            raise ValueError("no whole header: cut, or of another program or an older version")
+        header = json.loads(file[8:start].tobytes())
+        metadata = header["__metadata__"]
+        if metadata["format"] != MODEL_FORMAT:
+            raise ValueError(f"format {metadata['format']}")
+        if metadata.pop("sha256") != header_hash(header):
+            raise ValueError("a header that was changed")
 
+        content = json.loads(metadata["content"])
+        stated = content["model"]
+        layers = tuple(Layer(**layer) for layer in stated["layers"])
+        config = ModelConfig(**{**stated, "layers": layers, "softcap": Softcap(*stated["softcap"])})
+        if json.loads(json.dumps(dataclasses.asdict(config))) != stated:
+            raise ValueError("settings missing")
 
-def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dict[str, Any]) -> bool:
-    """Whether the settings of a model file can be used, as far as the shapes of its weights do not prove it."""
-    counts = [validation["tokens"], validation["window"], config.pointer_window_tokens, config.vocabulary]
-    counts += attention["windows"]
-    if len(counts) != 6 or not all(type(count) is int and count > 0 for count in counts):
-        return False
+        del header["__metadata__"]
+        data = torch.from_numpy(file[start:])
+        tensors = {}
+        for name, entry in header.items():
+            values = data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]])
+            tensors[name] = values.view(entry["shape"])
+        ids, rows = tensors.pop("ngram.ids"), tensors.pop("ngram.rows")
 
-    if config.ngram_rows != 0 and config.ngram_rows < 2 * len(NGRAM_MULTIPLIERS):
-        return False  # the part of each order needs a row for n-grams and one for none
-
-    numbers = [attention["scale"], *attention["frequency"], *config.softcap, config.pointer_scale]
-    if len(numbers) != 5 + config.key_width // 4 or not all(map(math.isfinite, numbers)):
-        return False
-
-    sources = {None}  # what a skip connection may come from: an earlier layer that is not empty
-    value_embeddings = {None, NGRAMS, *range(config.value_embeddings)}
-    for index, layer in enumerate(config.layers):
-        if layer.skip_from not in sources or layer.value_embedding not in value_embeddings:
-            return False
-        if layer.attention or layer.mlp:
-            sources.add(index)
-    return config.vocabulary < config.padded_vocabulary and isinstance(validation["data"], str)
-
-
-def read_model_file(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """Configuration and content of a model file, checked. Only tensors and plain data are read. Raises any error."""
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(content, dict):
-        raise TypeError(f"a {type(content).__name__}")
-    stated = json.loads(content["model"])
-    # This comes before anything is allocated: a view of one element can claim any size.
-    weights = content["weights"].values()
-    if sum(weight.nbytes for weight in weights) > path.stat().st_size or stated["value_embeddings"] > len(weights):
-        raise ValueError("weights larger than the file")
-
-    layers = tuple(Layer(**layer) for layer in stated["layers"])
-    config = ModelConfig(**{**stated, "layers": layers, "softcap": Softcap(*stated["softcap"])})
-    complete = json.loads(json.dumps(dataclasses.asdict(config))) == stated
-    if not complete or not settings_fit(config, content["attention"], content["validation"]):
-        raise ValueError("settings missing or out of range")
-    return config, content
-
-
-def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
-    """A saved model with reference operators, so that it runs on any device, and the content of its file."""
-    try:
-        config, content = read_model_file(path)
-        if device.type == "cpu":  # bfloat16 matrix products are slow there
-            config = dataclasses.replace(config, dtype="float32")
-        ops = select_ops(device, fast=False)
-        # This compares the shapes before anything is allocated.
-        GPT(config, ops, torch.device("meta")).load_state_dict(content["weights"], assign=True)
+        model = GPT(config, reference_ops(), torch.device("meta"))
+        if model.ngram is not None:
+            tensors["ngram"] = model.ngram.detach()
+        model.load_state_dict(
+            {name: make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
+            assign=True)
+        return model.requires_grad_(False), content, ids, rows
     except Exception as error:  # a foreign file can raise anything
         text = " ".join(str(error).split())
         found = f"{type(error).__name__}: {text[:200]}"
-        fail(f"model file {path}", "a file written by --save", found, "train one with --save FILE")
-    model = GPT(config, ops, device)
-    model.load_state_dict(content["weights"])
-    return model.requires_grad_(False), content
+        fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", found,
+             "use the train_gpt.py that wrote it, or train one with --save FILE")
+
+
+def sum_stored_rows(ids: Tensor, rows: Tensor, wanted: Tensor, table: Tensor) -> Tensor:
+    """Sums [T, width] of the rows `wanted` [T, K] of the n-gram table, in its dtype; rows that are not stored are zero.
+
+    ids [N], in order, are the numbers of the stored `rows` [N, width]."""
+    numbers = wanted.cpu()
+    at = torch.searchsorted(ids, numbers).clamp(max=len(ids) - 1)
+    stored = ids[at] == numbers
+    return (rows[at] * stored[:, :, None]).to(wanted.device, table.dtype).sum(1)
+
+
+def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
+    """A saved model with reference operators, so that it runs on any device, and the content of its file.
+
+    The rows of the n-gram table stay in the file, which is memory-mapped."""
+    model, content, *stored = read_model_file(path)
+    if device.type == "cpu":
+        model.float()  # bfloat16 matrix products are slow there
+    for parameter in model.parameters():
+        if parameter is not model.ngram:
+            parameter.data = parameter.to(device, copy=True)
+    model.sum_rows = functools.partial(sum_stored_rows, *stored)
+    return model, content
 
 
 def saved_geometry(content: dict[str, Any], model: GPT, positions: int) -> Geometry:
@@ -4930,11 +4982,11 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     config = model.config
     validation = content["validation"]
     shard = find_shards(data or Path(validation["data"]), "val")[0]
+    windows = validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary)
     total = 0.0
-    for pieces in validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary):
-        geometry = saved_geometry(content, model, max(map(len, pieces)))
-        batch = pack({0: pieces}, config, pin=False).to(device)
-        total += float(model.evaluate(batch, geometry))
+    for piece in itertools.chain.from_iterable(windows):  # a whole window takes gigabytes, and its loss is their sum
+        batch = pack({0: [piece]}, config, pin=False).to(device)
+        total += float(model.evaluate(batch, saved_geometry(content, model, len(piece))))
     return total / validation["tokens"]
 
 

@@ -152,15 +152,6 @@ def test_saved_loaded_and_sampled(corpus, tiny, tmp_path, monkeypatch, name):
     assert math.exp(-last) == pytest.approx(float(p[int(whole.class_index[-1])]), rel=1e-3)
 
 
-def test_rows_that_cannot_be_halved_are_no_setting(corpus, tiny, tmp_path):
-    trainer = helpers.make_trainer(corpus, replace(PRESET, model=replace(MODEL, ngram_rows=4)))
-    tg.save_model(tmp_path / "model.pt", trainer, 1.0, seed=0)
-    tg.load_model(tmp_path / "model.pt", CPU)
-    attention, validation = (torch.load(tmp_path / "model.pt")[key] for key in ("attention", "validation"))
-    fits = [rows for rows in range(-4, 6) if tg.settings_fit(replace(MODEL, ngram_rows=rows), attention, validation)]
-    assert fits == [0, 4, 5]
-
-
 # ---- decay -----------------------------------------------------------------------------------------------------------
 def plain(weight, update, shrink):
     """AdamW's decoupled decay."""
