@@ -848,7 +848,8 @@ class GPT(nn.Module):
         if self.pointer is None:
             return p
 
-        q, k = pointer_in(h[-1 - config.pointer_window_tokens:], self.pointer).float().unbind(1)
+        qk = self.pointer_in(h, self.pointer)[-1 - config.pointer_window_tokens:]
+        q, k = qk.float().unbind(1)
         scores = config.pointer_scale * (k[:-1] @ q[-1])
         shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
         copy_token = config.vocabulary
@@ -2449,22 +2450,22 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def visible_chunks(positions: Tensor, window: int, chunk_queries: int,
-                   nearest: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+def visible_chunks(positions: Tensor, window: int, chunk_queries: int, nearest: int = 0,
+                   first: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
     """The mask of attention within documents, for `chunk_queries` queries at a time: (queries, keys, mask).
 
     A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
     are those that the windows of these queries reach; mask [queries, keys] is True where a query
-    sees a key.
+    sees a key. Queries are those of the tokens from `first` on, and counted from there.
     """
     index = torch.arange(len(positions), device=positions.device)
     first_visible = index - positions.clamp(max=window)
-    for start in range(0, len(index), chunk_queries):
+    for start in range(first, len(index), chunk_queries):
         queries = slice(start, start + chunk_queries)
         keys = slice(max(start - window, 0), queries.stop)
         not_too_far = index[keys] >= first_visible[queries, None]
         not_too_near = index[keys] <= index[queries, None] - nearest
-        yield queries, keys, not_too_far & not_too_near
+        yield slice(start - first, queries.stop - first), keys, not_too_far & not_too_near
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float,
@@ -2473,11 +2474,11 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, wind
 
     It takes a chunk of queries at a time, with the keys that their windows reach, so that the
     scores are chunk_queries * (chunk_queries + window) * H numbers. The mask is visible_chunks'.
-    Any device and dtype.
+    Any device and dtype. q and gates may also be of the last tokens only, and then so is the output.
     """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     chunks = []
-    for queries, keys, visible in visible_chunks(positions, window, chunk_queries):
+    for queries, keys, visible in visible_chunks(positions, window, chunk_queries, first=k.size(1) - q.size(1)):
         chunk = F.scaled_dot_product_attention(q[:, queries], k[:, keys], v[:, keys], attn_mask=visible, scale=scale)
         chunks.append(chunk.transpose(0, 1))
     out = torch.cat(chunks)
@@ -4990,11 +4991,41 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     return total / validation["tokens"]
 
 
-def sample_text(path: str, prompt: str, device: torch.device) -> str:
-    """Continue `prompt` by up to 64 tokens, at temperature 0.8, from a fixed seed.
+def remembered(earlier: list[Tensor], part: Tensor) -> Tensor:
+    """`part` [T, ...] after the `earlier` ones, which it joins. Its first row repeats the last one of those."""
+    earlier.append(part[1:] if earlier else part)
+    return torch.cat(earlier)
 
-    Each token takes a run of the whole prefix, which is fine for a paragraph.
-    """
+
+def attention_with_memory(keys, values, q, k, v, documents, *settings):
+    """Attention of the last tokens of a document to all of it, given the keys and values of the tokens before them."""
+    positions = documents.remaining.flip(0)
+    return attention_reference(q, remembered(keys, k), remembered(values, v), positions, *settings)
+
+
+def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tensor]:
+    """GPT.next_token of a document, time and again, while the caller appends tokens to its `ids`.
+
+    Only new tokens pass through the model, with the one before them, of which their keys may take dims. Keys and values
+    of all others are remembered, so the model serves nothing else from then on."""
+    for block in model.blocks.values():
+        block.ops = dataclasses.replace(model.ops, attention=functools.partial(attention_with_memory, [], []))
+    pointed = []
+    model.pointer_in = lambda *operands: remembered(pointed, pointer_in(*operands))
+
+    first = 0
+    while True:
+        document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
+        whole = pack({0: [document]}, model.config, pin=False).to(model.lm_head.device)
+        new = {name: getattr(whole, name)[first:] for name in ("tokens", "ngrams", "positions")}
+        first = len(ids) - 1
+        yield model.next_token(dataclasses.replace(whole, **new), geometry)
+
+
+def sample_text(path: str, prompt: str, device: torch.device) -> None:
+    """Print `prompt` and up to 256 tokens that continue it, each as it is drawn: at temperature 0.8, from a fixed seed.
+
+    On standard error, how many tokens a second that were."""
     try:
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2")
@@ -5004,16 +5035,19 @@ def sample_text(path: str, prompt: str, device: torch.device) -> str:
 
     model, content = load_model(Path(path), device)
     ids = [BOS, *encoding.encode_ordinary(prompt)]
-    geometry = saved_geometry(content, model, len(ids) + 64)
+    geometry = saved_geometry(content, model, len(ids) + 256)
     torch.manual_seed(0)
-    for _ in range(64):
-        document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
-        batch = pack({0: [document]}, model.config, pin=False).to(device)
-        weights = model.next_token(batch, geometry)[:model.config.vocabulary] ** (1 / 0.8)
-        ids.append(int(torch.multinomial(weights, 1)))
+    print(prompt, end="", flush=True)
+    clock = Clock(device)
+    start = clock.since_start()
+    for count, p in enumerate(itertools.islice(next_tokens(model, geometry, ids), 256), 1):
+        ids.append(int(torch.multinomial(p[:model.config.vocabulary] ** (1 / 0.8), 1)))
+        sys.stdout.buffer.write(encoding.decode_single_token_bytes(ids[-1]))  # it may end within a character
+        sys.stdout.flush()
         if ids[-1] == BOS:
             break
-    return encoding.decode(ids[1:])
+    print()
+    print(f"{count} tokens, {count / (clock.since_start() - start):.1f} a second", file=sys.stderr)
 
 
 # ==== 14. Main ========================================================================================================
@@ -5227,7 +5261,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
             code = 0
         elif arguments.sample:
-            print(sample_text(*arguments.sample, ranks.device))
+            sample_text(*arguments.sample, ranks.device)
             code = 0
         else:
             code = train_all(arguments, ranks)

@@ -38,7 +38,7 @@ USES = {
     "Operator selection": ["Model", "Reference operators", "Triton kernels", "Runtime"],
     "Runtime": [],
     "Run log": ["Runtime"],
-    "Afterwards": ["Model", "Data", "Operator selection", "Runtime", "Run log"],
+    "Afterwards": ["Model", "Data", "Reference operators", "Operator selection", "Runtime", "Run log"],
     "Main": ["Training", "Operator selection", "Runtime", "Run log", "Afterwards"],
 }
 FUNCTIONS = [node for node in ast.walk(TREE) if isinstance(node, ast.FunctionDef)]

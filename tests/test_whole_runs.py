@@ -461,14 +461,14 @@ def test_the_log_outlives_who_watches(tmp_path, monkeypatch):
 
 # ---- saved models ----------------------------------------------------------------------------------------------------
 class Stub:
-    """A tokenizer that needs no files: bytes are tokens."""
+    """A tokenizer that needs no files: bytes are tokens. It writes a token as its number."""
 
     def encode_ordinary(self, text):
         return list(text.encode())
 
-    def decode(self, ids):
-        assert all(isinstance(i, int) and 0 <= i < helpers.VOCABULARY for i in ids)
-        return " ".join(map(str, ids))
+    def decode_single_token_bytes(self, token):
+        assert isinstance(token, int) and 0 <= token < helpers.VOCABULARY
+        return f" {token}".encode()
 
 
 @pytest.fixture(scope="module")
@@ -506,13 +506,19 @@ def test_sampling(saved, monkeypatch, capsys):
     outputs = []
     for _ in range(2):
         assert tg.main(["--sample", str(path), "Once"]) == 0
-        outputs.append(capsys.readouterr().out)
-    ids = [int(i) for i in outputs[0].split()]
-    assert outputs[0] == outputs[1] and ids[:4] == list(b"Once") and 5 <= len(ids) <= 68
-    drawn = iter([5, 6, helpers.BOS, 7])
-    monkeypatch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([next(drawn)]))
+        outputs.append(capsys.readouterr())
+    out = outputs[0].out
+    assert out == outputs[1].out and re.fullmatch(r"Once( \d+){1,256}\n", out)
+    assert re.fullmatch(rf"{len(out.split()) - 1} tokens, \d+\.\d a second\n", outputs[0].err)
+    drawn, shown = iter([5, 6, helpers.BOS, 7]), []
+
+    def draw(*_, **__):
+        shown.append(capsys.readouterr().out)
+        return torch.tensor([next(drawn)])
+
+    monkeypatch.setattr(torch, "multinomial", draw)
     assert tg.main(["--sample", str(path), "Once"]) == 0
-    assert [int(i) for i in capsys.readouterr().out.split()][4:] == [5, 6, helpers.BOS], "a sample ends with its document"
+    assert [*shown, capsys.readouterr().out] == ["Once", " 5", " 6", f" {helpers.BOS}\n"], "each as it is drawn, and a sample ends with its document"
 
 
 @pytest.mark.fast
