@@ -841,7 +841,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
-        """Probabilities [padded vocabulary], float32, of what follows a single document."""
+        """Probabilities [padded vocabulary], float32, of what follows a single document.
+
+        Where the operators remember earlier tokens, `documents` holds new ones only, but every class index."""
         config = self.config
         h = self.features(documents, geometry)
         p = softcapped(F.linear(h[-1], self.lm_head).float(), config.softcap).softmax(-1)
@@ -4946,6 +4948,15 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
              "use the train_gpt.py that wrote it, or train one with --save FILE")
 
 
+def export_model(path: Path, target: Path) -> None:
+    """Copy a model file without the rows of hashed n-grams, for other programs: nothing here reads it."""
+    model, content, ids, rows = read_model_file(path)
+    kept = ids >= model.config.ngram_rows
+    model.ngram = None
+    tensors = {**model.state_dict(), "ngram.ids": ids[kept], "ngram.rows": rows[kept]}
+    write_tensors(target, f"dense part of {MODEL_FORMAT}", content, tensors, tensors.values())
+
+
 def sum_stored_rows(ids: Tensor, rows: Tensor, wanted: Tensor, table: Tensor) -> Tensor:
     """Sums [T, width] of the rows `wanted` [T, K] of the n-gram table, in its dtype; rows that are not stored are zero.
 
@@ -5091,6 +5102,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--save", type=Path, metavar="FILE", help="write the trained model of the last run")
     add("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
     add("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
+    add("--export", type=Path, nargs=2, metavar=("FILE", "TO"),
+        help="copy a saved model without its hashed n-grams, then exit")
     return parser.parse_args(argv)
 
 
@@ -5262,6 +5275,9 @@ def main(argv: list[str] | None = None) -> int:
             code = 0
         elif arguments.sample:
             sample_text(*arguments.sample, ranks.device)
+            code = 0
+        elif arguments.export:
+            export_model(*arguments.export)
             code = 0
         else:
             code = train_all(arguments, ranks)

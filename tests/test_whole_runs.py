@@ -545,6 +545,33 @@ def test_stored_rows_are_those_of_the_table(saved):
         assert found.dtype == torch.float32 and found.allclose(torch.nn.functional.embedding(wanted.long(), table).sum(1), rtol=0, atol=1e-7)
 
 
+def test_exported_weights(saved, tmp_path):
+    """Every dense tensor to the bit, of the table only the suffix matches; the file is a safetensors file."""
+    path, _ = saved
+    assert tg.main(["--export", str(path), str(tmp_path / "out" / "dense.safetensors")]) == 0
+    header, data = helpers.read_safetensors(tmp_path / "out" / "dense.safetensors")
+    assert all(isinstance(value, str) for value in header.pop("__metadata__").values())
+    model, _, ids, rows = tg.read_model_file(path)
+    suffixes = ids >= MODEL.ngram_rows
+    expected = dict(model.state_dict()) | {"ngram.ids": ids[suffixes], "ngram.rows": rows[suffixes]}
+    assert header.keys() == expected.keys() - {"ngram"} and suffixes.any() and not suffixes.all()
+    end = 0
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        tensor = torch.frombuffer(bytearray(data[start:stop]), dtype={"F32": torch.float32, "I32": torch.int32}[entry["dtype"]])
+        assert start == end and tensor.view(entry["shape"]).equal(expected[name]), name
+        end = stop
+    assert end == len(data)
+
+
+def test_the_safetensors_library_reads_it(saved, tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    tg.export_model(saved[0], tmp_path / "dense.safetensors")
+    with safetensors.safe_open(tmp_path / "dense.safetensors", "pt") as file:
+        assert file.get_tensor("lm_head").equal(tg.read_model_file(saved[0])[0].lm_head)
+        assert json.loads(file.metadata()["content"])["model"]["width"] == MODEL.width
+
+
 def test_a_mapped_model_keeps_its_dtype_on_disk_only(corpus, tiny, tmp_path):
     """A bfloat16 model computes in float32 on a CPU, its rows too; its file stays as it is."""
     trainer = helpers.make_trainer(corpus, dataclasses.replace(PRESET, model=dataclasses.replace(MODEL, dtype="bfloat16")))
@@ -600,6 +627,7 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "no whole header"),
     "of an older version": (lambda path: torch.save({"weights": {"lm_head": torch.zeros(3)}, "model": "{}"}, path), "an older version"),
     "of a newer version": (edit(lambda header, content: header["__metadata__"].update(format="train_gpt model 2")), "format train_gpt model 2"),
+    "a dense part": (lambda path: tg.export_model(path, path), "format dense part of train_gpt model 1"),
     "cut in its header": (cut(1000), "no whole header"),
     "cut in its tensors": (cut(-1000), "RuntimeError: "),
     "cut in its length": (cut(5), "found"),
