@@ -65,7 +65,7 @@ train() {
   setup requirements.txt numpy torch
   read -r version gpus capability tokens <<<"$facts"
   ((gpus)) || cpu_settings
-  case " $* " in *" -h "* | *" --help "* | *" --eval"* | *" --sample"*) launch "$python" train_gpt.py "$@"; return ;; esac
+  case " $* " in *" -h "* | *" --help "* | *" --eval"* | *" --sample"* | *" --export"*) launch "$python" train_gpt.py "$@"; return ;; esac
   if [[ ! $preset ]]; then
     if [[ ! $folder && " $* " != *" --check "* ]] && ((gpus && capability >= 90 && tokens < SPEEDRUN_TOKENS)) && timeout 10 "$python" -c \
       'from huggingface_hub import HfApi; HfApi().dataset_info("kjj0/fineweb10B-gpt2", timeout=5)' 2>/dev/null; then

@@ -40,7 +40,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -841,14 +842,17 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
-        """Probabilities [padded vocabulary], float32, of what follows a single document."""
+        """Probabilities [padded vocabulary], float32, of what follows a single document.
+
+        Where the operators remember earlier tokens, `documents` holds new ones only, but every class index."""
         config = self.config
         h = self.features(documents, geometry)
         p = softcapped(F.linear(h[-1], self.lm_head).float(), config.softcap).softmax(-1)
         if self.pointer is None:
             return p
 
-        q, k = pointer_in(h[-1 - config.pointer_window_tokens:], self.pointer).float().unbind(1)
+        qk = self.pointer_in(h, self.pointer)[-1 - config.pointer_window_tokens:]
+        q, k = qk.float().unbind(1)
         scores = config.pointer_scale * (k[:-1] @ q[-1])
         shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
         copy_token = config.vocabulary
@@ -2434,22 +2438,22 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def visible_chunks(positions: Tensor, window: int, chunk_queries: int,
-                   nearest: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+def visible_chunks(positions: Tensor, window: int, chunk_queries: int, nearest: int = 0,
+                   first: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
     """The mask of attention within documents, for `chunk_queries` queries at a time: (queries, keys, mask).
 
     A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
     are those that the windows of these queries reach; mask [queries, keys] is True where a query
-    sees a key.
+    sees a key. Queries are those of the tokens from `first` on, and counted from there.
     """
     index = torch.arange(len(positions), device=positions.device)
     first_visible = index - positions.clamp(max=window)
-    for start in range(0, len(index), chunk_queries):
+    for start in range(first, len(index), chunk_queries):
         queries = slice(start, start + chunk_queries)
         keys = slice(max(start - window, 0), queries.stop)
         not_too_far = index[keys] >= first_visible[queries, None]
         not_too_near = index[keys] <= index[queries, None] - nearest
-        yield queries, keys, not_too_far & not_too_near
+        yield slice(start - first, queries.stop - first), keys, not_too_far & not_too_near
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float,
@@ -2458,11 +2462,11 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, wind
 
     It takes a chunk of queries at a time, with the keys that their windows reach, so that the
     scores are chunk_queries * (chunk_queries + window) * H numbers. The mask is visible_chunks'.
-    Any device and dtype.
+    Any device and dtype. q and gates may also be of the last tokens only, and then so is the output.
     """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     chunks = []
-    for queries, keys, visible in visible_chunks(positions, window, chunk_queries):
+    for queries, keys, visible in visible_chunks(positions, window, chunk_queries, first=k.size(1) - q.size(1)):
         chunk = F.scaled_dot_product_attention(q[:, queries], k[:, keys], v[:, keys], attn_mask=visible, scale=scale)
         chunks.append(chunk.transpose(0, 1))
     out = torch.cat(chunks)
@@ -4768,88 +4772,148 @@ def files_hash(paths: Sequence[Path]) -> str:
 
 
 # ==== 13. Afterwards: save, load, evaluate, sample ====================================================================
+# A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
+# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, and a
+# hash, so that whoever reads it need not ask whether settings and shapes are possible.
+#
+# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` [N, width] are the others, in the
+# order of their numbers, `ngram.ids` [N].
+MODEL_FORMAT = "train_gpt model 1"
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
+
+
+def header_hash(header: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(header).encode()).hexdigest()
+
+
+def write_tensors(path: Path, form: str, content: dict[str, Any], likes: dict[str, Tensor],
+                  parts: Iterable[Tensor]) -> None:
+    """Write a file as described above, of a format `form`: aside, then renamed.
+
+    Names, dtypes and shapes are those of `likes`; the values are the `parts` one after the other."""
+    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
+    metadata = {"format": form, "content": json.dumps(content)}
+    header = {"__metadata__": metadata}
+    end = 0
+    for name, like in likes.items():
+        start, end = end, end + like.nbytes
+        header[name] = {"dtype": names[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
+    metadata["sha256"] = header_hash(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for part in parts:
+                file.write(part.cpu().reshape(-1).view(torch.uint8).numpy())
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        fail(f"saving {path}", "a writable folder with space", error, "choose another place")
+
+
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
-    """Write weights, configuration, how to validate and provenance to one file: aside, then renamed."""
+    """Write weights, configuration, how to validate and provenance to one file."""
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
     content = {
-        "weights": {name: parameter.detach().cpu() for name, parameter in trainer.model.named_parameters()},
-        "model": json.dumps(dataclasses.asdict(preset.model)),
+        "model": dataclasses.asdict(preset.model),
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
         "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
         "provenance": {
             "val_loss": loss, "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]),
             **machine_facts(trainer.ranks.device)},
     }
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    tensors = trainer.model.state_dict()
+    table = tensors.pop("ngram", torch.empty(0, 0))
+    ids = table.any(1).nonzero()[:, 0]
+    tensors["ngram.ids"] = ids.int()
+    rows = (table[some] for some in ids.split(2**16))  # a device may have no room for all of them once more
+    likes = tensors | {"ngram.rows": table.new_empty(len(ids), table.size(1), device="meta")}
+    write_tensors(path, MODEL_FORMAT, content, likes, itertools.chain(tensors.values(), rows))
+
+
+def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
+    """A saved model, the content of its file, and ids and rows of its n-gram table.
+
+    They are mapped into memory, with the dtypes of the file; the model itself has its n-gram table on the meta device.
+    """
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, aside)
-        os.replace(aside, path)
-    except (OSError, RuntimeError) as error:  # torch's zip writer raises the latter when the disk is full
-        aside.unlink(missing_ok=True)
-        fail(f"saving {path}", "a writable folder with space", error, "choose another place for --save")
+        file = np.memmap(path, np.uint8, "r")
+        start = 8 + int.from_bytes(file[:8].tobytes(), "little")
+        if start > len(file):
+            raise ValueError("no whole header: cut, or of another program or an older version")
+        header = json.loads(file[8:start].tobytes())
+        metadata = header["__metadata__"]
+        if metadata["format"] != MODEL_FORMAT:
+            raise ValueError(f"format {metadata['format']}")
+        if metadata.pop("sha256") != header_hash(header):
+            raise ValueError("a header that was changed")
 
+        content = json.loads(metadata["content"])
+        stated = content["model"]
+        layers = tuple(Layer(**layer) for layer in stated["layers"])
+        config = ModelConfig(**{**stated, "layers": layers, "softcap": Softcap(*stated["softcap"])})
+        if json.loads(json.dumps(dataclasses.asdict(config))) != stated:
+            raise ValueError("settings missing")
 
-def settings_fit(config: ModelConfig, attention: dict[str, Any], validation: dict[str, Any]) -> bool:
-    """Whether the settings of a model file can be used, as far as the shapes of its weights do not prove it."""
-    counts = [validation["tokens"], validation["window"], config.pointer_window_tokens, config.vocabulary]
-    counts += attention["windows"]
-    if len(counts) != 6 or not all(type(count) is int and count > 0 for count in counts):
-        return False
+        del header["__metadata__"]
+        data = torch.from_numpy(file[start:])
+        tensors = {}
+        for name, entry in header.items():
+            values = data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]])
+            tensors[name] = values.view(entry["shape"])
+        ids, rows = tensors.pop("ngram.ids"), tensors.pop("ngram.rows")
 
-    if config.ngram_rows != 0 and config.ngram_rows < 2 * len(NGRAM_MULTIPLIERS):
-        return False  # the part of each order needs a row for n-grams and one for none
-
-    numbers = [attention["scale"], *attention["frequency"], *config.softcap, config.pointer_scale]
-    if len(numbers) != 5 + config.key_width // 4 or not all(map(math.isfinite, numbers)):
-        return False
-
-    sources = {None}  # what a skip connection may come from: an earlier layer that is not empty
-    value_embeddings = {None, NGRAMS, *range(config.value_embeddings)}
-    for index, layer in enumerate(config.layers):
-        if layer.skip_from not in sources or layer.value_embedding not in value_embeddings:
-            return False
-        if layer.attention or layer.mlp:
-            sources.add(index)
-    return config.vocabulary < config.padded_vocabulary and isinstance(validation["data"], str)
-
-
-def read_model_file(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """Configuration and content of a model file, checked. Only tensors and plain data are read. Raises any error."""
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(content, dict):
-        raise TypeError(f"a {type(content).__name__}")
-    stated = json.loads(content["model"])
-    # This comes before anything is allocated: a view of one element can claim any size.
-    weights = content["weights"].values()
-    if sum(weight.nbytes for weight in weights) > path.stat().st_size or stated["value_embeddings"] > len(weights):
-        raise ValueError("weights larger than the file")
-
-    layers = tuple(Layer(**layer) for layer in stated["layers"])
-    config = ModelConfig(**{**stated, "layers": layers, "softcap": Softcap(*stated["softcap"])})
-    complete = json.loads(json.dumps(dataclasses.asdict(config))) == stated
-    if not complete or not settings_fit(config, content["attention"], content["validation"]):
-        raise ValueError("settings missing or out of range")
-    return config, content
-
-
-def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
-    """A saved model with reference operators, so that it runs on any device, and the content of its file."""
-    try:
-        config, content = read_model_file(path)
-        if device.type == "cpu":  # bfloat16 matrix products are slow there
-            config = dataclasses.replace(config, dtype="float32")
-        ops = select_ops(device, fast=False)
-        # This compares the shapes before anything is allocated.
-        GPT(config, ops, torch.device("meta")).load_state_dict(content["weights"], assign=True)
+        model = GPT(config, reference_ops(), torch.device("meta"))
+        if model.ngram is not None:
+            tensors["ngram"] = model.ngram.detach()
+        model.load_state_dict(
+            {name: make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
+            assign=True)
+        return model.requires_grad_(False), content, ids, rows
     except Exception as error:  # a foreign file can raise anything
         text = " ".join(str(error).split())
         found = f"{type(error).__name__}: {text[:200]}"
-        fail(f"model file {path}", "a file written by --save", found, "train one with --save FILE")
-    model = GPT(config, ops, device)
-    model.load_state_dict(content["weights"])
-    return model.requires_grad_(False), content
+        fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", found,
+             "use the train_gpt.py that wrote it, or train one with --save FILE")
+
+
+def export_model(path: Path, target: Path) -> None:
+    """Copy a model file without the rows of hashed n-grams, for other programs: nothing here reads it."""
+    model, content, ids, rows = read_model_file(path)
+    kept = ids >= model.config.ngram_rows
+    model.ngram = None
+    tensors = {**model.state_dict(), "ngram.ids": ids[kept], "ngram.rows": rows[kept]}
+    write_tensors(target, f"dense part of {MODEL_FORMAT}", content, tensors, tensors.values())
+
+
+def sum_stored_rows(ids: Tensor, rows: Tensor, wanted: Tensor, table: Tensor) -> Tensor:
+    """Sums [T, width] of the rows `wanted` [T, K] of the n-gram table, in its dtype; rows that are not stored are zero.
+
+    ids [N], in order, are the numbers of the stored `rows` [N, width]."""
+    numbers = wanted.cpu()
+    at = torch.searchsorted(ids, numbers).clamp(max=len(ids) - 1)
+    stored = ids[at] == numbers
+    return (rows[at] * stored[:, :, None]).to(wanted.device, table.dtype).sum(1)
+
+
+def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
+    """A saved model with reference operators, so that it runs on any device, and the content of its file.
+
+    The rows of the n-gram table stay in the file, which is memory-mapped."""
+    model, content, *stored = read_model_file(path)
+    if device.type == "cpu":
+        model.float()  # bfloat16 matrix products are slow there
+    for parameter in model.parameters():
+        if parameter is not model.ngram:
+            parameter.data = parameter.to(device, copy=True)
+    model.sum_rows = functools.partial(sum_stored_rows, *stored)
+    return model, content
 
 
 def saved_geometry(content: dict[str, Any], model: GPT, positions: int) -> Geometry:
@@ -4865,19 +4929,49 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     config = model.config
     validation = content["validation"]
     shard = find_shards(data or Path(validation["data"]), "val")[0]
+    windows = validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary)
     total = 0.0
-    for pieces in validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary):
-        geometry = saved_geometry(content, model, max(map(len, pieces)))
-        batch = pack({0: pieces}, config, pin=False).to(device)
-        total += float(model.evaluate(batch, geometry))
+    for piece in itertools.chain.from_iterable(windows):  # a whole window takes gigabytes, and its loss is their sum
+        batch = pack({0: [piece]}, config, pin=False).to(device)
+        total += float(model.evaluate(batch, saved_geometry(content, model, len(piece))))
     return total / validation["tokens"]
 
 
-def sample_text(path: str, prompt: str, device: torch.device) -> str:
-    """Continue `prompt` by up to 64 tokens, at temperature 0.8, from a fixed seed.
+def remembered(earlier: list[Tensor], part: Tensor) -> Tensor:
+    """`part` [T, ...] after the `earlier` ones, which it joins. Its first row repeats the last one of those."""
+    earlier.append(part[1:] if earlier else part)
+    return torch.cat(earlier)
 
-    Each token takes a run of the whole prefix, which is fine for a paragraph.
-    """
+
+def attention_with_memory(keys, values, q, k, v, documents, *settings):
+    """Attention of the last tokens of a document to all of it, given the keys and values of the tokens before them."""
+    positions = documents.remaining.flip(0)
+    return attention_reference(q, remembered(keys, k), remembered(values, v), positions, *settings)
+
+
+def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tensor]:
+    """GPT.next_token of a document, time and again, while the caller appends tokens to its `ids`.
+
+    Only new tokens pass through the model, with the one before them, of which their keys may take dims. Keys and values
+    of all others are remembered, so the model serves nothing else from then on."""
+    for block in model.blocks.values():
+        block.ops = dataclasses.replace(model.ops, attention=functools.partial(attention_with_memory, [], []))
+    pointed = []
+    model.pointer_in = lambda *operands: remembered(pointed, pointer_in(*operands))
+
+    first = 0
+    while True:
+        document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
+        whole = pack({0: [document]}, model.config, pin=False).to(model.lm_head.device)
+        new = {name: getattr(whole, name)[first:] for name in ("tokens", "ngrams", "positions")}
+        first = len(ids) - 1
+        yield model.next_token(dataclasses.replace(whole, **new), geometry)
+
+
+def sample_text(path: str, prompt: str, device: torch.device) -> None:
+    """Print `prompt` and up to 256 tokens that continue it, each as it is drawn: at temperature 0.8, from a fixed seed.
+
+    On standard error, how many tokens a second that were."""
     try:
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2")
@@ -4887,16 +4981,19 @@ def sample_text(path: str, prompt: str, device: torch.device) -> str:
 
     model, content = load_model(Path(path), device)
     ids = [BOS, *encoding.encode_ordinary(prompt)]
-    geometry = saved_geometry(content, model, len(ids) + 64)
+    geometry = saved_geometry(content, model, len(ids) + 256)
     torch.manual_seed(0)
-    for _ in range(64):
-        document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
-        batch = pack({0: [document]}, model.config, pin=False).to(device)
-        weights = model.next_token(batch, geometry)[:model.config.vocabulary] ** (1 / 0.8)
-        ids.append(int(torch.multinomial(weights, 1)))
+    print(prompt, end="", flush=True)
+    clock = Clock(device)
+    start = clock.since_start()
+    for count, p in enumerate(itertools.islice(next_tokens(model, geometry, ids), 256), 1):
+        ids.append(int(torch.multinomial(p[:model.config.vocabulary] ** (1 / 0.8), 1)))
+        sys.stdout.buffer.write(encoding.decode_single_token_bytes(ids[-1]))  # it may end within a character
+        sys.stdout.flush()
         if ids[-1] == BOS:
             break
-    return encoding.decode(ids[1:])
+    print()
+    print(f"{count} tokens, {count / (clock.since_start() - start):.1f} a second", file=sys.stderr)
 
 
 # ==== 14. Main ========================================================================================================
@@ -4940,6 +5037,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--save", type=Path, metavar="FILE", help="write the trained model of the last run")
     add("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
     add("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
+    add("--export", type=Path, nargs=2, metavar=("FILE", "TO"),
+        help="copy a saved model without its hashed n-grams, then exit")
     return parser.parse_args(argv)
 
 
@@ -5111,7 +5210,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
             code = 0
         elif arguments.sample:
-            print(sample_text(*arguments.sample, ranks.device))
+            sample_text(*arguments.sample, ranks.device)
+            code = 0
+        elif arguments.export:
+            export_model(*arguments.export)
             code = 0
         else:
             code = train_all(arguments, ranks)

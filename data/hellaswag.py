@@ -1,7 +1,7 @@
 """HellaSwag: how often a model that train_gpt.py saved finds the right ending of a text among four.
 
-    python data/hellaswag.py model.pt                       the 10,042 validation questions, fetched once (needs pyarrow)
-    python data/hellaswag.py model.pt --questions FILE      your own, JSON lines or parquet: ctx, endings, label
+    python data/hellaswag.py model.safetensors              the 10,042 validation questions, fetched once (needs pyarrow)
+    python data/hellaswag.py FILE --questions QUESTIONS     your own, JSON lines or parquet: ctx, endings, label
 
 An ending's score is the model's loss on its tokens after the context, in nats: `accuracy` takes the ending with the lowest sum,
 `acc_norm` the one with the lowest mean a token. Texts are used as they are, after a document start and without examples before

@@ -117,6 +117,25 @@ def relative(found, expected):
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def read_safetensors(path):
+    """Header and data of a file as the format's description has them: not by the reader of train_gpt.py."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8:8 + size]), content[8 + size:]
+
+
+def edit_model(path, change, signed=True):
+    """Change the header of a model file, and its hash with it, as the file of a fork would have it."""
+    header, data = read_safetensors(path)
+    metadata = header["__metadata__"]
+    content, digest = json.loads(metadata["content"]), metadata.pop("sha256")
+    change(header, content)
+    metadata["content"] = json.dumps(content)
+    metadata["sha256"] = hashlib.sha256(json.dumps(header).encode()).hexdigest() if signed else digest
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
 def read_log(path):
     """The events of a log whose chain of hashes is intact."""
     chain, events = "", []

@@ -268,7 +268,7 @@ def test_largest_weights_are_logged_at_the_end(corpus, tiny, tmp_path, monkeypat
         assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(folder), "--save", str(folder / "model.pt")]) == 0
         ends.append((helpers.read_log(next(folder.glob("*.jsonl")))[-1], capsys.readouterr().out))
     assert ends[0][0]["largest_weights"] == {} and "FP8" not in ends[0][1]
-    weights = torch.load(folder / "model.pt")["weights"]
+    weights = tg.load_model(folder / "model.pt", CPU)[0].state_dict()
     largest = {kind: max(float(w.abs().max()) for name, w in weights.items() if name.endswith(f".{kind}")) for kind in ("up", "down")}
     assert ends[1][0]["largest_weights"] == largest and min(largest.values()) > 0
     assert f"\nlargest FP8 weights: up {largest['up']:.2f} of 7.0, down {largest['down']:.2f} of 7.0\n" in ends[1][1]

@@ -136,7 +136,8 @@ def test_explicit_options_win(machine):
     assert machine.command("--preset", "sprint", FAKE_GPUS="8") == torchrun + "train_gpt.py --preset sprint"
     assert machine.command("--seed", "1", "--preset=smoke-gpu", FAKE_GPUS="1") == "train_gpt.py --seed 1 --preset=smoke-gpu"
     assert machine.command("--preset", "smoke", FAKE_GPUS="8") == "train_gpt.py --preset smoke", "128 wide: one process"
-    assert machine.command("--eval", "model.pt", FAKE_GPUS="8") == "train_gpt.py --eval model.pt", "one process, no preset"
+    for option in ("--eval", "--export"):
+        assert machine.command(option, "model", FAKE_GPUS="8") == f"train_gpt.py {option} model", "one process, no preset"
     assert machine.command("--help", FAKE_GPUS="8") == "train_gpt.py --help"
 
 

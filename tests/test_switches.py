@@ -152,13 +152,44 @@ def test_saved_loaded_and_sampled(corpus, tiny, tmp_path, monkeypatch, name):
     assert math.exp(-last) == pytest.approx(float(p[int(whole.class_index[-1])]), rel=1e-3)
 
 
-def test_rows_that_cannot_be_halved_are_no_setting(corpus, tiny, tmp_path):
-    trainer = helpers.make_trainer(corpus, replace(PRESET, model=replace(MODEL, ngram_rows=4)))
-    tg.save_model(tmp_path / "model.pt", trainer, 1.0, seed=0)
-    tg.load_model(tmp_path / "model.pt", CPU)
-    attention, validation = (torch.load(tmp_path / "model.pt")[key] for key in ("attention", "validation"))
-    fits = [rows for rows in range(-4, 6) if tg.settings_fit(replace(MODEL, ngram_rows=rows), attention, validation)]
-    assert fits == [0, 4, 5]
+def growing(path, prompt, length):
+    """(next_tokens', a recomputation's) probabilities of a document that grows from `prompt` tokens to `length`, its ids, a model and its geometry."""
+    (model, content), (whole, _) = (tg.load_model(path, CPU) for _ in range(2))
+    geometry = tg.saved_geometry(content, model, length + 1)
+    random = np.random.default_rng(5)
+    ids, pairs = [BOS, *random.integers(0, 9, prompt - 1).tolist()], []
+    for p in tg.next_tokens(model, geometry, ids):
+        document = tg.pack({0: [np.array([*ids, BOS], dtype=np.uint16)]}, whole.config, pin=False).to(CPU)
+        pairs.append((p, whole.next_token(document, geometry)))
+        if len(ids) == length:
+            return pairs, ids, whole, geometry
+        # Every other token is the likeliest, the others keep the document from repeating one.
+        ids.append(int(p[:BOS].argmax()) if len(ids) % 2 else int(random.integers(0, 9)))
+
+
+@each_switch
+@pytest.mark.parametrize("prompt", [1, 30])
+@pytest.mark.fast
+def test_remembered_keys_and_values_change_nothing(corpus, tiny, tmp_path, name, prompt):
+    """next_tokens' probabilities are those of the whole document, computed again, past both windows of attention and the pointer's, and those of the loss."""
+    preset = switched(name)
+    preset = replace(preset, model=replace(preset.model, pointer_window_tokens=37))
+    trainer = helpers.make_trainer(corpus, preset)
+    helpers.randomise(trainer.model, size=0.2)
+    tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
+    assert preset.val_attention_windows == (16, 48)
+    pairs, ids, model, geometry = growing(tmp_path / "model", prompt, 80)
+    assert len(pairs) == 81 - prompt and max(float(found.max()) for found, _ in pairs) > 0.01
+    for found, expected in pairs:
+        assert float((found - expected).abs().max()) < 1e-6 and found.argmax() == expected.argmax()
+
+    def loss(stop):
+        document = tg.pack({0: [np.array(ids[:stop], dtype=np.uint16)]}, model.config, pin=False).to(CPU)
+        return float(model.evaluate(document, geometry))
+
+    start = loss(prompt) if prompt > 1 else 0.0
+    told = -sum(math.log(found[token]) for (found, _), token in zip(pairs, ids[prompt:]))
+    assert told == pytest.approx(loss(80) - start, rel=1e-5)
 
 
 # ---- decay -----------------------------------------------------------------------------------------------------------

@@ -461,14 +461,14 @@ def test_the_log_outlives_who_watches(tmp_path, monkeypatch):
 
 # ---- saved models ----------------------------------------------------------------------------------------------------
 class Stub:
-    """A tokenizer that needs no files: bytes are tokens."""
+    """A tokenizer that needs no files: bytes are tokens. It writes a token as its number."""
 
     def encode_ordinary(self, text):
         return list(text.encode())
 
-    def decode(self, ids):
-        assert all(isinstance(i, int) and 0 <= i < helpers.VOCABULARY for i in ids)
-        return " ".join(map(str, ids))
+    def decode_single_token_bytes(self, token):
+        assert isinstance(token, int) and 0 <= token < helpers.VOCABULARY
+        return f" {token}".encode()
 
 
 @pytest.fixture(scope="module")
@@ -506,13 +506,86 @@ def test_sampling(saved, monkeypatch, capsys):
     outputs = []
     for _ in range(2):
         assert tg.main(["--sample", str(path), "Once"]) == 0
-        outputs.append(capsys.readouterr().out)
-    ids = [int(i) for i in outputs[0].split()]
-    assert outputs[0] == outputs[1] and ids[:4] == list(b"Once") and 5 <= len(ids) <= 68
-    drawn = iter([5, 6, helpers.BOS, 7])
-    monkeypatch.setattr(torch, "multinomial", lambda *_, **__: torch.tensor([next(drawn)]))
+        outputs.append(capsys.readouterr())
+    out = outputs[0].out
+    assert out == outputs[1].out and re.fullmatch(r"Once( \d+){1,256}\n", out)
+    assert re.fullmatch(rf"{len(out.split()) - 1} tokens, \d+\.\d a second\n", outputs[0].err)
+    drawn, shown = iter([5, 6, helpers.BOS, 7]), []
+
+    def draw(*_, **__):
+        shown.append(capsys.readouterr().out)
+        return torch.tensor([next(drawn)])
+
+    monkeypatch.setattr(torch, "multinomial", draw)
     assert tg.main(["--sample", str(path), "Once"]) == 0
-    assert [int(i) for i in capsys.readouterr().out.split()][4:] == [5, 6, helpers.BOS], "a sample ends with its document"
+    assert [*shown, capsys.readouterr().out] == ["Once", " 5", " 6", f" {helpers.BOS}\n"], "each as it is drawn, and a sample ends with its document"
+
+
+@pytest.mark.fast
+def test_rows_that_were_not_trained_are_not_saved(saved):
+    """The others are, in the order of their ids: all that the optimizer has ever updated."""
+    path, _ = saved
+    header, data = helpers.read_safetensors(path)
+    ids, rows = (header[f"ngram.{name}"]["shape"] for name in ("ids", "rows"))
+    assert ids == rows[:1] and rows[1] == MODEL.width and 0 < rows[0] < 0.9 * MODEL.table_rows
+    model, _, ids, rows = tg.read_model_file(path)
+    assert (ids.diff() > 0).all() and rows.any(1).all() and model.ngram.is_meta
+    assert len(data) == sum(p.nbytes for p in [*model.parameters(), ids, rows] if p is not model.ngram)
+
+
+def test_stored_rows_are_those_of_the_table(saved):
+    """Of any ids, those below, between and above the stored ones included; also where they are bfloat16 in the file alone."""
+    _, _, ids, rows = tg.read_model_file(saved[0])
+    ids, rows = ids[5:-5], rows[5:-5]
+    wanted = torch.arange(MODEL.table_rows, dtype=torch.int32).flip(0).view(-1, 4)
+    for dtype in (torch.float32, torch.bfloat16):
+        table = torch.zeros(MODEL.table_rows, MODEL.width)
+        table[ids.long()] = rows.to(dtype).float()
+        found = tg.sum_stored_rows(ids, rows.to(dtype), wanted, torch.empty(0, device="meta"))
+        assert found.dtype == torch.float32 and found.allclose(torch.nn.functional.embedding(wanted.long(), table).sum(1), rtol=0, atol=1e-7)
+
+
+def test_exported_weights(saved, tmp_path):
+    """Every dense tensor to the bit, of the table only the suffix matches; the file is a safetensors file."""
+    path, _ = saved
+    assert tg.main(["--export", str(path), str(tmp_path / "out" / "dense.safetensors")]) == 0
+    header, data = helpers.read_safetensors(tmp_path / "out" / "dense.safetensors")
+    assert all(isinstance(value, str) for value in header.pop("__metadata__").values())
+    model, _, ids, rows = tg.read_model_file(path)
+    suffixes = ids >= MODEL.ngram_rows
+    expected = dict(model.state_dict()) | {"ngram.ids": ids[suffixes], "ngram.rows": rows[suffixes]}
+    assert header.keys() == expected.keys() - {"ngram"} and suffixes.any() and not suffixes.all()
+    end = 0
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        tensor = torch.frombuffer(bytearray(data[start:stop]), dtype={"F32": torch.float32, "I32": torch.int32}[entry["dtype"]])
+        assert start == end and tensor.view(entry["shape"]).equal(expected[name]), name
+        end = stop
+    assert end == len(data)
+
+
+def test_the_safetensors_library_reads_it(saved, tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    tg.export_model(saved[0], tmp_path / "dense.safetensors")
+    with safetensors.safe_open(tmp_path / "dense.safetensors", "pt") as file:
+        assert file.get_tensor("lm_head").equal(tg.read_model_file(saved[0])[0].lm_head)
+        assert json.loads(file.metadata()["content"])["model"]["width"] == MODEL.width
+
+
+def test_a_mapped_model_keeps_its_dtype_on_disk_only(corpus, tiny, tmp_path):
+    """A bfloat16 model computes in float32 on a CPU, its rows too; its file stays as it is."""
+    trainer = helpers.make_trainer(corpus, dataclasses.replace(PRESET, model=dataclasses.replace(MODEL, dtype="bfloat16")))
+    helpers.randomise(trainer.model, size=0.1)
+    tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
+    header, _ = helpers.read_safetensors(tmp_path / "model")
+    assert {header[name]["dtype"] for name in ("lm_head", "ngram.rows")} == {"BF16"} and header["final_gate"]["dtype"] == "F32"
+    model, content = tg.load_model(tmp_path / "model", CPU)
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and model.lm_head.equal(trainer.model.lm_head.float())
+    wide = tg.GPT(MODEL, tg.reference_ops(), CPU)
+    wide.load_state_dict(trainer.model.state_dict())
+    piece = torch.randint(508, (50,)).numpy().astype("uint16")
+    batch, geometry = tg.pack({0: [piece]}, MODEL, pin=False).to(CPU), tg.saved_geometry(content, model, 50)
+    assert float(model.evaluate(batch, geometry)) == pytest.approx(float(wide.evaluate(batch, geometry)), rel=1e-6)
 
 
 class Code:
@@ -520,19 +593,24 @@ class Code:
         return os.system, ("touch executed",)
 
 
-def edit(change):
-    def fault(path):
-        content = torch.load(path, weights_only=False)
-        change(content)
-        torch.save(content, path)
-    return fault
+def edit(change, signed=True):
+    return lambda path: helpers.edit_model(path, change, signed)
+
+
+def cut(stop):
+    return lambda path: path.write_bytes(path.read_bytes()[:stop])
+
+
+def foreign(path):
+    """Another program's safetensors file."""
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
 
 
 def test_whole_numbers_in_the_softcap(saved):
     """As a fork may write them; JSON keeps them whole."""
     path, _ = saved
-    content = torch.load(path)
-    torch.save(content | {"model": json.dumps(json.loads(content["model"]) | {"softcap": [30, 5, 7.5]})}, path)
+    helpers.edit_model(path, lambda header, content: content["model"].update(softcap=[30, 5, 7.5]))
     assert tg.load_model(path, CPU)[0].config.softcap == (30, 5, 7.5)
 
 
@@ -545,32 +623,31 @@ def test_saving_asks_for_the_room_that_it_takes(monkeypatch, tmp_path, name):
 
 
 BAD_MODELS = {  # the fault, and what the message tells of it
-    "code": (lambda path: path.write_bytes(pickle.dumps({"model": Code()})), "RuntimeError"),
-    "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "UnpicklingError"),
-    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:1000]), "found"),
-    "empty": (lambda path: path.write_bytes(b""), "RuntimeError"),
+    "code": (lambda path: path.write_bytes(pickle.dumps({"model": Code()})), "no whole header"),
+    "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "no whole header"),
+    "of an older version": (lambda path: torch.save({"weights": {"lm_head": torch.zeros(3)}, "model": "{}"}, path), "an older version"),
+    "of a newer version": (edit(lambda header, content: header["__metadata__"].update(format="train_gpt model 2")), "format train_gpt model 2"),
+    "a dense part": (lambda path: tg.export_model(path, path), "format dense part of train_gpt model 1"),
+    "cut in its header": (cut(1000), "no whole header"),
+    "cut in its tensors": (cut(-1000), "RuntimeError: "),
+    "cut in its length": (cut(5), "found"),
+    "empty": (cut(0), "ValueError: cannot mmap an empty file"),
     "missing": (lambda path: path.unlink(), "No such file"),
-    "another program's": (lambda path: torch.save({"weights": torch.zeros(3)}, path), "KeyError: 'model'"),
-    "a tensor": (lambda path: torch.save(torch.zeros(3), path), "found"),
-    "missing a weight": (edit(lambda content: content["weights"].pop("lm_head")), "state_dict"),
-    "of another shape": (edit(lambda content: content["weights"].update(lm_head=torch.zeros(3, 3))), "state_dict"),
-    "claiming another size": (edit(lambda content: content["weights"].update(lm_head=torch.zeros(1).expand(512, 10**12))), "weights larger than the file"),
-    "of a thousand million tables": (edit(lambda content: content.update(model=content["model"].replace('"value_embeddings": 2', '"value_embeddings": 1000000000'))),
-                                     "weights larger than the file"),
-    "without its validation": (edit(lambda content: content.pop("validation")), "KeyError: 'validation'"),
-    "without its attention": (edit(lambda content: content.pop("attention")), "KeyError: 'attention'"),
-    "with an empty validation": (edit(lambda content: content["validation"].clear()), "KeyError"),
-    **{f"with attention's {name} {value}": (edit(lambda content, name=name, value=value: content["attention"].update({name: value})), "settings missing or out of range")
-       for name, value in (("frequency", [1.0]), ("windows", (1,)), ("windows", (0, 8)), ("scale", math.nan))},
-    "with a scale that is text": (edit(lambda content: content["attention"].update(scale="1")), "TypeError: must be real number"),
-    **{f"with validation's {name} {value}": (edit(lambda content, name=name, value=value: content["validation"].update({name: value})), "out of range")
-       for name, value in (("tokens", "x"), ("tokens", 0), ("tokens", -1), ("window", 0), ("window", -4), ("data", None))},
-    **{f"of {text}": (edit(lambda content, old=old, text=text: content.update(model=content["model"].replace(old, text))), "out of range")
-       for old, text in (('"skip_from": 2', '"skip_from": 50'), (f'"vocabulary": {helpers.VOCABULARY}', '"vocabulary": 1000000000'), ('"value_embedding": 1', '"value_embedding": 2'),
-                         ('"value_embedding": 0', '"value_embedding": -2'),
-                         ('"pointer_window_tokens": 4096', '"pointer_window_tokens": "x"'), ('"pointer_scale": 0.1', '"pointer_scale": NaN'))},
-    **{f"of a version without {text}": (edit(lambda content, text=text: content.update(model=content["model"].replace(text, ""))), "settings missing")
-       for text in ('"pointer_scale": 0.1, ', ', "skip_from": 2')},
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
+    "text": (lambda path: path.write_bytes((5).to_bytes(8, "little") + b"hello" * 9), "JSONDecodeError"),
+    "a list": (lambda path: path.write_bytes((2).to_bytes(8, "little") + b"[]"), "TypeError"),
+    "another program's": (foreign, "KeyError: '__metadata__'"),
+    "missing a weight": (edit(lambda header, content: header.pop("lm_head")), "state_dict"),
+    "of another shape": (edit(lambda header, content: header["lm_head"]["shape"].reverse()), "state_dict"),
+    "claiming another size": (edit(lambda header, content: header["lm_head"].update(shape=[512, 10**12])), "RuntimeError: shape"),
+    "of another dtype": (edit(lambda header, content: header["lm_head"].update(dtype="Q4")), "KeyError: 'Q4'"),
+    "without ids": (edit(lambda header, content: header.pop("ngram.ids")), "KeyError: 'ngram.ids'"),
+    "without a setting": (edit(lambda header, content: content["model"].pop("pointer_scale")), "settings missing"),
+    "without a setting of a layer": (edit(lambda header, content: content["model"]["layers"][3].pop("skip_from")), "settings missing"),
+    "with a setting too many": (edit(lambda header, content: content["model"].update(depth=3)), "TypeError"),
+    **{f"changed: {path} = {value}": (edit(lambda header, content, path=path, value=value: content[path[0]].update({path[1]: value}), signed=False), "a header that was changed")
+       for path, value in ((("model", "pointer_window_tokens"), 3), (("model", "value_embeddings"), 10**9), (("model", "ngram_rows"), 2), (("attention", "scale"), math.nan),
+                           (("attention", "windows"), (0, 8)), (("validation", "window"), -4), (("provenance", "val_loss"), 3.0))},
 }
 
 
@@ -590,7 +667,7 @@ def test_bad_model_files(saved, corpus, capsys, monkeypatch, tmp_path, name):
 @pytest.mark.fast
 def test_wrong_weights_are_named(saved, corpus, capsys):
     path, _ = saved
-    edit(lambda content: content["weights"].pop("lm_head"))(path)
+    helpers.edit_model(path, lambda header, content: header.pop("lm_head"))
     assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 2 and 'Missing key(s) in state_dict: "lm_head"' in capsys.readouterr().err
 
 
@@ -611,8 +688,9 @@ def test_numbers_out_of_range_are_usage_errors(option, value, capsys):
 
 def test_saving_failed_after_the_run(run, tmp_path, monkeypatch):
     """The run itself has ended well, and its log says so, once."""
-    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    monkeypatch.setattr(tg.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
     result = run("--seed", 3, "--save", tmp_path / "model.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
     assert result.code == 2 and result.err.startswith("train_gpt: saving ") and [e["state"] for e in result.logs[0] if e["kind"] == "end"] == ["ok"]
 
 
