@@ -5132,13 +5132,46 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
     return code
 
 
-def announce(preset: Preset, ranks: Ranks, ops: Ops) -> None:
-    """Say what will be trained, on which devices and with which operators."""
+def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str) -> None:
+    """Say what will be trained, on which devices and with which operators; then what check_network found."""
     gpu = f"capability {capability(ranks.device)}" if ranks.device.type == "cuda" else "no GPU"
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
     print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts(ranks.device)['device']}, "
-          f"{gpu}, {chosen}", flush=True)
+          f"{gpu}, {chosen}{network}", flush=True)
+
+
+def check_network(ranks: Ranks) -> str:
+    """A line on how long exchanges between nodes take, and one on what is far slower than the rest; "" on one node.
+
+    The number of ranks is a power of two. So in each round every rank has one peer: its own number xor the round's.
+    """
+    nodes = len(set(ranks.nodes))
+    if nodes == 1:
+        return ""
+    clock = Clock(ranks.device)
+    sent, received = torch.zeros(2, 1_000_000, device=ranks.device)
+
+    def exchange_ms(peer: int) -> float:
+        started = clock.since_start()
+        for size in (1, len(sent)):
+            exchange = [dist.P2POp(dist.isend, sent[:size], peer), dist.P2POp(dist.irecv, received[:size], peer)]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            received[0].item()  # waits for the device
+        return 1e3 * (clock.since_start() - started)
+
+    rounds = range(ranks.world // nodes, ranks.world)
+    best_ms = [min(exchange_ms(ranks.rank ^ number) for _ in range(4)) for number in rounds]
+    table = np.array(ranks.gather_objects(best_ms))  # of each rank and round
+    text = f"\n{nodes} nodes: 4 bytes, then 4 MB, both ways in {table.min():.2f} to {table.max():.2f} ms"
+
+    slow = table > 5 * table.min() + 1
+    if slow.any():  # a slow rank has no fast link; a slow link is seen from the two ranks at its ends
+        places = slow.all(1) if slow.all(1).any() else slow.any(1)
+        names = ", ".join(map(ranks.name, np.flatnonzero(places)))
+        text += f"\nWARNING: network far slower at {names}; fix: see its cards and cables, and NCCL_DEBUG=INFO"
+    return text
 
 
 def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps: int) -> float:
@@ -5183,8 +5216,9 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
         if not 0 <= first <= last < steps:
             fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", f"{first}:{last}", "name steps that the run has")
 
+    network = check_network(ranks)
     if ranks.rank == 0:
-        announce(preset, ranks, ops)
+        announce(preset, ranks, ops, network)
     if arguments.check:
         return preflight(arguments, preset, ranks, ops)
     check_versions(ranks)

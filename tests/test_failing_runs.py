@@ -113,6 +113,16 @@ def one_more_shard(folder):
     helpers.write_shard(folder / "tiny_train_000000.bin", helpers.documents(4000, seed=77))
 
 
+def late(*peers):
+    """A network that is slow to some ranks."""
+    def exchange(operations):
+        if operations[0].peer in peers:
+            threading.Event().wait(0.1)
+        return exchange_of(operations)
+
+    exchange_of, tg.dist.batch_isend_irecv = tg.dist.batch_isend_irecv, exchange
+
+
 def other_start():
     """Initial weights of its own: GPUs of two kinds draw other numbers from one seed."""
     reset_of = tg.GPT.reset
@@ -139,6 +149,8 @@ FAULTS = {  # number of processes ("2x1": 1 on each of 2 nodes), further options
     "node with other shards": ("2x1", (), on(1, data_of_its_own, one_more_shard)),
     "node is killed": ("2x1", (), on(1, at_step, 2, send(signal.SIGKILL))),
     "node is interrupted": ("2x1", (), on(1, at_step, 2, send(signal.SIGINT))),
+    "node with a slow network": ("4x1", ("--check",), on(2, late, 0, 1, 3)),
+    "slow link": ("4x1", ("--check",), on(1, late, 2)),
     "a bug": (2, (), on(1, at_step, 2, bug)),
     "nan": (2, (), on(1, at_step, 2, lambda trainer: trainer.model.embedding.data.fill_(math.nan))),
     "other start": (2, (), on(1, other_start)),
@@ -306,6 +318,17 @@ def test_a_node_is_killed(broken):
 def test_ctrl_c_on_one_node_stops_both(broken):
     run = broken("node is interrupted")
     assert run.codes == [130, 130] and run.log[-1]["state"] == "interrupted"
+
+
+@pytest.mark.parametrize("name, places", [("node with a slow network", [2]), ("slow link", [1, 2])])
+def test_a_slow_network_is_named(broken, name, places):
+    """The node whose every exchange is slow, or the two ends of a slow link; a warning, and the run would go on."""
+    run = broken(name)
+    assert run.codes == [0, 0, 0, 0]
+    (warning,) = [line for line in run.said[0].splitlines() if "far slower" in line]
+    names = ", ".join(rf"rank {place} on \S+ \(node {place}\)" for place in places)
+    assert re.fullmatch(f"WARNING: network far slower at {names}; fix: .*", warning)
+    assert re.search(r"\n4 nodes: 4 bytes, then 4 MB, both ways in [\d.]+ to \d{3,}\.\d\d ms\n", run.said[0])
 
 
 def test_a_rank_has_a_bug(broken):
