@@ -5134,7 +5134,10 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
 
 def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str) -> None:
     """Say what will be trained, on which devices and with which operators; then what check_network found."""
-    gpu = f"capability {capability(ranks.device)}" if ranks.device.type == "cuda" else "no GPU"
+    version = capability(ranks.device)
+    gpu = f"capability {version}" if any(version) else "no GPU"
+    if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
+        gpu += ", below the (8, 0) of the fast operators: expect a twentieth of the speed"
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
     print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts(ranks.device)['device']}, "
