@@ -4411,7 +4411,7 @@ class Ranks:
         world = torchrun_number("WORLD_SIZE", "1")
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world,
-                 "torchrun --nproc_per_node=8 (or 4, 2, 1; times --nnodes where there are several)")
+                 "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together")
         ranks = Ranks(rank, world, pick_device(torchrun_number("LOCAL_RANK", "0")))
         if world == 1:
             return ranks
@@ -4422,7 +4422,7 @@ class Ranks:
         # All ranks exchange first where they run: NCCL would wait without a limit for one that never comes.
         timeout = timedelta(seconds=2 * stall_limit_s)
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        store.set(f"process {rank}", f"{os.getpid()}  on {platform.node()} (node {os.environ.get('GROUP_RANK')})")
+        store.set(f"process {rank}", f"{os.getpid()}  on {platform.node()} (node {os.environ.get('GROUP_RANK', '?')})")
         ranks.processes, _, nodes = zip(*(store.get(f"process {other}").decode().partition(" ")
                                           for other in range(world)))
         if len(set(nodes)) > 1:
@@ -5137,7 +5137,7 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str) -> None:
     version = capability(ranks.device)
     gpu = f"capability {version}" if any(version) else "no GPU"
     if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
-        gpu += ", below the (8, 0) of the fast operators: expect a twentieth of the speed"
+        gpu += ", below the (8, 0) of the fast operators, so slow"
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
     print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts(ranks.device)['device']}, "

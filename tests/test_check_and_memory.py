@@ -49,7 +49,7 @@ def test_gpus_before_bfloat16_get_the_reference(check, monkeypatch, version, fas
     monkeypatch.setattr(tg, "select_ops", lambda device, fast, **named: asked.append(fast) or select(device, fast, **named))
     found = check()
     assert found.code == 0 and asked == [fast]
-    assert (f"capability {version}, below the (8, 0) of the fast operators: expect a twentieth of the speed, attention: " in found.device) != fast
+    assert (f"capability {version}, below the (8, 0) of the fast operators, so slow, attention: " in found.device) != fast
 
 
 @pytest.mark.fast
