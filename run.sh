@@ -53,6 +53,7 @@ choose_preset() { # GPUS CAPABILITY TOKENS: sets preset and why
   if (($1 == 0)); then
     preset=smoke why="torch sees no GPU"
     if nvidia-smi -L >/dev/null 2>&1; then why+=", nvidia-smi does: a CPU build of torch, or a driver too old for it"; fi
+  elif (($2 < 80)); then preset=smoke why="compute capability below 8.0: no bfloat16 or Triton there, --preset sprint would take hours"
   elif (($3 < SPRINT_TOKENS)); then preset=smoke-gpu why="$found, sprint needs $((SPRINT_TOKENS / 1000000)) M: $fix --shards 1"
   elif (($2 < 90)); then preset=sprint why="$found; speedrun is for compute capability 9 and above"
   elif (($3 < SPEEDRUN_TOKENS)); then preset=sprint why="$found, speedrun needs $((SPEEDRUN_TOKENS / 1000000)) M: $fix"

@@ -1597,7 +1597,7 @@ class Trainer:
         self.pin = self.device.type == "cuda"  # asynchronous copies need batches in pinned memory
         self.warm = False
 
-        self._open_data(data)
+        ranks.agree("data", lambda: self._open_data(data), "copy the shards of one node to the others")
         self._build_model()
         self._prepare_schedule()
 
@@ -1607,8 +1607,8 @@ class Trainer:
         self.graphs = {}
         self.graph_pool = torch.cuda.MemPool() if ops.graphs else None
 
-    def _open_data(self, folder: Path) -> None:
-        """Open the training stream, and pack this rank's share of the validation windows."""
+    def _open_data(self, folder: Path) -> str:
+        """Open the training stream, and pack this rank's share of the validation windows. Returns the data's hash."""
         preset = self.preset
         self.stream, shard, windows, self.data_hash = open_corpus(preset, folder)
         self.longest_piece = max(len(piece) for pieces in windows for piece in pieces)
@@ -1617,6 +1617,7 @@ class Trainer:
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
         tokens = open_shard(shard, preset.model.vocabulary)[:preset.val_tokens + 1]
         self.validation_hash = hashlib.sha256(tokens).hexdigest()[:16]
+        return self.data_hash
 
     def _build_model(self) -> None:
         """Build the model and its optimizer, and choose micro-batches, as the memory allows."""
@@ -1977,8 +1978,7 @@ def prepare(trainer: Trainer, seed: int, log: RunLog) -> None:
 
     The hashes before and after prove that the warm-up leaves no trace."""
     state = trainer.initialise(seed)
-    if len(set(trainer.ranks.gather_objects(state))) > 1:
-        fail("initial state", "the same on every rank", "differences", "use GPUs of one kind", EXIT_HARDWARE)
+    trainer.ranks.agree("initial state", lambda: state, "use GPUs of one kind", EXIT_HARDWARE)
     if trainer.warm:
         return
 
@@ -2001,8 +2001,9 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     parameters = parameter_counts(trainer.model)
     log.say("{dense:,} dense parameters, {sparse:,} in rows of the n-gram table".format(**parameters))
     log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world,
-             shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names, script=files_hash([Path(__file__)]),
-             data=trainer.data_hash, shards=[path.name for path in trainer.stream.paths], parameters=parameters,
+             nodes=len(set(ranks.nodes)), shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names,
+             script=files_hash([Path(__file__)]), data=trainer.data_hash,
+             shards=[path.name for path in trainer.stream.paths], parameters=parameters,
              consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
 
     prepare(trainer, seed, log)
@@ -4335,6 +4336,7 @@ class Ranks:
         self.peers = {}  # address of a shared tensor or part -> its handle, and every rank's version of it
         self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if device.type == "cuda" else []
         self.processes = [os.getpid()]
+        self.nodes = [""] * world  # on which node each rank is, in words for messages if there are several
         self.stop_asked = False
         self.heartbeat = lambda *_: None  # the watchdog's, while one watches
 
@@ -4348,7 +4350,8 @@ class Ranks:
         rank = torchrun_number("RANK", "0")
         world = torchrun_number("WORLD_SIZE", "1")
         if world not in (1, 2, 4, 8):
-            fail("number of processes", "1, 2, 4 or 8", world, "torchrun --nproc_per_node=8 (or 4, 2, 1)")
+            fail("number of processes", "1, 2, 4 or 8", world,
+                 "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together")
         ranks = Ranks(rank, world, pick_device(torchrun_number("LOCAL_RANK", "0")))
         if world == 1:
             return ranks
@@ -4356,15 +4359,19 @@ class Ranks:
             fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none",
                  "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
 
-        # All ranks exchange their process numbers first: NCCL would wait without a limit for one that never comes.
+        # All ranks exchange first where they run: NCCL would wait without a limit for one that never comes.
         timeout = timedelta(seconds=2 * stall_limit_s)
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        store.set(f"process {rank}", str(os.getpid()))
-        ranks.processes = [int(store.get(f"process {other}")) for other in range(world)]
+        store.set(f"process {rank}", f"{os.getpid()}  on {platform.node()} (node {os.environ.get('GROUP_RANK', '?')})")
+        ranks.processes, _, nodes = zip(*(store.get(f"process {other}").decode().partition(" ")
+                                          for other in range(world)))
+        if len(set(nodes)) > 1:
+            ranks.nodes = nodes
+
         dist.init_process_group("nccl" if ranks.nccl else "gloo", store=store, rank=rank, world_size=world,
                                 timeout=2 * timeout, device_id=ranks.device if ranks.nccl else None)
         signal.signal(signal.SIGINT, ranks.ask_to_stop)
-        if ranks.nccl and os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # all on this host
+        if ranks.nccl and not any(ranks.nodes):
             ranks._share_memory()
         return ranks
 
@@ -4475,12 +4482,35 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def name(self, rank: int) -> str:
+        """A rank in words for a message, with its node if there are several."""
+        return f"rank {rank}{self.nodes[rank]}"
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of the ranks."""
         values = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def agree(self, what: str, find: Callable[[], str], fix: str, code: int = EXIT_USAGE) -> str:
+        """What `find` returns. Unless that is the same on every rank, all of them fail and name one that differs.
+
+        If `find` fails, the other ranks are told why instead of waiting for one that has ended.
+        """
+        try:
+            found = find()
+        except (Failure, OSError) as error:
+            found = explained(error, self)
+        everywhere = self.gather_objects(str(found))
+        if isinstance(found, Failure):
+            raise found
+
+        for rank, other in enumerate(everywhere):
+            if other != everywhere[0]:
+                differing = f"'{everywhere[0]}' on {self.name(0)}, '{other}' on {self.name(rank)}"
+                fail(what, "the same on every rank", differing, fix, code)
+        return found
 
     def ask_to_stop(self, *_: Any) -> None:
         """Handle Ctrl-C. The first one only asks, as ranks are between different collectives; the second acts at once.
@@ -4491,9 +4521,10 @@ class Ranks:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def lost(self) -> str:
-        """Which ranks' processes have ended or stand still, in words for a message. Only Linux tells."""
+        """Which ranks of this node have ended or stand still, in words for a message. Only Linux tells."""
         threading.Event().wait(1.0)  # a dying process closes its connections before it counts as ended
-        lost = [str(rank) for rank, process in enumerate(self.processes) if process_stopped(process)]
+        lost = [str(rank) for rank, process in enumerate(self.processes)
+                if self.nodes[rank] == self.nodes[self.rank] and process_stopped(process)]
         if not lost or str(self.rank) in lost:  # in the latter case nothing tells here
             return ""
         return f" (rank {', '.join(lost)} has ended or stands still)"
@@ -4616,7 +4647,7 @@ def process_fields(process: int | str) -> list[str]:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
-def process_stopped(process: int) -> bool:
+def process_stopped(process: int | str) -> bool:
     """Whether a process has ended or stands still: Linux calls it dead (X), zombie (Z), stopped (T) or traced (t)."""
     try:
         return process_fields(process)[0] in "XZTt"
@@ -5116,7 +5147,8 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
     checks = {
         "versions": lambda: check_versions(ranks),
         "memory": lambda: check_memory(preset, ranks, ops),
-        "data": lambda: check_data(preset, arguments.data or Path(preset.data)),
+        "data": lambda: ranks.agree("data", lambda: check_data(preset, arguments.data or Path(preset.data)),
+                                    "copy the shards of one node to the others"),
         "log": lambda: check_folder(arguments.log_dir, 10),
         "model": lambda: check_model_file(arguments.save, preset.model),
     }
@@ -5135,13 +5167,49 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
     return code
 
 
-def announce(preset: Preset, ranks: Ranks, ops: Ops) -> None:
-    """Say what will be trained, on which devices and with which operators."""
-    gpu = f"capability {capability(ranks.device)}" if ranks.device.type == "cuda" else "no GPU"
+def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str) -> None:
+    """Say what will be trained, on which devices and with which operators; then what check_network found."""
+    version = capability(ranks.device)
+    gpu = f"capability {version}" if any(version) else "no GPU"
+    if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
+        gpu += ", below the (8, 0) of the fast operators, so slow"
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
     print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts(ranks.device)['device']}, "
-          f"{gpu}, {chosen}", flush=True)
+          f"{gpu}, {chosen}{network}", flush=True)
+
+
+def check_network(ranks: Ranks) -> str:
+    """A line on how long exchanges between nodes take, and one on what is far slower than the rest; "" on one node.
+
+    The number of ranks is a power of two. So in each round every rank has one peer: its own number xor the round's.
+    """
+    nodes = len(set(ranks.nodes))
+    if nodes == 1:
+        return ""
+    clock = Clock(ranks.device)
+    sent, received = torch.zeros(2, 1_000_000, device=ranks.device)
+
+    def exchange_ms(peer: int) -> float:
+        started = clock.since_start()
+        for size in (1, len(sent)):
+            exchange = [dist.P2POp(dist.isend, sent[:size], peer), dist.P2POp(dist.irecv, received[:size], peer)]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            received[0].item()  # waits for the device
+        return 1e3 * (clock.since_start() - started)
+
+    rounds = range(ranks.world // nodes, ranks.world)
+    best_ms = [min(exchange_ms(ranks.rank ^ number) for _ in range(4)) for number in rounds]
+    table = np.array(ranks.gather_objects(best_ms))  # of each rank and round
+    text = f"\n{nodes} nodes: 4 bytes, then 4 MB, both ways in {table.min():.2f} to {table.max():.2f} ms"
+
+    slow = table > 5 * table.min() + 1
+    if slow.any():  # a slow rank has no fast link; a slow link is seen from the two ranks at its ends
+        places = slow.all(1) if slow.all(1).any() else slow.any(1)
+        names = ", ".join(map(ranks.name, np.flatnonzero(places)))
+        text += f"\nWARNING: network far slower at {names}; fix: see its cards and cables, and NCCL_DEBUG=INFO"
+    return text
 
 
 def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps: int) -> float:
@@ -5172,6 +5240,9 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
     preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     seed = ranks.gather_objects(seed)[0]
+    here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
+    ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {files_hash([Path(__file__)])[:8]}",
+                "start every node with the same --nproc_per_node, options and files")
     fast = capability(ranks.device) >= (8, 0) and not arguments.reference
     bfloat16 = preset.model.dtype == "bfloat16"
     fp8 = [part for part in FP8_PARTS if bfloat16 and arguments.no_fp8 not in (part, "all")]
@@ -5183,8 +5254,9 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
         if not 0 <= first <= last < steps:
             fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", f"{first}:{last}", "name steps that the run has")
 
+    network = check_network(ranks)
     if ranks.rank == 0:
-        announce(preset, ranks, ops)
+        announce(preset, ranks, ops, network)
     if arguments.check:
         return preflight(arguments, preset, ranks, ops)
     check_versions(ranks)
@@ -5228,7 +5300,7 @@ def main(argv: list[str] | None = None) -> int:
         message = str(failure)
     finally:
         if message:
-            rank = f"rank {ranks.rank}: " if ranks and ranks.world > 1 else ""
+            rank = f"{ranks.name(ranks.rank)}: " if ranks and ranks.world > 1 else ""
             print(f"train_gpt: {rank}{message}", file=sys.stderr)
         if ranks:
             ranks.finish(code)

@@ -72,8 +72,13 @@ def command_leaderboard(arguments: argparse.Namespace) -> int:
 
 
 def command_plot(arguments: argparse.Namespace) -> int:
-    from plots import plot_history, plot_runs
-    plot_runs(arguments.runs, arguments.out) if arguments.runs else plot_history(arguments.out)
+    from plots import plot_history, plot_log, plot_runs
+    if arguments.log:
+        plot_log(arguments.log, arguments.out)
+    elif arguments.runs:
+        plot_runs(arguments.runs, arguments.out)
+    else:
+        plot_history(arguments.out)
     print(arguments.out)
     return 0
 
@@ -125,6 +130,8 @@ def parser() -> argparse.ArgumentParser:
     leaderboard.add_argument("--check", action="store_true", help="write nothing, exit 1 if they are stale")
     plot = add("plot", command_plot, "loss and step times of runs, or without any the history of records")
     plot.add_argument("runs", nargs="*", metavar="RUNS", help="as for compare")
+    plot.add_argument("--log", nargs="?", type=Path, const=Path("logs"), metavar="LOG",
+                      help="instead one run, in progress too: loss, ms a step, learning rate; of a folder (default: logs) the log written to last")
     plot.add_argument("--out", type=Path, default=Path("plot.svg"), help="a .svg or .png file")
     return top
 

@@ -1,4 +1,4 @@
-"""Figures 900 pixels wide, the width of a README: loss against time and step times of some runs, or the history of the records."""
+"""Figures 900 pixels wide, the width of a README: loss against time and step times of some runs, one run that may go on, or the history of the records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from record import HOME, Folder, all_folders, load
 from report import hardware, load_runs, mean_curve
-from runlog import fail, stage_times
+from runlog import fail, read_run, stage_times
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # distinct for the colour-blind too (Okabe and Ito)
 LANDMARKS = {1: "llm.c", 3: "Muon", 8: "untied head", 12: "FlexAttention", 19: "FP8 head", 29: "FA3", 40: "backout", 46: "batch schedule",
@@ -61,6 +61,63 @@ def plot_runs(specs: list[str], path: Path) -> None:
     stages = len(runs[0].stages)
     step_axes.set(xlabel="stage", ylabel="ms a step", xticks=range(stages), xticklabels=range(1, stages + 1), xlim=(-0.6, stages - 0.4))
     step_axes.grid(False, axis="x")
+    save(figure, path)
+
+
+def newest_log(place: Path) -> Path:
+    """`place` itself if it is a log, else the log in that folder which was written to last."""
+    if place.is_file():
+        return place
+    logs = sorted(place.rglob("*.jsonl"), key=lambda log: log.stat().st_mtime)
+    if not logs:
+        fail(f"logs in {place}", "a .jsonl file", "none", "start a run, or name its log or folder")
+    return logs[-1]
+
+
+def schedule_rates(preset: dict) -> list[float]:
+    """The learning rate of each step, relative to its highest base, as `learning_rate` in train_gpt.py has it; the preset as in the head of a log."""
+    optimizer, stages = preset["optimizer"], preset["stages"]
+    scheduled, final = sum(stage["steps"] for stage in stages if not stage["extension"]), optimizer["final_learning_rate"]
+    rates: list[float] = []
+    for stage in stages:
+        for step in range(len(rates), len(rates) + stage["steps"]):
+            share = 0.0 if stage["extension"] else min((1 - step / scheduled) / optimizer["cooldown_fraction"], 1.0)
+            rates.append(stage["learning_rate_multiplier"] * share + final * (1 - share))
+    return rates
+
+
+def plot_log(place: Path, path: Path) -> None:
+    """Loss, ms a step and learning rate of one run, finished or not, by step; dotted lines are the borders of stages."""
+    run = read_run(newest_log(place))
+    if not len(run.train):
+        fail(f"log {run.path}", "at least one step", "none yet", "wait for the first steps, or name another log")
+    (steps, seconds, losses), colour = run.train.T, COLOURS[0]
+    figure, ((loss_axes, step_axes, rate_axes),) = canvas(3, (1.3, 1, 1))
+    loss_axes.plot(steps, losses, color=colour, label="training")
+    if len(run.vals):
+        loss_axes.plot(run.vals[:, 0], run.vals[:, 2], "o", color=COLOURS[1], label="validation")
+    top = 1.02 * max(np.interp(0.1 * steps[-1], steps, losses), losses[-1], *run.vals[-1:, 2])
+    loss_axes.set(ylabel="loss (nats a token)", ylim=(None, top if math.isfinite(top) else None))
+    loss_axes.legend()
+
+    times = np.diff(seconds, prepend=0) / np.diff(steps, prepend=0) * 1e3
+    step_axes.step(steps, times, where="pre", color=colour)
+    step_axes.set(ylabel="ms a step", ylim=(0, 1.1 * times.max()))
+
+    try:
+        rates = schedule_rates(run.head["preset"])
+    except (KeyError, TypeError):  # a public log, or one of another version
+        rates = []
+    done = int(steps[-1])
+    rate_axes.plot(range(1, len(rates) + 1), rates, color=colour, alpha=0.3)
+    rate_axes.plot(range(1, done + 1)[:len(rates)], rates[:done], color=colour)
+    rate_axes.set(ylabel="relative learning rate" if rates else "learning rate: not in this log")
+    for axes in (loss_axes, step_axes, rate_axes):
+        axes.set(xlabel="step", xlim=(0, max(run.total_steps, done)))
+        for first, _ in run.stages:
+            axes.axvline(first, color="grey", linewidth=0.8, linestyle=":")
+    state = "in progress or killed" if run.state == "incomplete" else run.state[:60]
+    figure.suptitle(f"{run.path.name}: step {done} of {run.total_steps}, {seconds[-1]:.1f} s, {state}", fontsize=10)
     save(figure, path)
 
 

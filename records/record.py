@@ -49,8 +49,9 @@ TRACKS = {
 
 
 def hardware(run: Run) -> str:
-    """The class that a run is ranked in: how many GPUs of which kind, or processes on which processor."""
-    return f"{run.head.get('world')} x {run.head.get('device')}"
+    """The class that a run is ranked in: how many GPUs of which kind, or processes on which processor, and on how many nodes if not on one."""
+    nodes = run.head.get("nodes", 1)  # logs had no such entry while all runs were on one
+    return f"{run.head.get('world')} x {run.head.get('device')}" + (f" on {nodes} nodes" if nodes != 1 else "")
 
 
 class Folder(NamedTuple):

@@ -98,7 +98,8 @@ def incomparable(a: list[Run], b: list[Run]) -> tuple[list[str], list[str]]:
     """Why the losses and why the times of two sides cannot be compared; empty lists if they can."""
     loss = differing(a, b, {"preset": lambda r: r.head.get("preset", {}).get("name"), "validation tokens": lambda r: r.head.get("preset", {}).get("val_tokens"),
                             "validation hash": lambda r: r.lines[-1].get("val_hash") if r.lines else None})
-    time = differing(a, b, {"hardware": lambda r: r.head.get("device"), "GPUs": lambda r: r.head.get("world"), "machine": lambda r: r.head.get("machine")})
+    time = differing(a, b, {"hardware": lambda r: r.head.get("device"), "GPUs": lambda r: r.head.get("world"),
+                            "nodes": lambda r: r.head.get("nodes", 1), "machine": lambda r: r.head.get("machine")})
     return loss, time
 
 

@@ -128,6 +128,7 @@ def check_settings(c: Context) -> Findings:
             ("script", manifest_hash({SCRIPT: c.folder.record["scripts"][arm]}, [SCRIPT]), run.head.get("script")),
             ("seed", int(seed), run.head.get("seed")),
             ("processes", plan["world"], run.head.get("world")),
+            ("nodes", 1, run.head.get("nodes", 1)),
             ("preset", c.folder.track.preset, preset.get("name")),
             ("validation tokens", c.folder.track.val_tokens, preset.get("val_tokens")),
             ("plan", f"{plan['id']}-{key}", Path(settings.get("log_dir", "")).name),

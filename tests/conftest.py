@@ -37,7 +37,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(tg, "BOS", helpers.BOS)
     monkeypatch.setitem(tg.PRESETS, helpers.PRESET.name, helpers.PRESET)
     monkeypatch.setattr(tg.torch.cuda, "is_available", lambda: False)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     threads = tg.torch.get_num_threads()
     tg.torch.set_num_threads(1)  # these tensors are smaller than what it costs to wake a second thread
@@ -58,6 +58,13 @@ def ranked(corpus, tmp_path_factory):
     """helpers.PRESET trained through main() by 1, 2, 4 and 8 processes: the folder that helpers.launch filled."""
     import helpers
     return helpers.launch(corpus, tmp_path_factory.mktemp("ranked"), worlds=(1, 2, 4, 8))
+
+
+@pytest.fixture(scope="session")
+def on_nodes(corpus, tmp_path_factory):
+    """The same as 4 processes on each of 2 nodes, 2 on 4, and 1 on 2, started as torchrun would start them there."""
+    import helpers
+    return helpers.launch(corpus, tmp_path_factory.mktemp("nodes"), worlds=("2x4", "4x2", "2x1"))
 
 
 @pytest.fixture(scope="session")

@@ -204,12 +204,21 @@ class FileMemory:
         torch.cuda.synchronize = self.synchronize
 
 
-def train_rank(world, rank, port, corpus, folder, options=(), prepare=None, share=False):
+def nodes_and_world(size):
+    """How many nodes and processes a size of a run means: 4, or "2x4" for 4 processes on each of 2 nodes."""
+    nodes, _, local = str(size).rpartition("x")
+    return int(nodes or 1), int(nodes or 1) * int(local)
+
+
+def train_rank(world, rank, port, corpus, folder, options=(), prepare=None, share=False, nodes=1):
     """One process of a run, as torchrun would start it; leaves what it said and, unless `prepare` breaks it, its final state in `folder`."""
-    out = os.open(folder / f"{world}-{rank}.out", os.O_CREAT | os.O_WRONLY)
+    local = world // nodes
+    name = world if nodes == 1 else f"{nodes}x{local}"
+    out = os.open(folder / f"{name}-{rank}.out", os.O_CREAT | os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
+                   "GROUP_RANK": str(rank // local), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     tg.BOS = BOS
     tg.PRESETS[PRESET.name] = PRESET
@@ -219,18 +228,19 @@ def train_rank(world, rank, port, corpus, folder, options=(), prepare=None, shar
 
     def train_and_keep(trainer, *arguments):
         loss = train(trainer, *arguments)
-        torch.save({"loss": loss, "state": trainer.optimizer.state()}, folder / f"{world}-{rank}.pt")
+        torch.save({"loss": loss, "state": trainer.optimizer.state()}, folder / f"{name}-{rank}.pt")
         return loss
 
     if prepare is None:
         tg.train = train_and_keep
     else:
         prepare(rank)
-    sys.exit(tg.main(["--preset", "tiny", "--seed", str(SEED), "--data", str(corpus), "--log-dir", str(folder / f"logs-{world}"), *options]))
+    sys.exit(tg.main(["--preset", "tiny", "--seed", str(SEED), "--data", str(corpus), "--log-dir", str(folder / f"logs-{name}"), *options]))
 
 
 def launch(corpus, folder, worlds, share=False):
-    """Train PRESET once with each number of processes. They fork from one fresh process, which imports torch once. `share`: see FileMemory."""
+    """Train PRESET once with each number of processes, "2x4" on 2 nodes. They fork from one fresh process, which imports torch once. `share`: see
+    FileMemory."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(corpus), str(folder), "share" if share else "", *map(str, worlds)]
     result = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
@@ -251,15 +261,16 @@ def start_world(world, *arguments):
 
 
 def fork_worlds(corpus, folder, share, worlds):
-    for world in worlds:
-        ranks = start_world(world, corpus, folder, (), None, bool(share))
+    for name in worlds:
+        nodes, world = nodes_and_world(name)
+        ranks = start_world(world, corpus, folder, (), None, bool(share), nodes)
         for process in ranks:
             process.join(120)
         if codes := [process.exitcode for process in ranks if process.exitcode != 0]:
             for process in ranks:
                 process.kill()
-            return f"{world} processes ended with {codes}"
+            return f"{name} processes ended with {codes}"
 
 
 if __name__ == "__main__":
-    sys.exit(fork_worlds(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], tuple(map(int, sys.argv[4:]))))
+    sys.exit(fork_worlds(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:]))

@@ -40,6 +40,18 @@ def test_fp8_is_for_bfloat16_models(check, monkeypatch, dtype, options, parts):
     assert check(*options).code == 0 and asked == [parts]
 
 
+@pytest.mark.parametrize("version, fast", [((7, 5), False), ((8, 0), True)])
+@pytest.mark.fast
+def test_gpus_before_bfloat16_get_the_reference(check, monkeypatch, version, fast):
+    """And a line says what that costs; on a CPU only the choice can be tested."""
+    asked, select = [], tg.select_ops
+    monkeypatch.setattr(tg, "capability", lambda device: version)
+    monkeypatch.setattr(tg, "select_ops", lambda device, fast, **named: asked.append(fast) or select(device, fast, **named))
+    found = check()
+    assert found.code == 0 and asked == [fast]
+    assert (f"capability {version}, below the (8, 0) of the fast operators, so slow, attention: " in found.device) != fast
+
+
 @pytest.mark.fast
 def test_check_says_a_line_an_item_and_does_nothing(check, tmp_path, monkeypatch):
     monkeypatch.setattr(tg, "Trainer", lambda *_: pytest.fail("started"))

@@ -1,4 +1,4 @@
-"""Runs of one and two processes in which something breaks: who says what, with which exit code, what the log keeps, and that all end."""
+"""Runs of one to four processes in which something breaks: who says what, with which exit code, what the log keeps, and that all end."""
 
 from __future__ import annotations
 
@@ -94,6 +94,35 @@ def full_disk(limit_bytes):
     return lambda rank: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
 
+def data_of_its_own(change):
+    """Another folder of shards than the other node's: a copy of its folder after `change`."""
+    def open_other(preset, folder):
+        shutil.copytree(folder, other := folder.with_name("other"))
+        change(other)
+        return open_of(preset, other)
+
+    open_of, tg.open_corpus = tg.open_corpus, open_other
+
+
+def empty(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def one_more_shard(folder):
+    helpers.write_shard(folder / "tiny_train_000000.bin", helpers.documents(4000, seed=77))
+
+
+def late(*peers):
+    """A network that is slow to some ranks."""
+    def exchange(operations):
+        if operations[0].peer in peers:
+            threading.Event().wait(0.1)
+        return exchange_of(operations)
+
+    exchange_of, tg.dist.batch_isend_irecv = tg.dist.batch_isend_irecv, exchange
+
+
 def other_start():
     """Initial weights of its own: GPUs of two kinds draw other numbers from one seed."""
     reset_of = tg.GPT.reset
@@ -102,7 +131,7 @@ def other_start():
 
 TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 STANDING = ("stands still", "stands still in the warm-up", "never comes to torchrun")  # their rank 1 does not end by itself
-FAULTS = {  # number of processes, further options, what happens to a rank
+FAULTS = {  # number of processes ("2x1": 1 on each of 2 nodes), further options, what happens to a rank
     "killed": (2, (), on(1, at_step, 2, send(signal.SIGKILL))),
     "main rank killed": (2, (), on(0, at_step, 2, send(signal.SIGKILL))),
     "stands still": (2, ("--stall-limit", "2"), on(1, at_step, 2, send(signal.SIGSTOP))),
@@ -112,6 +141,16 @@ FAULTS = {  # number of processes, further options, what happens to a rank
     "never comes": (2, ("--stall-limit", "1.5"), on(1, os._exit, 0)),
     "main rank never comes": (2, ("--stall-limit", "1.5"), on(0, os._exit, 0)),
     "never comes to torchrun": (2, ("--stall-limit", "1.5"), lambda rank: host_the_store() if rank else os.environ.update(TORCHRUN)),
+    "node never comes": ("2x2", ("--stall-limit", "1.5"), lambda rank: os._exit(0) if rank > 1 else None),
+    "nodes of two sizes": (4, (), on(3, os.environ.update, {"GROUP_RANK": "1"})),
+    "node with other options": ("2x1", (), on(1, sys.argv.append, "--length=2")),
+    "node without shards": ("2x1", (), on(1, data_of_its_own, empty)),
+    "node without shards, checked": ("2x1", ("--check",), on(1, data_of_its_own, empty)),
+    "node with other shards": ("2x1", (), on(1, data_of_its_own, one_more_shard)),
+    "node is killed": ("2x1", (), on(1, at_step, 2, send(signal.SIGKILL))),
+    "node is interrupted": ("2x1", (), on(1, at_step, 2, send(signal.SIGINT))),
+    "node with a slow network": ("4x1", ("--check",), on(2, late, 0, 1, 3)),
+    "slow link": ("4x1", ("--check",), on(1, late, 2)),
     "a bug": (2, (), on(1, at_step, 2, bug)),
     "nan": (2, (), on(1, at_step, 2, lambda trainer: trainer.model.embedding.data.fill_(math.nan))),
     "other start": (2, (), on(1, other_start)),
@@ -140,8 +179,9 @@ def break_runs(corpus, folder):
             copy = place / "corpus"
             if not copy.exists():
                 shutil.copytree(corpus, copy)
-            world, options, prepare = FAULTS[name]
-            ranks[name] = helpers.start_world(world, copy, place, [str(place / o) if o == "model.pt" else o for o in options], prepare)
+            size, options, prepare = FAULTS[name]
+            nodes, world = helpers.nodes_and_world(size)
+            ranks[name] = helpers.start_world(world, copy, place, [str(place / o) if o == "model.pt" else o for o in options], prepare, False, nodes)
         for name in batch:
             for process in ranks[name]:
                 process.join(1 if name in STANDING and process is ranks[name][1] else 60)
@@ -161,9 +201,10 @@ def broken(corpus, tmp_path_factory):
     codes = json.loads((folder / "codes.json").read_text())
 
     def outcome(name):
-        place, world = folder / name, FAULTS[name][0]
-        said = [(place / f"{world}-{rank}.out").read_text() for rank in range(world)]
-        log = None if "full" in name or "comes" in name else read_log(next((place / f"logs-{world}").glob("*.jsonl")))
+        place, size = folder / name, FAULTS[name][0]
+        said = [(place / f"{size}-{rank}.out").read_text() for rank in range(helpers.nodes_and_world(size)[1])]
+        logs = [] if "full" in name else list((place / f"logs-{size}").glob("*.jsonl"))
+        log = read_log(logs[0]) if logs else None
         return types.SimpleNamespace(codes=codes[name], said=said, log=log, place=place)
     return outcome
 
@@ -229,6 +270,67 @@ def test_a_rank_never_comes(broken, name, rank, found):
     assert "Traceback" not in run.said[rank] and not list(run.place.glob("logs*"))
 
 
+def test_a_node_never_comes(broken):
+    """The same limit, and the line says what to start; under torchrun its own limit comes first, see docs/troubleshooting.md."""
+    run = broken("node never comes")
+    assert run.codes == [4, 4, 0, 0]
+    assert re.fullmatch(r"train_gpt: other ranks: expected an answer, found '.*2/4 clients joined.*'; fix: start all of them, .*", last_line(run.said[0]))
+    assert not list(run.place.glob("logs*"))
+
+
+NODES = r"on \S+ \(node 0\), '(.*)' on rank \d on \S+ \(node 1\)"
+
+
+@pytest.mark.parametrize("name, world, what, first, other", [
+    ("nodes of two sizes", 4, "nodes", "3 processes, .*", "1 processes, .*"),
+    ("node with other options", 2, "nodes", "1 processes, .*", "1 processes, .* --length=2, torch .*"),
+    ("node with other shards", 2, "data", "[0-9a-f]{64}", "[0-9a-f]{64}")])
+def test_nodes_differ(broken, name, world, what, first, other):
+    """Both are told, in one line, which node has what; nothing is trained."""
+    run = broken(name)
+    assert run.codes == [2] * world and run.log is None
+    for rank, said in enumerate(run.said):
+        pattern = rf"train_gpt: rank {rank} on \S+ \(node \d\): {what}: expected the same on every rank, found '{first}' on rank 0 {NODES}; fix: .*"
+        found = re.fullmatch(pattern, last_line(said))
+        assert found and re.fullmatch(other, found[1]), said
+
+
+@pytest.mark.parametrize("name", ["node without shards", "node without shards, checked"])
+def test_a_node_has_no_shards(broken, name):
+    """It says so itself, and the other node which one it is; --check says it where a person looks."""
+    run = broken(name)
+    mine, theirs = (last_line(run.said[1]), last_line(run.said[0])) if "checked" not in name else \
+        ("", next(line for line in run.said[0].splitlines() if line.startswith("FAIL  data")))
+    assert run.codes == [2, 2] and run.log is None
+    assert "checked" in name or re.fullmatch(r"train_gpt: rank 1 on \S+ \(node 1\): train shards: expected .*, found none; fix: .*", mine)
+    assert re.fullmatch(rf".*data: expected the same on every rank, found '.*' on rank 0 {NODES}; fix: .*", theirs)
+    assert "train shards: expected" in theirs
+
+
+def test_a_node_is_killed(broken):
+    """Nobody claims to know its processes: numbers of processes mean nothing on another node."""
+    run = broken("node is killed")
+    assert run.codes == [4, -signal.SIGKILL]
+    assert re.fullmatch(r"train_gpt: rank 0 on \S+ \(node 0\): other ranks: expected an answer, found '.*'; fix: .*", last_line(run.said[0]))
+    assert run.log[-1]["state"].startswith("failed: other ranks")
+
+
+def test_ctrl_c_on_one_node_stops_both(broken):
+    run = broken("node is interrupted")
+    assert run.codes == [130, 130] and run.log[-1]["state"] == "interrupted"
+
+
+@pytest.mark.parametrize("name, places", [("node with a slow network", [2]), ("slow link", [1, 2])])
+def test_a_slow_network_is_named(broken, name, places):
+    """The node whose every exchange is slow, or the two ends of a slow link; a warning, and the run would go on."""
+    run = broken(name)
+    assert run.codes == [0, 0, 0, 0]
+    (warning,) = [line for line in run.said[0].splitlines() if "far slower" in line]
+    names = ", ".join(rf"rank {place} on \S+ \(node {place}\)" for place in places)
+    assert re.fullmatch(f"WARNING: network far slower at {names}; fix: .*", warning)
+    assert re.search(r"\n4 nodes: 4 bytes, then 4 MB, both ways in [\d.]+ to \d{3,}\.\d\d ms\n", run.said[0])
+
+
 def test_a_rank_has_a_bug(broken):
     """Its traceback is kept, and the other rank does not wait for it."""
     run = broken("a bug")
@@ -248,7 +350,8 @@ def test_ranks_that_start_differently(broken):
     """Before the clock starts, and on all of them."""
     run = broken("other start")
     assert run.codes == [4, 4]
-    assert all(re.fullmatch(r"train_gpt: rank \d: initial state: expected the same on every rank, found differences; fix: .*", last_line(said)) for said in run.said)
+    pattern = r"train_gpt: rank \d: initial state: expected the same on every rank, found '\w{16}' on rank 0, '\w{16}' on rank 1; fix: .*"
+    assert all(re.fullmatch(pattern, last_line(said)) for said in run.said)
     assert [event["kind"] for event in run.log] == ["head", "end"] and run.log[-1]["state"].startswith("failed: initial state")
 
 

@@ -644,6 +644,7 @@ def pause(events, reason):
     ("settings", lambda e: e[0]["settings"].update(val_every="10")),
     ("settings", lambda e: e[0].update(seed=1)),
     ("settings", lambda e: e[0].update(world=8)),
+    ("settings", lambda e: e[0].update(nodes=2)),
     ("settings", lambda e: e[0].update(script="0" * 64)),
     ("settings", lambda e: e[0]["preset"].update(val_tokens=4096)),
     ("settings", lambda e: e[0]["settings"].update(log_dir="elsewhere")),
@@ -860,9 +861,10 @@ def test_compare_a_record_with_its_parent_uses_its_own_pairs(finished):
 
 def test_compare_says_why_not(finished, copy):
     for path in (copy / "runs").glob("a-*"):
-        rewrite_log(path, lambda e: (e[0]["preset"].update(val_tokens=1), e[0].update(device="other")))
+        rewrite_log(path, lambda e: (e[0]["preset"].update(val_tokens=1), e[0].update(device="other", nodes=2)))
     text = report.compare(str(copy), str(finished[1]))
     assert "losses comparable: no, validation tokens 1 against 8192" in text and "times comparable:  no, hardware other against fake" in text
+    assert "nodes 2 against 1" in text and "x other on 2 nodes\n" in text
     assert "verdict: none, the losses" in text
 
 

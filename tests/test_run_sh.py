@@ -123,6 +123,7 @@ def test_cpu_torch_beside_a_gpu_is_pointed_out(machine):
     (1, 8, 7, "train_gpt.py --preset sprint"),
     (7, 9, 1, "-m torch.distributed.run --standalone --nproc_per_node=4 train_gpt.py --preset sprint"),
     (1, 9, 0, "train_gpt.py --preset smoke-gpu"),
+    (2, 7, 7, "train_gpt.py --preset smoke"),
 ])
 def test_choice(machine, gpus, capability, shards, expected):
     if shards:

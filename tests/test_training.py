@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -392,6 +398,9 @@ class Recorded(tg.Ranks):
         self.barriers.append(barrier)
         return lambda: None
 
+    def gather_objects(self, value):
+        return [value] * self.world
+
     def all_reduce_mean(self, tensor):
         return lambda: None
 
@@ -544,8 +553,8 @@ def test_eager_is_compiled_by_inductor(corpus, tiny, monkeypatch):
 
 
 # ---- 1 = 2 = 4 = 8 processes -----------------------------------------------------------------------------------------
-def outcome(folder, world):
-    return [torch.load(folder / f"{world}-{rank}.pt") for rank in range(world)]
+def outcome(folder, size):
+    return [torch.load(folder / f"{size}-{rank}.pt") for rank in range(helpers.nodes_and_world(size)[1])]
 
 
 @pytest.mark.parametrize("how, world", [(how, world) for how in ("ranked", "sharing") for world in (2, 4, 8)])
@@ -590,6 +599,56 @@ def test_processes_log_the_same_training(ranked, world):
     assert only(together, "head")[0]["world"] == world
     assert len(list((ranked / f"logs-{world}").iterdir())) == 1
     assert all(rank["loss"] == pytest.approx(end["loss"], abs=1e-6) for rank in outcome(ranked, world))
+
+
+@pytest.mark.parametrize("size, world", [("2x4", 8), ("4x2", 8), ("2x1", 2)])
+def test_nodes_train_as_one(ranked, on_nodes, size, world):
+    """To the last digit: losses, weights and every rank's state; only the head says on how many nodes, and no memory is shared between them."""
+    together, apart = (read_log(next((folder / f"logs-{s}").glob("*.jsonl"))) for folder, s in ((ranked, world), (on_nodes, size)))
+    assert (together[0]["nodes"], apart[0]["nodes"]) == (1, int(size[0])) and apart[0]["world"] == world and not apart[0]["shared_memory"]
+    for kind in ("step", "val"):
+        losses = [[event.get("train_loss", event.get("loss")) for event in only(log, kind)] for log in (together, apart)]
+        assert losses[0] == losses[1]
+    assert all(together[-1][key] == apart[-1][key] for key in ("state", "loss", "train_hash", "val_hash"))
+    for a, b in zip(outcome(ranked, world), outcome(on_nodes, size), strict=True):
+        assert a["loss"] == b["loss"] and all(a["state"][name].equal(b["state"][name]) for name in a["state"])
+    assert len(list((on_nodes / f"logs-{size}").iterdir())) == 1, "only the first rank of all nodes writes"
+    assert re.search(rf"\n{size[0]} nodes: 4 bytes, then 4 MB, both ways in ", (on_nodes / f"{size}-0.out").read_text())
+    assert "nodes: " not in (ranked / f"{world}-0.out").read_text()
+
+
+AS_TINY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import helpers
+helpers.tg.BOS = helpers.BOS
+helpers.tg.PRESETS[helpers.PRESET.name] = helpers.PRESET
+sys.exit(helpers.tg.main(sys.argv[2:]))
+"""
+
+
+def test_two_torchruns_are_two_nodes(ranked, corpus, tmp_path):
+    """One agent for each node, on one machine: torchrun's own variables mean what `on_nodes` takes them to mean."""
+    (tmp_path / "tiny.py").write_text(AS_TINY)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    script = [tmp_path / "tiny.py", Path(__file__).parent, "--preset", "tiny", "--seed", helpers.SEED, "--data", corpus, "--log-dir", tmp_path / "logs"]
+    agents = [subprocess.Popen([*command, f"--node_rank={node}", *map(str, script)], env=environment, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT) for node in range(2)]
+    try:
+        said = [agent.communicate(timeout=200)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    (log,) = (read_log(path) for path in (tmp_path / "logs").iterdir())
+    one_node = read_log(next((ranked / "logs-2").glob("*.jsonl")))
+    assert (log[0]["world"], log[0]["nodes"]) == (2, 2) and "\n2 nodes: " in said[0] and "val loss" not in said[1]
+    assert [event["train_loss"] for event in only(log, "step")] == [event["train_loss"] for event in only(one_node, "step")]
+    assert log[-1]["loss"] == one_node[-1]["loss"]
 
 
 def test_one_rank_speaks(ranked):
