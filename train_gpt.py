@@ -13,6 +13,8 @@ Map
     1 imports, constants     2 configuration     3 schedule        4 model            5 optimizer
     6 training               7 data              8 reference operators                9 Triton kernels
    10 operator selection    11 runtime          12 run log        13 afterwards      14 main
+
+Comments call the N-th public record of modded-nanogpt "record N".
 """
 
 
@@ -120,7 +122,7 @@ class ModelConfig:
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
     # The factor of products of normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels
-    # the loss is 0.005 lower at 0.13 than at 0.1, and 0.16 and 0.2 are alike.
+    # the loss is 0.005 lower at 0.13 than at 0.1; 0.16 and 0.2 give the same.
     attention_scale: float = 0.1
     longest_suffix_match: bool = True  # adds a row of what followed the same tokens, see that function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
@@ -183,7 +185,7 @@ class OptimizerConfig:
     # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
     final_learning_rate: float = 0.25
     # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the same time. It should
-    # look back over 7 % of the run, that is interval / rate steps: a longer run wants a lower rate.
+    # look back over 7 % of the run, that is interval / rate steps: a longer run wants a lower rate. (Smoke: not tuned.)
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
     averaging_rate: float = 0.0755
@@ -384,9 +386,9 @@ def step_rates(preset: Preset, step: int) -> dict[str, float]:
 
 
 def averaging(preset: Preset, step: int) -> tuple[float, float]:
-    """(rate, share) of Optimizer.average after a step. The average moves by `rate` to the weights,
-    which enter it first with rate 1. After the last step the weights move by `share` to the
-    average. (0, 0): nothing to do."""
+    """(rate, share) for Optimizer.average after a step. The average of the weights moves towards them by
+    `rate`: 1 starts it, 0 leaves it as it is. `share` is above 0 after the last step only: so far the
+    weights then move towards the average."""
     config = preset.optimizer
     since = step - math.ceil((1 - config.averaging_fraction) * preset.steps)
     if since < 0:
@@ -427,7 +429,7 @@ class Targets(NamedTuple):
     weights: Tensor  # float32 [K], of the next token, the one after it, ...
     classes: Tensor | None = None  # int32 [S, P], ids of the sampled softmax; None: all
     num_always: Tensor | None = None  # int32 [S]
-    log_copy: Tensor | None = None  # float32 [T], ln of the next token's share of the copy token, see pointer_reference
+    log_copy: Tensor | None = None  # float32 [T], ln of the share that the pointer gives the next token
     copy_token: int = 0  # its class index
 
     def ahead(self, k: int) -> Tensor:
@@ -585,8 +587,9 @@ def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
 class EmbeddingLookup(torch.autograd.Function):
     """`EmbeddingLookup.apply(gather, table, ids, ...)` is gather(ids, table), [T, D].
 
-    The gradient goes to table.info.receive_grad, with all that follows `table`. Autograd, which would make five passes
-    over a mostly empty table, is told of no gradient, yet it calls the hooks of the table after its last lookup.
+    The gradient bypasses autograd, which would build a dense one for each lookup, in five passes over a mostly empty
+    table: `backward` hands it to table.info.receive_grad, with all that follows `table`, and returns None. The table's
+    post-accumulate hook (Optimizer._ready) fires nevertheless, once a backward pass, after the last lookup.
     """
 
     @staticmethod
@@ -644,7 +647,9 @@ class Block(nn.Module):
         if layer.skip_from is not None:
             self.skip_weight = make_param("scalar", empty((), dtype=torch.float32))
         if layer.attention:
-            matrix = heads * math.gcd(config.key_width, config.head_width), width  # one bank for q, k, v and out
+            # One bank for q, k, v and out, which are all cut into matrices of this many rows: with keys narrower than
+            # values, v and out are cut in two, and each half is orthogonalised by itself.
+            matrix = heads * math.gcd(config.key_width, config.head_width), width
             qkv_width = 2 * heads * config.key_width + config.attention_width
             self.qkv = make_param("attention", empty(qkv_width, width), matrix)
             self.out = make_param("attention", empty(config.attention_width, width), matrix)
@@ -990,8 +995,9 @@ def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, seco
                    cautious: bool = True) -> None:
     """Apply orthogonalised updates [..., rows, columns] to the weights, in place.
 
-    NorMuon divides each output of a matrix by the running root mean square of its updates, then restores the norm
-    of the whole matrix. Outputs are rows, or columns where the matrix is wide. Without `second_moment` this is Muon.
+    NorMuon divides each line of a matrix by the running root mean square of its updates, then restores the norm of the
+    whole matrix. Lines are those that the longer side counts: the rows of a tall or square matrix, the columns of a
+    wide one. Without `second_moment` this is Muon.
     Decay, if cautious, shrinks a weight only where the update shrinks it too.
     Sources: NorMuon, arXiv 2510.05491; public records 41-43 and 48.
     """
@@ -1043,6 +1049,9 @@ def adam_update(weight: Tensor, received: Tensor, exp_avg: Tensor, exp_avg_sq: T
 class Owner:
     """Parameters that live in one tensor, `weights`, and are gathered, reduced and updated together.
 
+    For tables and scalars one object does all of it. Matrices have two kinds: a MatrixGroup travels (phases 1 and 3),
+    and the MatrixBank of several groups updates them at once (phase 4) and holds the state.
+
     Each step takes every owner through the same four phases. A phase only queues work, and an owner does without
     those that it does not need: only sharded weights are gathered, only sparse tables have a start_step.
 
@@ -1089,6 +1098,7 @@ class Owner:
         if share:
             mixed = w.lerp(self.average, share)
             norm, mixed_norm = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (w, mixed))
+            # The low bits stay those of the weights before: this is the last step, nothing reads them again.
             self.shard.copy_(mixed * (norm / mixed_norm))
 
 
@@ -1115,7 +1125,7 @@ class MatrixGroup(Owner):
             if parameter.grad is None:
                 view.zero_()
             else:
-                view.copy_(parameter.grad)  # nothing to copy if kernels wrote it there
+                view.copy_(parameter.grad)  # nothing to copy if kernels wrote it there: autograd keeps their tensor
             parameter.grad = None
         self.pending_reduce = self.ranks.reduce_scatter(self.grads, self.received)
 
@@ -1123,8 +1133,8 @@ class MatrixGroup(Owner):
 def group_size(counts: list[int], world: int) -> int:
     """How many matrices travel together, when the parameters of a bank stack `counts` of them. The smallest size wins.
 
-    Groups are equally large, at most five, and one with a single rank. Of each group every rank owns equally many
-    matrices. No border between groups cuts a parameter.
+    There are at most five groups, equally large, and with a single rank only one. Of each group every rank owns equally
+    many matrices. No border between groups cuts a parameter.
 
     Example: four layers with qkv (3 matrices) and out (1), counts = [3, 1, 3, 1, 3, 1, 3, 1], on two ranks. Each rank
     owns 8 of the 16 matrices, which five groups do not divide. Four groups of 4 have their borders at 4, 8 and 12,
@@ -1235,8 +1245,8 @@ class Adam(Owner):
 class AdamTable(Adam):
     """One large table [rows, width]; each rank updates a slice of its rows.
 
-    The moments have the dtype of the weights: bfloat16's rounding, 2^-9, is small against the 5 % by which a step
-    moves them, and an update moves 14 bytes a weight instead of 22.
+    The moments have the dtype of the weights: bfloat16's rounding, 2^-9, is small against the 2 % and more by
+    which a step moves them, and an update moves 14 bytes a weight instead of 22.
     """
     grads = received = None  # places in shared memory, if there is any
 
@@ -1659,6 +1669,7 @@ class Trainer:
         if index not in self.inputs:
             copies = [torch.empty_like(source, device=self.device) for source in sources]
             self.inputs[index] = copies, [batch.views(copy) for batch, copy in zip(batches, copies)]
+        # Behind those of the micro-batches come two copies that need no views: the rates and the target weights.
         for copy, source in zip(self.inputs[index][0], sources):
             copy.copy_(source, non_blocking=True)
 
@@ -2181,8 +2192,9 @@ def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_numbe
 
 # The orders of n-grams that hash_ngrams looks up, one row an order: here pairs and triples. A
 # further row is all that another order takes; ModelConfig.ngram_rows are then shared by more of
-# them. A row holds the multipliers of the token itself, of the one before it, and so on: odd numbers
-# below 2^16, as tokens are below 2^16 too, so that products fit into uint32.
+# them, and models that were saved with other orders are refused. A row holds the multipliers of the
+# token itself, of the one before it, and so on: different odd numbers below 2^16, as tokens are below
+# 2^16 too, so that products fit into uint32. Which ones matters little.
 NGRAM_MULTIPLIERS = (
     (36313, 27191),
     (17351, 60961, 45259),
@@ -2213,11 +2225,12 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int) -> np.ndar
 def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
     """What followed when the document last held the last three tokens, or else the last two, or one.
 
-    The result [T] is that following token plus vocabulary * (matched tokens - 1): a row of this
-    feature's part of the n-gram table (ModelConfig.table_rows counts them). Tokens that are new to
-    their document share NEW_TOKEN_ROWS more rows, by their position in it: so a document reads the
-    same rows wherever it lies, and the one program that sums the gradients of a row need not sum
-    half of all gradients.
+    A suffix is the last one, two or three tokens up to and including a token. The result [T] is the
+    token that followed plus vocabulary * (matched tokens - 1): a row of this feature's part of the
+    n-gram table (ModelConfig.table_rows counts them). Tokens that are new to their document need a
+    row too. A single one would collect up to half of all gradients, which one program sums, so they
+    are spread over NEW_TOKEN_ROWS rows: by the position in the document, and not in the batch, so
+    that a document reads the same rows wherever it lies.
 
     Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
     and in text order where suffixes are equal; so neighbours in it with the same suffix are
@@ -2235,7 +2248,7 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     ends = np.arange(count)
     rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
     suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
-    for length_before in range(SUFFIX_LENGTHS):
+    for length_before in range(SUFFIX_LENGTHS):  # this round matches one token more
         ends = ends[np.argsort(keys[ends], kind="stable")]
         prev, cur = ends[:-1], ends[1:]
         same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
@@ -2479,7 +2492,8 @@ def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, s
     """log_copy [T]: the log-probability of the next token under the pointer, one part of a mixture.
 
     This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
-    ids [T] name the next tokens (-1: unnamed, the loss does not ask there). Token t points at
+    ids [T] are the class indices of the next tokens (-1: none, the loss does not ask there). They are
+    numbered by batch chunk, and no document crosses one: equal ones are equal tokens. Token t points at
     tokens i of its document, t - window <= i < t, to copy what followed them: their scores are
     s[t, i] = scale q[t].k[i]. The sentinel, which copies nothing, has score 0. So log_copy[t] is
     the logarithm of sum_exp_match / sum_exp, where sum_exp = 1 + sum_i e^s[t, i], and sum_exp_match
@@ -2510,7 +2524,7 @@ class MlpScales(NamedTuple):
     1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06; gradients, in e5m2,
     56 and 2^-27.
     """
-    input: float = 2.0 ** -4
+    x: float = 2.0 ** -4
     weight: float = 2.0 ** -6
     hidden: float = 2.0 ** 2
     grad: float = 2.0 ** -10
@@ -2672,8 +2686,8 @@ def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Te
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
-# head. Every header names the reference in section 8, and has shapes, operations or bytes, and measured times (one
-# H200, by benchmarks/bench_*.py). tl.store rounds values to the dtype of the pointer.
+# head. Every header names the reference in section 8, and has shapes, and operations or bytes; times are of one H200,
+# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer.
 
 LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
 
@@ -3050,8 +3064,8 @@ def attention_backward_kernel(
 def attention_tiles(device, head_dim_qk=128):
     """Fixed launch configurations of forward and backward: own tokens, tokens a step; warps, stages.
 
-    benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps are half as long
-    where shared memory is small or steps go through pointers, since the backward would spill registers.
+    benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps of 32 tokens are for
+    narrow keys and, since the backward would spill registers, where shared memory is small or there is no TMA.
     """
     forward = dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
     backward = dict(forward)
@@ -3168,8 +3182,8 @@ def pointer_kernel(
     matches, log_copy is NEG_INF, and lse is stored as infinite, so that those scores get no gradient.
 
     A visible pair takes one product of 2 HEAD_DIM_QK flops in the forward, and two in each pass of the
-    backward. With 128 channels, a window of 2048 and T = 16,384 | 65,536 the forward takes 35 | 81 us, the
-    backward 105 | 201 us. Reference: pointer_reference.
+    backward. With 128 channels, a window of 2048 (presets: 4096) and T = 16,384 | 65,536 the forward takes
+    35 | 81 us, the backward 105 | 201 us. Reference: pointer_reference.
     """
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
@@ -3336,35 +3350,33 @@ def linear_forward(x, weight, scales):
     """x [T, D] times weight [N, D] transposed, and what linear_backward needs of x and weight.
 
     Without `scales` the product has the operands' dtype. With them it is FP8, and the backward pass needs
-    only the transposed copies. The first two scales are those of x and weight.
+    only the transposed copies.
     """
     if scales is None:
         return x @ weight.T, x, weight
-    scale_x, scale_weight, *_ = scales
-    x8, x8_t = quantize_both(x, scale_x)
-    weight8, weight8_t = quantize_both(weight, scale_weight)
-    return fp8_matmul_nt(x8, weight8, scale_x, scale_weight, fast_accum=True), x8_t, weight8_t
+    x8, x8_t = quantize_both(x, scales.x)
+    weight8, weight8_t = quantize_both(weight, scales.weight)
+    return fp8_matmul_nt(x8, weight8, scales.x, scales.weight, fast_accum=True), x8_t, weight8_t
 
 
 def linear_backward(grad, grad_t, x, weight, scales, out=None):
     """(dx, dweight) of linear_forward, from the gradient of its first result and from the other two.
 
-    With `scales` the gradient is e5m2, in both layouts, and its scale is the last one; dweight goes to
-    `out` if given. These products do not accumulate fast, because in all backward products that costs .035
-    of the sprint's loss.
+    With `scales` the gradient is e5m2, in both layouts; dweight goes to `out` if given. These products do not
+    accumulate fast, because in all backward products that costs .035 of the sprint's loss.
     """
     if scales is None:
         return grad @ weight, grad.T @ x
-    scale_x, scale_weight, *_, scale_grad = scales
-    dx = fp8_matmul_nt(grad, weight, scale_grad, scale_weight, fast_accum=False)
-    dweight = fp8_matmul_nt(grad_t, x, scale_grad, scale_x, fast_accum=False, out=out)
+    dx = fp8_matmul_nt(grad, weight, scales.grad, scales.weight, fast_accum=False)
+    dweight = fp8_matmul_nt(grad_t, x, scales.grad, scales.x, fast_accum=False, out=out)
     return dx, dweight
 
 
 def memory_for_grad(weight):
     """Where to write a gradient of a parameter: for a step's first backward pass, where the optimizer collects it.
 
-    Other memory, if there is no such place or if it holds a gradient already. A backward pass may ask once.
+    Other memory, if there is no such place or if it holds a gradient already. A backward pass may ask once for each
+    parameter: until `weight.grad` is set, it would get the same memory again.
     """
     view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
     return torch.empty_like(weight) if view is None or weight.grad is not None else view.view_as(weight)
@@ -3717,9 +3729,10 @@ def head_grad_kernel(
 
         d loss / d logit[j] = sum_k target_weights[k] (importance[j] exp(z[j] - lse) - 1[j = target k])
                               * (1 - t[j]^2) / 4 * softcap / temperature
-    A logit costs 2 bytes read and 2 written: out is bf16, or it is e5m2 and so is its transposed copy,
-    which goes through the descriptor out_t_desc [classes, tokens]: with it Triton 3.6 computes the gradient
-    once, not once a layout. Reference: the gradient of head_loss_reference.
+    With a pointer, of the indicator of target 0 the part `copied` [T] moves to the column of the copy token. A
+    logit costs 2 bytes read and 2 written: out is bf16, or it is e5m2 and so is its transposed copy, which goes
+    through the descriptor out_t_desc [classes, tokens]: with it Triton 3.6 computes the gradient once, not once a
+    layout. Reference: the gradient of head_loss_reference.
     """
     first_column = tl.program_id(0) * BLOCK_N
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -3731,8 +3744,8 @@ def head_grad_kernel(
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
     num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
 
-    # A tile of sampled classes alone takes their common importance here, as a part of the factor of each row. A tile
-    # with always-included classes takes it below by column, with the targets, which are always included.
+    # Columns from num_always on all have the same importance. If the tile has no others, it goes into the factor of
+    # each row. Otherwise the branch below weighs column by column, and subtracts the targets, which come before.
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     for k in tl.static_range(TARGETS):
         target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
@@ -3967,10 +3980,10 @@ class Fp8Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
         # By the scales: pre = product of FP8 values * input * weight, and hidden8 = relu(pre)^2 / hidden.
-        h8, h8_t = quantize_both(h, scales.input)
+        h8, h8_t = quantize_both(h, scales.x)
         up8, up8_t = quantize_both(up, scales.weight)
         down8, down8_t = quantize_both(down, scales.weight)
-        hidden8, hidden8_t = mlp_product(h8, up8, (scales.input * scales.weight) ** 2 / scales.hidden)
+        hidden8, hidden8_t = mlp_product(h8, up8, (scales.x * scales.weight) ** 2 / scales.hidden)
         ctx.parameters = up, down
         ctx.scales = scales
         ctx.save_for_backward(h8_t, hidden8, hidden8_t, up8_t, down8)
@@ -4128,7 +4141,7 @@ def sparse_adam_kernel(
 ):
     """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
 
-    It moves 4 T D + 4 U D bytes in bf16, for U rows. Formula and reference: sparse_adam_reference.
+    It moves 2 K T D + 4 U D bytes in bf16, for U rows and K ids a token. Formula and reference: sparse_adam_reference.
     """
     index = tl.program_id(0)
     column = tl.arange(0, BLOCK_N)
@@ -4160,7 +4173,7 @@ def sparse_adam_kernel(
 
 
 def group_ids(ids):
-    """(ids, order, starts, sorted ids) for launch_groups, of ids [T, K].
+    """(ids, order, starts, sorted ids) for launch_groups, of ids [T, K]. `starts` is by sorted place, not by id.
 
     `order` sorts the flat ids. searchsorted gives every member of a group of equal ids the place of the first one, so
     starts[i] < starts[i + 1] holds for its last member alone: that one has the group, the others have an empty
@@ -4264,7 +4277,6 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         return HeadLoss.apply(x, weight, *targets, cap, head_scales)
 
     def pointer(qk, documents, *settings):
-        # Class indices are numbered by batch chunk, and no document crosses a chunk: equal ones are equal tokens.
         return PointerLogCopy.apply(qk, documents.class_index, documents.positions, documents.remaining, *settings)
 
     def embed(table, documents):

@@ -102,10 +102,10 @@ def time_pieces(T, operands, grad):
     def matmul(name, a, b, fast=False):
         return product(name, lambda: tg.fp8_matmul_nt(a, b, one, 1.0, fast))
 
-    h8, h8_t = piece("quantise h, both layouts", lambda: tg.quantize_both(h, SCALES.input), 4 * T * D)
+    h8, h8_t = piece("quantise h, both layouts", lambda: tg.quantize_both(h, SCALES.x), 4 * T * D)
     up8, up8_t = piece("quantise up, both layouts (down the same)", lambda: tg.quantize_both(up, SCALES.weight), 4 * H * D)
     down8, down8_t = tg.quantize_both(down, SCALES.weight)
-    hidden = lambda: tg.mlp_product(h8, up8, (SCALES.input * SCALES.weight) ** 2 / SCALES.hidden)  # noqa: E731
+    hidden = lambda: tg.mlp_product(h8, up8, (SCALES.x * SCALES.weight) ** 2 / SCALES.hidden)  # noqa: E731
     hidden8, hidden8_t = product("hidden = relu(h up^T)^2, both layouts", hidden, 2 * T * H)
     matmul("out = hidden down", hidden8, down8_t, True)
     g8, g8_t = piece("quantise g, both layouts", lambda: tg.quantize_both(grad, SCALES.grad, E5M2), 4 * T * D)
@@ -183,7 +183,7 @@ class Watch:
             if self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.layers:
                 h, up, down = h.detach(), up.detach(), down.detach()
                 pre = h @ up.T
-                for name, values, scale in (("h", h, SCALES.input), ("up", up, SCALES.weight), ("down", down, SCALES.weight),
+                for name, values, scale in (("h", h, SCALES.x), ("up", up, SCALES.weight), ("down", down, SCALES.weight),
                                             ("hidden", pre.relu().square(), SCALES.hidden)):
                     self.note(layer, name, values, scale, E4M3)
 

@@ -32,7 +32,7 @@ def normal(*shape, seed=0, dtype=torch.bfloat16):
 
 
 def hidden_product(h8, up8, scales=SCALES):
-    return tg.mlp_product(h8, up8, (scales.input * scales.weight) ** 2 / scales.hidden)
+    return tg.mlp_product(h8, up8, (scales.x * scales.weight) ** 2 / scales.hidden)
 
 
 def dpre_product(g8, down8, hidden8, scales=SCALES):
@@ -73,7 +73,7 @@ def rounded(values, scale, dtype):
 
 def fp8_model(operands, grad, scales=SCALES):
     """(out, dh, dup, ddown) of the FP8 MLP with every rounding it prescribes and float64 arithmetic otherwise."""
-    h, up, down = (rounded(tensor.detach(), scale, E4M3) for tensor, scale in zip(operands, (scales.input, scales.weight, scales.weight)))
+    h, up, down = (rounded(tensor.detach(), scale, E4M3) for tensor, scale in zip(operands, (scales.x, scales.weight, scales.weight)))
     g = rounded(grad, scales.grad, E5M2)
     hidden = rounded((h @ up.T).relu().square(), scales.hidden, E4M3)
     dpre = rounded((g @ down.T) * 2 * hidden.sqrt(), scales.grad, E5M2)
@@ -101,11 +101,11 @@ def check_rounding(result, exactly):
 def test_products(T, D, H):
     """Each in both layouts, equal to the bit, against float64; gradients large enough that some results saturate."""
     (h, up, down), grad = make_mlp(T, D, H)
-    h8, up8, down8 = (quantized(x.detach(), scale, E4M3) for x, scale in ((h, SCALES.input), (up, SCALES.weight), (down, SCALES.weight)))
+    h8, up8, down8 = (quantized(x.detach(), scale, E4M3) for x, scale in ((h, SCALES.x), (up, SCALES.weight), (down, SCALES.weight)))
     g8 = quantized(grad * 1e4, SCALES.grad, E5M2)
     hidden8, hidden8_t = hidden_product(h8, up8)
     check_layouts(hidden8, hidden8_t)
-    check_rounding(hidden8, (h8.double() @ up8.double().T * SCALES.input * SCALES.weight).relu().square() / SCALES.hidden)
+    check_rounding(hidden8, (h8.double() @ up8.double().T * SCALES.x * SCALES.weight).relu().square() / SCALES.hidden)
     dpre8, dpre8_t = dpre_product(g8, down8, hidden8)
     check_layouts(dpre8, dpre8_t)
     check_rounding(dpre8, g8.double() @ down8.double().T * SCALES.weight * 2 * (hidden8.double() * SCALES.hidden).sqrt())
@@ -148,9 +148,9 @@ def test_gradients_of_every_size():
 def test_derivative_is_that_of_relu_squared():
     """Both products together against 2 relu(pre) · dhidden. Where hidden values are normal numbers of e4m3, their rounding by
     2^-4 leaves 2^-5 in the root; e5m2 adds 2^-3. Below lies nothing that matters: less than a hundredth of the norm."""
-    h8, g8 = one_hot(normal(144) * 3 / SCALES.input, E4M3), one_hot(normal(144, seed=1) * 1e-3 / SCALES.grad, E5M2)
+    h8, g8 = one_hot(normal(144) * 3 / SCALES.x, E4M3), one_hot(normal(144, seed=1) * 1e-3 / SCALES.grad, E5M2)
     up8, down8 = (quantized((normal(2048, 16, seed=seed) * 2).clamp(-3.5, 3.5), SCALES.weight, E4M3) for seed in (2, 3))  # pre stays below 42
-    pre, dhidden = h8.double() @ up8.double().T * SCALES.input * SCALES.weight, g8.double() @ down8.double().T * SCALES.grad * SCALES.weight
+    pre, dhidden = h8.double() @ up8.double().T * SCALES.x * SCALES.weight, g8.double() @ down8.double().T * SCALES.grad * SCALES.weight
     got = dpre_product(g8, down8, hidden_product(h8, up8)[0])[0].double() * SCALES.grad
     want = 2 * pre.relu() * dhidden
     wide = (pre ** 2 >= SCALES.hidden * 2.0 ** -6) & (pre > 0)
@@ -164,10 +164,10 @@ def test_derivative_is_that_of_relu_squared():
 def test_input_scale_never_saturates(width):
     """The largest entry of an RMS-normed row is sqrt(width), where the row has no other."""
     h = tg.norm(torch.cat([torch.eye(width)[:4] * 100, normal(4, width, dtype=torch.float32)])).bfloat16()
-    h8, _ = tg.quantize_both(guarded(h), SCALES.input)
+    h8, _ = tg.quantize_both(guarded(h), SCALES.x)
     h = h.to(DEVICE).double()
-    bound = (h.abs() * 2.0 ** -4).clamp_min(2.0 ** -10 * SCALES.input)
-    assert ((h8.double() * SCALES.input - h).abs() <= bound).all() and h.max() > 0.99 * width ** 0.5
+    bound = (h.abs() * 2.0 ** -4).clamp_min(2.0 ** -10 * SCALES.x)
+    assert ((h8.double() * SCALES.x - h).abs() <= bound).all() and h.max() > 0.99 * width ** 0.5
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------

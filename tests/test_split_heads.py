@@ -328,7 +328,7 @@ def exact_projection(leaves, turn, grads, model=None, **flags):
     """(q, k, v, dh, dweight, dvalue, dgates) in float64; with scales as `model` every rounding that FP8 prescribes besides."""
     h, weight, *others = (None if x is None else x.detach().double() for x in leaves)
     if model:
-        h, weight = rounded(h, model.input, E4M3), rounded(weight, model.weight, E4M3)
+        h, weight = rounded(h, model.x, E4M3), rounded(weight, model.weight, E4M3)
     qkv = h @ weight.T
     qkv = qkv.bfloat16().double() if model else qkv
     *outs, dqkv, dvalue, dgates = exactly([qkv, *others], turn, grads, **flags)
