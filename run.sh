@@ -65,8 +65,26 @@ choose_preset() { # GPUS CAPABILITY GIB TOKENS: sets preset and why
   else preset=speedrun why="$found"; fi
 }
 
+advise() { # PRESET EXIT_CODE ARGUMENTS...: the end of --check, what this machine can do, how long that takes, what to type next
+  local preset=$1 code=$2 takes next argument; shift 2
+  case $preset in
+    smoke) takes="one to two minutes on two free CPU cores" ;;
+    smoke-gpu) takes="20 steps, a few minutes, most of them compilation" ;;
+    sprint) takes="on one H200 45 s after a start of 68 s, the first time; on one card with a tenth of its speed ten times as long" ;;
+    sprint-small) takes="a quarter of an hour (RTX 4080) to an hour (RTX 3060), computed: none was tried" ;;
+    speedrun) takes="computed, not yet run: five to six minutes on one H200, about one on eight, besides a start of a minute" ;;
+    *) takes="the first lines of a run say how many seconds are left" ;;
+  esac
+  if ((capability < 80)) && [[ $preset != smoke ]]; then takes="many hours here: no GPU, or one below compute capability 8.0"; fi
+  for argument in "$@"; do [[ $argument == --check ]] || next+=" $(printf %q "$argument")"; done
+  if ((code)); then say "preset $preset cannot run yet (exit code $code): mend what is said above, then check again"; return; fi
+  say "this machine can run preset $preset ($takes)"
+  say "next: ./run.sh${next:-}"
+  if [[ $preset == smoke-gpu ]]; then say "then: python data/fineweb.py fetch --shards 1 (400 MB), after which ./run.sh trains a sprint"; fi
+}
+
 train() {
-  local preset folder why='as asked' version gpus capability gib tokens world
+  local preset folder why='as asked' version gpus capability gib tokens world code=0 asked=("$@")
   preset=$(option --preset "$@") folder=$(option --data "$@") data=${folder:-data/fineweb10B}
   setup requirements.txt numpy torch
   read -r version gpus capability gib tokens <<<"$facts"
@@ -85,9 +103,15 @@ train() {
   for world in 8 4 2 1; do if ((gpus >= world)); then break; fi; done
   [[ $preset != smoke ]] || world=1
   say "preset $preset, $world process(es): $why. $gpus GPU(s) here, torch $version, $python"
-  if ((world == 1)); then launch "$python" train_gpt.py "$@"; return; fi
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun sets anyway, with a warning
-  launch "$python" -m torch.distributed.run --standalone --nproc_per_node="$world" train_gpt.py "$@"
+  local command=("$python")
+  if ((world > 1)); then
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun sets anyway, with a warning
+    command+=(-m torch.distributed.run --standalone --nproc_per_node="$world")
+  fi
+  if [[ " $* " != *" --check "* ]]; then launch "${command[@]}" train_gpt.py "$@"; return; fi
+  (launch "${command[@]}" train_gpt.py "$@") || code=$?
+  advise "$preset" "$code" ${asked[@]+"${asked[@]}"}
+  return "$code"
 }
 
 test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a whole, its report goes to $results

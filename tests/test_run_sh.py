@@ -163,6 +163,25 @@ def test_memory_of_the_smallest_card_is_enough():
         assert needed > 0.95 * (gib - 2) * 2**30, f"{name} runs on smaller cards too"
 
 
+@pytest.mark.parametrize("arguments, environment, lines", [
+    (["--seed", "3"], {}, ["can run preset smoke (one to two minutes on two free CPU cores)", "next: ./run.sh --seed 3"]),
+    (["--preset", "sprint", "--data=my texts"], {"FAKE_GPUS": "2"}, ["can run preset sprint (on one H200 45 s ", "next: ./run.sh --preset sprint --data=my\\ texts"]),
+    (["--preset", "sprint"], {}, ["can run preset sprint (many hours here", "next: ./run.sh --preset sprint"]),
+    ([], {"FAKE_GPUS": "1"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", "then: python data/fineweb.py fetch --shards 1"]),
+])
+def test_check_ends_with_what_to_type(machine, arguments, environment, lines):
+    result = machine.run("--check", *arguments, **environment)
+    assert result.returncode == 0 and "--check" in result.stdout
+    found = result.stderr.splitlines()[-len(lines):]
+    assert all(line in text for line, text in zip(lines, found)) and found[1] == f"run.sh: {lines[1]}"
+
+
+def test_check_that_fails_says_so(machine):
+    machine.write("train_gpt.py", "raise SystemExit(4)")
+    result = machine.run("--check", RUN_SH_DRY="")
+    assert result.returncode == 4 and result.stderr.splitlines()[-1].startswith("run.sh: preset smoke cannot run yet (exit code 4)")
+
+
 def test_explicit_options_win(machine):
     machine.shards("data/fineweb10B", 100_000_000, 7)
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=8 "
