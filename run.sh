@@ -51,7 +51,7 @@ setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that 
 }
 
 choose_preset() { # GPUS CAPABILITY GIB TOKENS: sets preset and why
-  local found="$(($4 / 1000000)) M training tokens in $data" fix="python data/fineweb.py fetch" card="GPU memory of $3 GiB"
+  local found="$(($4 / 1000000)) M training tokens in $data" fix="$python data/fineweb.py fetch" card="GPU memory of $3 GiB"
   if (($1 == 0)); then
     preset=smoke why="torch sees no GPU"
     if nvidia-smi -L >/dev/null 2>&1; then why+=", nvidia-smi does: a CPU build of torch, or a driver too old for it"; fi
@@ -80,7 +80,7 @@ advise() { # PRESET EXIT_CODE ARGUMENTS...: the end of --check, what this machin
   if ((code)); then say "preset $preset cannot run yet (exit code $code): mend what is said above, then check again"; return; fi
   say "this machine can run preset $preset ($takes)"
   say "next: ./run.sh${next:-}"
-  if [[ $preset == smoke-gpu ]]; then say "then: python data/fineweb.py fetch --shards 1 (400 MB), after which ./run.sh trains a sprint"; fi
+  if [[ $preset == smoke-gpu ]]; then say "then: $python data/fineweb.py fetch --shards 1 (400 MB), after which ./run.sh trains a sprint"; fi
 }
 
 train() {
