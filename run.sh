@@ -80,7 +80,11 @@ advise() { # PRESET EXIT_CODE ARGUMENTS...: the end of --check, what this machin
   if ((code)); then say "preset $preset cannot run yet (exit code $code): mend what is said above, then check again"; return; fi
   say "this machine can run preset $preset ($takes)"
   say "next: ./run.sh${next:-}"
-  if [[ $preset == smoke-gpu ]]; then say "then: $python data/fineweb.py fetch --shards 1 (400 MB), after which ./run.sh trains a sprint"; fi
+  if [[ $preset != speedrun && ! $(option --preset "$@") && ! $(option --data "$@") ]] && ((capability >= 90 && gib >= SPEEDRUN_GIB)); then
+    say "without --check it asks the Hugging Face hub, and if that answers fetches 2 GB of FineWeb and trains the speedrun instead"
+  elif [[ $preset == smoke-gpu ]]; then
+    say "then: $python data/fineweb.py fetch --shards 1 (400 MB), after which ./run.sh trains a sprint"
+  fi
 }
 
 train() {

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Iterable, Iterator
 
-INSTALL = "expected it installed; fix: . .venv/bin/activate, where run.sh made that, or pip install -r requirements.txt"
+INSTALL = "expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, or pip install -r requirements.txt"
 
 try:
     import numpy as np

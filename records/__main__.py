@@ -12,7 +12,7 @@ from pathlib import Path
 try:
     import numpy  # noqa: F401
 except ImportError:
-    print("numpy: expected it installed; fix: . .venv/bin/activate, where run.sh made that, or pip install -r requirements.txt", file=sys.stderr)
+    print("numpy: expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, or pip install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
 
 import record

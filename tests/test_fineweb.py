@@ -509,7 +509,7 @@ def test_another_python_without_the_packages(command):
     """As after run.sh has made .venv: -S hides what is installed. One line, not a traceback."""
     done = subprocess.run([sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert "numpy: expected it installed; fix: . .venv/bin/activate" in done.stderr
+    assert "numpy: expected it installed; fix: ./run.sh --check, then . .venv/bin/activate" in done.stderr
 
 
 def test_import_is_light():

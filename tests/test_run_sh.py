@@ -167,7 +167,8 @@ def test_memory_of_the_smallest_card_is_enough():
     (["--seed", "3"], {}, ["can run preset smoke (one to two minutes on two free CPU cores)", "next: ./run.sh --seed 3"]),
     (["--preset", "sprint", "--data=my texts"], {"FAKE_GPUS": "2"}, ["can run preset sprint (on one H200 45 s ", "next: ./run.sh --preset sprint --data=my\\ texts"]),
     (["--preset", "sprint"], {}, ["can run preset sprint (many hours here", "next: ./run.sh --preset sprint"]),
-    ([], {"FAKE_GPUS": "1"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", f"then: {sys.executable} data/fineweb.py fetch --shards 1"]),
+    ([], {"FAKE_GPUS": "1"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", "without --check it asks the Hugging Face hub"]),
+    ([], {"FAKE_GPUS": "1", "FAKE_GIB": "15.5"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", f"then: {sys.executable} data/fineweb.py fetch --shards 1"]),
 ])
 def test_check_ends_with_what_to_type(machine, arguments, environment, lines):
     result = machine.run("--check", *arguments, **environment)
