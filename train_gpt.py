@@ -2082,7 +2082,7 @@ def find_shards(folder: Path, kind: str) -> list[Path]:
     paths = sorted(folder.glob(f"*_{kind}_*.bin"))
     if not paths:
         fail(f"{kind} shards", f"{folder}/*_{kind}_*.bin", "none",
-             "python data/fineweb.py fetch (or --data FOLDER, or --preset smoke)")
+             "python data/fineweb.py fetch (--shards 1 for a sprint), --data FOLDER, or --preset smoke")
     return paths
 
 

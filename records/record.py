@@ -186,7 +186,7 @@ def data_manifest(track: Track, folder: Path) -> dict[str, str]:
     train, val = (sorted(folder.glob(f"{track.corpus}_{kind}_*.bin")) for kind in ("train", "val"))
     if not train or not val:
         fail("data", f"{folder}/{track.corpus}_train_*.bin and _val_*.bin", f"{len(train)} and {len(val)} files",
-             "fetch them (data/README.md) or --data FOLDER")
+             "python data/fineweb.py fetch (--shards 1 for a sprint) for FineWeb, else --data FOLDER")
     chosen, tokens = [], 0
     for path in train:
         if tokens < track.shard_tokens:
