@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
+SPEEDRUN_GIB=28 SPRINT_GIB=21 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -16,7 +17,7 @@ cpu_settings() {
   export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=8589934592 OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 }
 
-probe() { # PYTHON MODULES...: fails without them and a fitting torch, else prints torch's version, GPUs, 10 * capability, training tokens
+probe() { # PYTHON MODULES...: fails without them and a fitting torch, else prints its version, GPUs, 10 * capability, GiB of a GPU, training tokens
   "$1" - "$data" "${@:2}" <<'PYTHON'
 import importlib.util, sys
 from pathlib import Path
@@ -27,9 +28,10 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # train_gpt.py 
     sys.exit(f"{sys.executable} has torch {torch.__version__}")
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 major, minor = min((torch.cuda.get_device_capability(gpu) for gpu in range(gpus)), default=(0, 0))
+gib = min((torch.cuda.get_device_properties(gpu).total_memory >> 30 for gpu in range(gpus)), default=0)
 folder = Path(sys.argv[1])
 tokens = sum(shard.stat().st_size // 2 for shard in folder.glob("*_train_*.bin")) if any(folder.glob("*_val_*.bin")) else 0
-print(torch.__version__, gpus, 10 * major + minor, tokens)
+print(torch.__version__, gpus, 10 * major + minor, gib, tokens)
 PYTHON
 }
 
@@ -48,40 +50,72 @@ setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that 
   facts=$(probe "$python" "$@") || die ".venv: expected the packages of $requirements, found the error above; fix: rm -rf .venv and start again"
 }
 
-choose_preset() { # GPUS CAPABILITY TOKENS: sets preset and why
-  local found="$(($3 / 1000000)) M training tokens in $data" fix="python data/fineweb.py fetch"
+choose_preset() { # GPUS CAPABILITY GIB TOKENS: sets preset and why
+  local found="$(($4 / 1000000)) M training tokens in $data" fix="$python data/fineweb.py fetch" card="GPU memory of $3 GiB"
   if (($1 == 0)); then
     preset=smoke why="torch sees no GPU"
     if nvidia-smi -L >/dev/null 2>&1; then why+=", nvidia-smi does: a CPU build of torch, or a driver too old for it"; fi
   elif (($2 < 80)); then preset=smoke why="compute capability below 8.0: no bfloat16 or Triton there, --preset sprint would take hours"
-  elif (($3 < SPRINT_TOKENS)); then preset=smoke-gpu why="$found, sprint needs $((SPRINT_TOKENS / 1000000)) M: $fix --shards 1"
+  elif (($3 < SPRINT_SMALL_GIB)); then preset=smoke why="$card, sprint-small needs a card of 12 GB"
+  elif (($4 < SPRINT_TOKENS)); then preset=smoke-gpu why="$found, sprint needs $((SPRINT_TOKENS / 1000000)) M: $fix --shards 1"
+  elif (($3 < SPRINT_GIB)); then preset=sprint-small why="$found; $card, sprint needs a card of 24 GB"
   elif (($2 < 90)); then preset=sprint why="$found; speedrun is for compute capability 9 and above"
-  elif (($3 < SPEEDRUN_TOKENS)); then preset=sprint why="$found, speedrun needs $((SPEEDRUN_TOKENS / 1000000)) M: $fix"
+  elif (($3 < SPEEDRUN_GIB)); then preset=sprint why="$found; $card, speedrun needs a card of 32 GB"
+  elif (($4 < SPEEDRUN_TOKENS)); then preset=sprint why="$found, speedrun needs $((SPEEDRUN_TOKENS / 1000000)) M: $fix"
   else preset=speedrun why="$found"; fi
 }
 
+advise() { # PRESET EXIT_CODE ARGUMENTS...: the end of --check, what this machine can do, how long that takes, what to type next
+  local preset=$1 code=$2 takes next argument; shift 2
+  case $preset in
+    smoke) takes="one to two minutes on two free CPU cores" ;;
+    smoke-gpu) takes="20 steps, a few minutes, most of them compilation" ;;
+    sprint) takes="on one H200 45 s after a start of 68 s, the first time; on one card with a tenth of its speed ten times as long" ;;
+    sprint-small) takes="a quarter of an hour (RTX 4080) to an hour (RTX 3060), computed: none was tried" ;;
+    speedrun) takes="computed, not yet run: five to six minutes on one H200, about one on eight, besides a start of a minute" ;;
+    *) takes="the first lines of a run say how many seconds are left" ;;
+  esac
+  if ((capability < 80)) && [[ $preset != smoke ]]; then takes="many hours here: no GPU, or one below compute capability 8.0"; fi
+  for argument in "$@"; do [[ $argument == --check ]] || next+=" $(printf %q "$argument")"; done
+  if ((code)); then say "preset $preset cannot run yet (exit code $code): mend what is said above, then check again"; return; fi
+  say "this machine can run preset $preset ($takes)"
+  say "next: ./run.sh${next:-}"
+  if [[ $preset != speedrun && ! $(option --preset "$@") && ! $(option --data "$@") ]] && ((capability >= 90 && gib >= SPEEDRUN_GIB)); then
+    say "without --check it asks the Hugging Face hub, and if that answers fetches 2 GB of FineWeb and trains the speedrun instead"
+  elif [[ $preset == smoke-gpu ]]; then
+    say "then: $python data/fineweb.py fetch --shards 1 (400 MB), after which ./run.sh trains a sprint"
+  fi
+}
+
 train() {
-  local preset folder why='as asked' version gpus capability tokens world
+  local preset folder why='as asked' version gpus capability gib tokens world code=0 asked=("$@")
   preset=$(option --preset "$@") folder=$(option --data "$@") data=${folder:-data/fineweb10B}
   setup requirements.txt numpy torch
-  read -r version gpus capability tokens <<<"$facts"
+  read -r version gpus capability gib tokens <<<"$facts"
   ((gpus)) || cpu_settings
   case " $* " in *" -h "* | *" --help "* | *" --eval"* | *" --sample"* | *" --export"*) launch "$python" train_gpt.py "$@"; return ;; esac
   if [[ ! $preset ]]; then
-    if [[ ! $folder && " $* " != *" --check "* ]] && ((gpus && capability >= 90 && tokens < SPEEDRUN_TOKENS)) && timeout 10 "$python" -c \
+    if [[ ! $folder && " $* " != *" --check "* ]] && ((gpus && capability >= 90 && gib >= SPEEDRUN_GIB && tokens < SPEEDRUN_TOKENS)) &&
+      timeout 10 "$python" -c \
       'from huggingface_hub import HfApi; HfApi().dataset_info("kjj0/fineweb10B-gpt2", timeout=5)' 2>/dev/null; then
       say "the hub answers: fetching FineWeb into $data, 2 GB, once"
       if "$python" data/fineweb.py fetch; then tokens=$SPEEDRUN_TOKENS; elif (($? == 130)); then exit 130; fi
     fi
-    choose_preset "$gpus" "$capability" "$tokens"
+    choose_preset "$gpus" "$capability" "$gib" "$tokens"
     set -- --preset "$preset" "$@"
   fi
   for world in 8 4 2 1; do if ((gpus >= world)); then break; fi; done
   [[ $preset != smoke ]] || world=1
   say "preset $preset, $world process(es): $why. $gpus GPU(s) here, torch $version, $python"
-  if ((world == 1)); then launch "$python" train_gpt.py "$@"; return; fi
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun sets anyway, with a warning
-  launch "$python" -m torch.distributed.run --standalone --nproc_per_node="$world" train_gpt.py "$@"
+  local command=("$python")
+  if ((world > 1)); then
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun sets anyway, with a warning
+    command+=(-m torch.distributed.run --standalone --nproc_per_node="$world")
+  fi
+  if [[ " $* " != *" --check "* ]]; then launch "${command[@]}" train_gpt.py "$@"; return; fi
+  (launch "${command[@]}" train_gpt.py "$@") || code=$?
+  advise "$preset" "$code" ${asked[@]+"${asked[@]}"}
+  return "$code"
 }
 
 test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a whole, its report goes to $results

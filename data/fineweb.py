@@ -34,7 +34,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Iterable, Iterator
 
-import numpy as np
+INSTALL = "expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, or pip install -r requirements.txt"
+
+try:
+    import numpy as np
+except ImportError:  # in another Python than run.sh uses, the first that a newcomer would see
+    if __name__ != "__main__":
+        raise
+    print(f"error: numpy: {INSTALL}", file=sys.stderr)
+    sys.exit(2)
 
 MAGIC = 20240520
 VERSION = 1
@@ -646,7 +654,7 @@ def exit_status(work: Callable[[], None], interrupted: str = "interrupted", erro
         work()
     except (*errors, ImportError, OSError) as error:
         if isinstance(error, ImportError):
-            message = f"{error.name}: expected it installed; fix: pip install -r requirements.txt"
+            message = f"{error.name}: {INSTALL}"
         elif isinstance(error, OSError):
             where = f"{error.filename}: " if error.filename else ""
             message = f"{where}{error.strerror or error}; fix: check the path, its permissions and the free space"

@@ -9,6 +9,12 @@ import signal
 import sys
 from pathlib import Path
 
+try:
+    import numpy  # noqa: F401
+except ImportError:
+    print("numpy: expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, or pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
+
 import record
 from record import KINDS, TRACKS
 from runlog import Failure

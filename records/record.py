@@ -42,6 +42,7 @@ class Track(NamedTuple):
 TRACKS = {
     "speedrun": Track("speedrun", "fineweb", "data/fineweb10B", 900_000_000, 10_485_760, 3.28, 0.01, 2, 8),
     "sprint-fineweb": Track("sprint", "fineweb", "data/fineweb10B", 100_000_000, 2_097_152, None, None, 3, 3),
+    "sprint-small-fineweb": Track("sprint-small", "fineweb", "data/fineweb10B", 100_000_000, 2_097_152, None, None, 3, 3),
     "sprint-webtext": Track("sprint", "webtext", "data/webtext", 100_000_000, 2_097_152, 3.22, None, 3, 3),
     "speedrun-webmix": Track("speedrun-webmix", "webmix", "data/webmix", 243_000_000, 4_194_304, 3.1029, None, 3, 3),
     "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 8192, None, None, 1, 2, practice=True),
@@ -185,7 +186,7 @@ def data_manifest(track: Track, folder: Path) -> dict[str, str]:
     train, val = (sorted(folder.glob(f"{track.corpus}_{kind}_*.bin")) for kind in ("train", "val"))
     if not train or not val:
         fail("data", f"{folder}/{track.corpus}_train_*.bin and _val_*.bin", f"{len(train)} and {len(val)} files",
-             "fetch them (data/README.md) or --data FOLDER")
+             "python data/fineweb.py fetch (--shards 1 for a sprint) for FineWeb, else --data FOLDER")
     chosen, tokens = [], 0
     for path in train:
         if tokens < track.shard_tokens:

@@ -195,6 +195,20 @@ def test_what_does_not_fit():
     assert tg.memory_plan(tg.PRESETS["smoke-gpu"], tg.Ranks(0, 1, CPU), FAST, 0.95 * 12 * GB)[2] < 11.4 * GB
 
 
+@pytest.mark.parametrize("mlp", ["bf16", "fp8"])
+@pytest.mark.fast
+def test_the_small_sprint_fits_a_card_of_12_gb(mlp):
+    """The sprint but for its rows, in 10.5 GiB; what docs/memory.md says of 11 and 15 GiB that are free."""
+    preset, sprint, gib = tg.PRESETS["sprint-small"], tg.PRESETS["sprint"], 2**30
+    assert replace(preset, name="sprint", model=replace(preset.model, ngram_rows=2**23), status=sprint.status) == sprint
+    ranks, ops = tg.Ranks(0, 1, CPU), replace(FAST, names={"mlp": mlp})
+    for room, tokens, needed in ((10.5, 32_768, 9.9), (0.95 * 11, 32_768, 9.9), (0.95 * 15, 65_536, 13.4)):
+        found = tg.memory_plan(preset, ranks, ops, room * gib)
+        assert found[:2] == (True, tokens) and found[2] / gib == pytest.approx(needed, abs=0.05) and found[2] <= room * gib
+    with pytest.raises(tg.Failure, match="or --preset sprint-small"):
+        tg.memory_plan(sprint, ranks, ops, 0.95 * 15 * gib)
+
+
 def test_recomputing_layers_changes_no_number(corpus, tiny, tmp_path, monkeypatch):
     ends = []
     for recompute in (False, True):

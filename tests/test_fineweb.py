@@ -504,6 +504,14 @@ def test_wrong_arguments_exit_with_2(arguments, capsys):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("command", [["data/fineweb.py", "fetch"], ["records", "verify"]])
+def test_another_python_without_the_packages(command):
+    """As after run.sh has made .venv: -S hides what is installed. One line, not a traceback."""
+    done = subprocess.run([sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert "numpy: expected it installed; fix: ./run.sh --check, then . .venv/bin/activate" in done.stderr
+
+
 def test_import_is_light():
     code = "import sys, fineweb, make_sample; print({'huggingface_hub', 'tiktoken', 'pyarrow', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "data", capture_output=True, text=True, check=True)

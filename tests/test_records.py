@@ -1054,7 +1054,7 @@ def test_leaderboard_columns(finished, copy, monkeypatch):
         rewrite_log(log, lambda e: e[0].pop("parameters"))
     unknown = cells(leaderboard_table([record.load(copy)], "", COLUMNS), "child")
     assert unknown["dense"] == unknown["sparse"] == "", "nobody has counted them"
-    assert "No record yet: speedrun, sprint-fineweb, sprint-webtext, speedrun-webmix." in leaderboard_table(folders, "", COLUMNS)
+    assert "No record yet: speedrun, sprint-fineweb, sprint-small-fineweb, sprint-webtext, speedrun-webmix." in leaderboard_table(folders, "", COLUMNS)
 
 
 @pytest.mark.parametrize("count, text", [(None, ""), (0, "0"), (999, "999"), (33_325_433, "33.3 M"), (172_180_049, "172 M"), (6_558_375_936, "6.56 B")])

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,12 @@ pytestmark = [pytest.mark.fast, pytest.mark.skipif(BASH is None, reason="needs b
 
 FAKE_TORCH = """
 import os
+from types import SimpleNamespace
 __version__ = os.environ.get("FAKE_TORCH", "2.13.0")
 class cuda:
     is_available = staticmethod(lambda: cuda.device_count() > 0)
     device_count = staticmethod(lambda: int(os.environ.get("FAKE_GPUS", "0")))
+    get_device_properties = staticmethod(lambda gpu: SimpleNamespace(total_memory=int(float(os.environ.get("FAKE_GIB", "79.2")) * 2**30)))
     get_device_capability = staticmethod(lambda gpu: (int(os.environ.get("FAKE_CAPABILITY", "9")), 0))
 """
 FAKE_HUB = """
@@ -40,7 +43,7 @@ case "$*" in
 "-m pip "*dev.txt) exit 1 ;;
 "-m pip "*) echo "$*" >>pip.log; touch .venv/installed ;;
 "- "*pytest*) exit 1 ;;
-"- "*) cat >/dev/null; [ "$0" = .venv/bin/python ] && [ -e .venv/installed ] && echo 2.13.0+cpu 0 0 0 ;;
+"- "*) cat >/dev/null; [ "$0" = .venv/bin/python ] && [ -e .venv/installed ] && echo 2.13.0+cpu 0 0 0 0 ;;
 "-c import sys"*) exit "${TOO_OLD:-0}" ;;
 --version) echo Python 3.9.1 ;;
 esac
@@ -129,6 +132,55 @@ def test_choice(machine, gpus, capability, shards, expected):
     if shards:
         machine.shards("data/fineweb10B", 100_000_000, shards)
     assert machine.command(FAKE_GPUS=str(gpus), FAKE_CAPABILITY=str(capability)) == expected
+
+
+@pytest.mark.parametrize("gib, capability, shards, preset, reason", [
+    (9.8, 8, 7, "smoke", "GPU memory of 9 GiB, sprint-small needs a card of 12 GB"),
+    (11.6, 8, 7, "sprint-small", "sprint needs a card of 24 GB"),
+    (11.6, 8, 0, "smoke-gpu", "sprint needs 94 M"),
+    (15.5, 12, 7, "sprint-small", "GPU memory of 15 GiB"),
+    (23.5, 8, 7, "sprint", "speedrun is for compute capability 9"),
+    (23.5, 12, 7, "sprint", "GPU memory of 23 GiB, speedrun needs a card of 32 GB"),
+    (31.3, 12, 7, "speedrun", "700 M training tokens"),
+])
+def test_memory_decides(machine, gib, capability, shards, preset, reason):
+    if shards:
+        machine.shards("data/fineweb10B", 100_000_000, shards)
+    result = machine.run(FAKE_GPUS="1", FAKE_CAPABILITY=str(capability), FAKE_GIB=str(gib), FAKE_HUB="1")
+    assert result.stdout.strip().endswith(f"train_gpt.py --preset {preset}") and "fetched" not in result.stdout
+    assert f"preset {preset}, 1 process(es): " in result.stderr and reason in result.stderr
+
+
+def test_memory_of_the_smallest_card_is_enough():
+    """By the trainer's estimate, where other programs hold half a GiB; a card one GiB smaller would do at most just so."""
+    import torch
+    import train_gpt
+    script = (ROOT / "run.sh").read_text()
+    ops = replace(train_gpt.select_ops(torch.device("cpu")), names={"mlp": "bf16"})
+    for name in ("speedrun", "sprint", "sprint-small"):
+        gib = int(re.search(rf"{name.upper().replace('-', '_')}_GIB=(\d+)", script)[1])
+        needed = train_gpt.memory_plan(train_gpt.PRESETS[name], train_gpt.Ranks(0, 1, torch.device("cpu")), ops, 0.95 * (gib - 0.4) * 2**30)[2]
+        assert needed > 0.95 * (gib - 2) * 2**30, f"{name} runs on smaller cards too"
+
+
+@pytest.mark.parametrize("arguments, environment, lines", [
+    (["--seed", "3"], {}, ["can run preset smoke (one to two minutes on two free CPU cores)", "next: ./run.sh --seed 3"]),
+    (["--preset", "sprint", "--data=my texts"], {"FAKE_GPUS": "2"}, ["can run preset sprint (on one H200 45 s ", "next: ./run.sh --preset sprint --data=my\\ texts"]),
+    (["--preset", "sprint"], {}, ["can run preset sprint (many hours here", "next: ./run.sh --preset sprint"]),
+    ([], {"FAKE_GPUS": "1"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", "without --check it asks the Hugging Face hub"]),
+    ([], {"FAKE_GPUS": "1", "FAKE_GIB": "15.5"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", f"then: {sys.executable} data/fineweb.py fetch --shards 1"]),
+])
+def test_check_ends_with_what_to_type(machine, arguments, environment, lines):
+    result = machine.run("--check", *arguments, **environment)
+    assert result.returncode == 0 and "--check" in result.stdout
+    found = result.stderr.splitlines()[-len(lines):]
+    assert all(line in text for line, text in zip(lines, found)) and found[1] == f"run.sh: {lines[1]}"
+
+
+def test_check_that_fails_says_so(machine):
+    machine.write("train_gpt.py", "raise SystemExit(4)")
+    result = machine.run("--check", RUN_SH_DRY="")
+    assert result.returncode == 4 and result.stderr.splitlines()[-1].startswith("run.sh: preset smoke cannot run yet (exit code 4)")
 
 
 def test_explicit_options_win(machine):
