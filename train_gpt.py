@@ -23,7 +23,6 @@ import argparse
 import bisect
 import collections
 import contextlib
-import dataclasses
 import functools
 import gc
 import hashlib
@@ -43,6 +42,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -90,7 +90,7 @@ PEAK_TFLOPS = (
 
 
 # ==== 2. Configuration ================================================================================================
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Layer:
     """One layer of the network. The table of layers is the only place that knows which layer does what."""
     attention: bool = True
@@ -108,7 +108,7 @@ class Softcap(NamedTuple):
     temperature: float = 7.5
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ModelConfig:
     width: int
     heads: int
@@ -147,13 +147,13 @@ class ModelConfig:
 
 
 # Each parameter declares a role, and each role has one rule: so the optimizer knows what to do with it.
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MuonRule:
     """Hidden matrices, orthogonalised one by one; the parameter says which shape they have."""
     learning_rate_multiplier: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class AdamRule:
     learning_rate_multiplier: float
     betas: tuple[float, float]
@@ -162,7 +162,7 @@ class AdamRule:
     sparse: bool = False  # larger ones: every rank updates the rows that a step has read; no first moment
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Differences in loss named here are of whole sprints, one run each (records/LOG.md); chance makes 0.002."""
     muon_learning_rate: float = 0.023  # 0.0265: +0.0027
@@ -204,7 +204,7 @@ class OptimizerConfig:
         ("gate", AdamRule(1.0, (0.9, 0.99))))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Stage:
     """A stretch of the schedule with constant shapes."""
     steps: int
@@ -223,14 +223,14 @@ class Stage:
         return self.batch_tokens // CHUNKS
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Preset:
     name: str
     model: ModelConfig
     stages: tuple[Stage, ...]
     optimizer: OptimizerConfig = OptimizerConfig()
     data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
-    _: dataclasses.KW_ONLY
+    _: KW_ONLY
     train_tokens: int  # shards are opened in order until they hold this many
     val_tokens: int
     val_window_tokens: int = 131_072  # contiguous tokens a forward pass of the validation sees
@@ -264,7 +264,7 @@ GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value
 
 # One pass over 94 M tokens wants less (records/LOG.md): half the heads, narrower queries, keys and
 # MLPs, and layers 3, 8 and 10 empty. Layer 5 has no attention.
-GPT_SPRINT = dataclasses.replace(
+GPT_SPRINT = replace(
     GPT_SMALL, heads=3, key_width=64, attention_scale=0.16, mlp_width=2560, value_embeddings=3,
     layers=(
         *LAYERS[:3], EMPTY, LAYERS[4], Layer(attention=False), *LAYERS[6:8], EMPTY, Layer(value_embedding=1), EMPTY,
@@ -296,8 +296,8 @@ def three_stages(
     stages = []
     for n, batch, window, rate, target, classes in zip(steps, batch_tokens, windows, rates, targets, sampled_classes):
         stages.append(Stage(n, batch, cap_tokens, *window, rate, target, classes))
-    extension = dataclasses.replace(
-        stages[-1], steps=extension_steps, short_window_tokens=768, long_window_tokens=1664, extension=True)
+    extension = replace(stages[-1], steps=extension_steps, short_window_tokens=768, long_window_tokens=1664,
+                        extension=True)
     return (*stages, extension)
 
 
@@ -329,7 +329,7 @@ PRESETS = {preset.name: preset for preset in (
         val_attention_windows=(128, 512), log_every_steps=10,
         status="smoke: practice on a small public-domain sample, never on a leaderboard"),
     Preset(
-        "smoke-gpu", dataclasses.replace(GPT_SMALL, ngram_rows=2**20),
+        "smoke-gpu", replace(GPT_SMALL, ngram_rows=2**20),
         (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
         OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5),
         "data/sample", train_tokens=10_000_000, val_tokens=65_536, val_window_tokens=65_536,
@@ -458,7 +458,7 @@ class Targets(NamedTuple):
         return parts
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Documents:
     """A packed batch of T tokens on the device; every tensor is int32."""
     tokens: Tensor  # [T], ids
@@ -472,7 +472,7 @@ class Documents:
     num_always: Tensor | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Geometry:
     """What attention needs from the schedule."""
     windows: dict[str, int]  # "short" and "long", in tokens
@@ -607,7 +607,7 @@ def gathered(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-@dataclasses.dataclass
+@dataclass
 class ParamInfo:
     """What model, optimizer and kernels know of a parameter besides its values: `parameter.info`."""
     # A key of OptimizerConfig.rules: the update that the parameter gets, and its learning rate.
@@ -723,7 +723,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict()
         for index, layer in enumerate(config.layers):
             if layer.value_embedding == NGRAMS and not config.ngram_rows:
-                layer = dataclasses.replace(layer, value_embedding=None)
+                layer = replace(layer, value_embedding=None)
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
         self.skip_sources = {layer.skip_from for layer in config.layers}
@@ -1092,7 +1092,7 @@ class Owner:
             self.shard.copy_(mixed * (norm / mixed_norm))
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class MatrixGroup(Owner):
     """Matrices of a bank in neighbouring layers, which travel together: [ranks · per_rank, rows, columns].
 
@@ -1938,7 +1938,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
             index = stage_index(preset, step)
             stage = preset.stages[index]
             if ends_stage:
-                log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_chunks[stage])
+                log.line("stage", step=step, **asdict(stage), micro_batch_slots=trainer.micro_chunks[stage])
 
             micro_batches = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
             digest += sum(batch.digest for batch in micro_batches)
@@ -2000,7 +2000,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     clock = trainer.clock
     parameters = parameter_counts(trainer.model)
     log.say("{dense:,} dense parameters, {sparse:,} in rows of the n-gram table".format(**parameters))
-    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world,
+    log.line("head", started=clock.date(), preset=asdict(preset), seed=seed, world=ranks.world,
              nodes=len(set(ranks.nodes)), shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names,
              script=files_hash([Path(__file__)]), data=trainer.data_hash,
              shards=[path.name for path in trainer.stream.paths], parameters=parameters,
@@ -2253,7 +2253,7 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     return rows
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class HostBatch:
     """A micro-batch on the host: the fields of Documents one after the other in one int32 array, pinned for a GPU."""
     data: Tensor
@@ -4182,7 +4182,7 @@ def sparse_adam(grad, lookup, *state, cautious=True, BLOCK_M=1, **options):
 
 
 # ==== 10. Operator selection ==========================================================================================
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Ops:
     """The operators of this run. The model calls them and never asks what hardware it is on.
 
@@ -4851,7 +4851,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
     content = {
-        "model": dataclasses.asdict(preset.model),
+        "model": asdict(preset.model),
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
         "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
         "provenance": {
@@ -4889,7 +4889,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
         stated = content["model"]
         layers = tuple(Layer(**layer) for layer in stated["layers"])
         config = ModelConfig(**{**stated, "layers": layers, "softcap": Softcap(*stated["softcap"])})
-        if json.loads(json.dumps(dataclasses.asdict(config))) != stated:
+        if json.loads(json.dumps(asdict(config))) != stated:
             raise ValueError("settings missing")
 
         del header["__metadata__"]
@@ -4986,7 +4986,7 @@ def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tens
     Only new tokens pass through the model, with the one before them, of which their keys may take dims. Keys and values
     of all others are remembered, so the model serves nothing else from then on."""
     for block in model.blocks.values():
-        block.ops = dataclasses.replace(model.ops, attention=functools.partial(attention_with_memory, [], []))
+        block.ops = replace(model.ops, attention=functools.partial(attention_with_memory, [], []))
     pointed = []
     model.pointer_in = lambda *operands: remembered(pointed, pointer_in(*operands))
 
@@ -4996,7 +4996,7 @@ def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tens
         whole = pack({0: [document]}, model.config, pin=False).to(model.lm_head.device)
         new = {name: getattr(whole, name)[first:] for name in ("tokens", "ngrams", "positions")}
         first = len(ids) - 1
-        yield model.next_token(dataclasses.replace(whole, **new), geometry)
+        yield model.next_token(replace(whole, **new), geometry)
 
 
 def sample_text(path: str, prompt: str, device: torch.device) -> None:
@@ -5083,15 +5083,15 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     def scaled(steps: int) -> int:
         return max(1, round(length * steps))
 
-    stages = tuple(dataclasses.replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
+    stages = tuple(replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
     config = preset.optimizer
-    optimizer = dataclasses.replace(
+    optimizer = replace(
         config,
         momentum_warmup_steps=scaled(config.momentum_warmup_steps),
         momentum_cooldown_steps=scaled(config.momentum_cooldown_steps),
         averaging_rate=min(1.0, config.averaging_rate / length))
     more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
-    return dataclasses.replace(
+    return replace(
         preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)
 
 
