@@ -5166,8 +5166,11 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
     return code
 
 
-def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str) -> None:
-    """Say what will be trained, on which devices and with which operators; then what check_network found."""
+def announce(preset: Preset, ranks: Ranks, ops: Ops) -> None:
+    """Say what will be trained, on which devices and with which operators; then what check_network finds."""
+    network = check_network(ranks)
+    if ranks.rank:
+        return
     version = capability(ranks.device)
     gpu = f"capability {version}" if any(version) else "no GPU"
     if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
@@ -5191,22 +5194,20 @@ def check_network(ranks: Ranks) -> str:
 
     def exchange_ms(peer: int) -> float:
         started = clock.since_start()
-        for size in (1, len(sent)):
-            exchange = [dist.P2POp(dist.isend, sent[:size], peer), dist.P2POp(dist.irecv, received[:size], peer)]
-            for work in dist.batch_isend_irecv(exchange):
-                work.wait()
-            received[0].item()  # waits for the device
+        both_ways = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        for work in dist.batch_isend_irecv(both_ways):
+            work.wait()
+        received[0].item()  # waits for the device
         return 1e3 * (clock.since_start() - started)
 
     rounds = range(ranks.world // nodes, ranks.world)
     best_ms = [min(exchange_ms(ranks.rank ^ number) for _ in range(4)) for number in rounds]
     table = np.array(ranks.gather_objects(best_ms))  # of each rank and round
-    text = f"\n{nodes} nodes: 4 bytes, then 4 MB, both ways in {table.min():.2f} to {table.max():.2f} ms"
+    text = f"\n{nodes} nodes: 4 MB both ways in {table.min():.2f} to {table.max():.2f} ms"
 
-    slow = table > 5 * table.min() + 1
-    if slow.any():  # a slow rank has no fast link; a slow link is seen from the two ranks at its ends
-        places = slow.all(1) if slow.all(1).any() else slow.any(1)
-        names = ", ".join(map(ranks.name, np.flatnonzero(places)))
+    slow_links = (table > 5 * table.min() + 1).sum(1)  # of each rank: one that is slow itself has more than its peers
+    if slow_links.any():
+        names = ", ".join(map(ranks.name, np.flatnonzero(slow_links == slow_links.max())))
         text += f"\nWARNING: network far slower at {names}; fix: see its cards and cables, and NCCL_DEBUG=INFO"
     return text
 
@@ -5253,9 +5254,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
         if not 0 <= first <= last < steps:
             fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", f"{first}:{last}", "name steps that the run has")
 
-    network = check_network(ranks)
-    if ranks.rank == 0:
-        announce(preset, ranks, ops, network)
+    announce(preset, ranks, ops)
     if arguments.check:
         return preflight(arguments, preset, ranks, ops)
     check_versions(ranks)
