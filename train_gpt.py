@@ -1552,7 +1552,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     of the memory in use, or 0 without a GPU, where there is no limit. `room_bytes` is by default 95 % of the memory
     that is free on the fullest GPU. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
     if room_bytes is None:
-        if ranks.device.type != "cuda":
+        if not ranks.on_gpu:
             return False, sys.maxsize, 0
         room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
 
@@ -1593,7 +1593,6 @@ class Trainer:
         self.ops = ops
         self.clock = clock
         self.device = ranks.device
-        self.pin = self.device.type == "cuda"  # asynchronous copies need batches in pinned memory
         self.warm = False
 
         ranks.agree("data", lambda: self._open_data(data), "copy the shards of one node to the others")
@@ -1612,7 +1611,7 @@ class Trainer:
         self.stream, shard, windows, self.data_hash = open_corpus(preset, folder)
         self.longest_piece = max(len(piece) for pieces in windows for piece in pieces)
 
-        self.validation = [pack({0: pieces}, preset.model, self.pin)
+        self.validation = [pack({0: pieces}, preset.model, self.ranks.on_gpu)
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
         tokens = open_shard(shard, preset.model.vocabulary)[:preset.val_tokens + 1]
         self.validation_hash = hashlib.sha256(tokens).hexdigest()[:16]
@@ -1727,7 +1726,7 @@ class Trainer:
         for stage in self.preset.stages:
             chunks = {chunk: generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, seed=7 + chunk)
                       for chunk in range(self.micro_chunks[stage])}
-            batch = pack(chunks, self.preset.model, self.pin, stage.sampled_classes)
+            batch = pack(chunks, self.preset.model, self.ranks.on_gpu, stage.sampled_classes)
             count = CHUNKS // self.ranks.world // self.micro_chunks[stage]
             self.training_step(first_step, [batch] * count)
             first_step += stage.steps
@@ -1738,7 +1737,7 @@ class Trainer:
 
         self.optimizer.average(1.0, 0.5)
         window = generated_pieces(self.preset.val_window_tokens, self.longest_piece, seed=7)
-        self.evaluate(pack({0: window}, self.preset.model, self.pin), self.final_geometry)
+        self.evaluate(pack({0: window}, self.preset.model, self.ranks.on_gpu), self.final_geometry)
         return len(self.inputs)
 
 
@@ -1815,7 +1814,6 @@ class Meter:
         self.log = log
         self.ranks = trainer.ranks
         self.clock = trainer.clock
-        self.on_gpu = self.ranks.device.type == "cuda"
         self.total_steps = total_steps
         self.total_tokens, _ = training_work(trainer, total_steps)
         self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
@@ -1826,7 +1824,7 @@ class Meter:
 
         Now is an event in the device's stream, or milliseconds of the clock where there is no GPU."""
         self.start = self.clock.milliseconds()
-        if self.on_gpu:
+        if self.ranks.on_gpu:
             self.start = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
@@ -1849,7 +1847,7 @@ class Meter:
             return
         step, stage, start, end, values = self.pending
         self.pending = None
-        if self.on_gpu:
+        if self.ranks.on_gpu:
             end.synchronize()
             elapsed_ms = start.elapsed_time(end)
         else:
@@ -1891,7 +1889,7 @@ def compiled_graphs() -> int:
 
 
 def peak_memory_mib(ranks: Ranks) -> int | None:
-    if ranks.device.type != "cuda":
+    if not ranks.on_gpu:
         return None
     # The allocator does not count what this rank shares with others.
     shared = sum(parts[ranks.rank].nbytes for _, parts in ranks.peers.values())
@@ -2275,7 +2273,7 @@ class HostBatch:
 
 def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None,
          digest: int = 0) -> HostBatch:
-    """Pack batch chunks one after the other.
+    """Pack batch chunks one after the other. Asynchronous copies to a GPU need a `pin`, pinned memory.
 
     `chunks` maps the number of each in the run to what cut_documents made of it. Without
     `sampled_classes` the softmax is over the whole vocabulary: `classes` and `num_always` are None.
@@ -2338,7 +2336,6 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunk
 
     Of each step the rank takes the chunks rank, rank + world, ... of CHUNKS.
     """
-    pin = ranks.device.type == "cuda"
     own = range(ranks.rank, CHUNKS, ranks.world)
     number = 0  # of a step's first batch chunk in the whole run
     for stage, stage_starts in zip(stages, stream.chunk_starts(stages)):
@@ -2351,7 +2348,7 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunk
                     tokens = stream.read(starts[chunk], stage.chunk_tokens + 1)
                     chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
                     digest += chunk_digest(number + chunk, tokens)
-                yield pack(chunks, model, pin, stage.sampled_classes, digest)
+                yield pack(chunks, model, ranks.on_gpu, stage.sampled_classes, digest)
             number += CHUNKS
 
 
@@ -4330,10 +4327,11 @@ class Ranks:
         self.rank = rank
         self.world = world
         self.device = device
-        self.nccl = world > 1 and device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
+        self.nccl = world > 1 and self.on_gpu
         self.copy_stream = None  # on which `fetch` copies, where memory can be shared
         self.peers = {}  # address of a shared tensor or part -> its handle, and every rank's version of it
-        self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if device.type == "cuda" else []
+        self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if self.on_gpu else []
         self.processes = [os.getpid()]
         self.nodes = [""] * world  # on which node each rank is, in words for messages if there are several
         self.stop_asked = False
@@ -4570,7 +4568,7 @@ class Watchdog:
         self.doing = doing
         self.patience = patience
         self.idle_s = 0.0
-        if self.ranks.device.type == "cuda" and patience == 1:  # in the warm-up a query would break a graph's capture
+        if self.ranks.on_gpu and patience == 1:  # in the warm-up a query would break a graph's capture
             self.events.append(torch.cuda.current_stream().record_event())
 
     def _watch(self) -> None:
