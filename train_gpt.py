@@ -432,7 +432,7 @@ class Targets(NamedTuple):
     def ahead(self, k: int) -> Tensor:
         """Class index [T] of the token k further than the next, -1 where the document ends
         before."""
-        def later(x: Tensor) -> Tensor:
+        def later(x):
             return F.pad(x[k:], (0, min(k, len(x))), value=-1)
 
         return torch.where(later(self.positions) == self.positions + k, later(self.class_index), -1)
@@ -4883,16 +4883,14 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
         content = json.loads(metadata["content"])
         stated = content["model"]
         layers = tuple(Layer(**layer) for layer in stated["layers"])
-        config = ModelConfig(**{**stated, "layers": layers, "softcap": Softcap(*stated["softcap"])})
+        config = ModelConfig(**stated | {"layers": layers, "softcap": Softcap(*stated["softcap"])})
         if json.loads(json.dumps(asdict(config))) != stated:
             raise ValueError("settings missing")
 
         del header["__metadata__"]
         data = torch.from_numpy(file[start:])
-        tensors = {}
-        for name, entry in header.items():
-            values = data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]])
-            tensors[name] = values.view(entry["shape"])
+        tensors = {name: data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]]).view(entry["shape"])
+                   for name, entry in header.items()}
         ids, rows = tensors.pop("ngram.ids"), tensors.pop("ngram.rows")
 
         model = GPT(config, reference_ops(), torch.device("meta"))
@@ -4903,9 +4901,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
             assign=True)
         return model.requires_grad_(False), content, ids, rows
     except Exception as error:  # a foreign file can raise anything
-        text = " ".join(str(error).split())
-        found = f"{type(error).__name__}: {text[:200]}"
-        fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", found,
+        fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", repr(error)[:200],
              "use the train_gpt.py that wrote it, or train one with --save FILE")
 
 
@@ -5031,7 +5027,7 @@ def step_span(text: str) -> tuple[int, int]:
 
 def within(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
     """A reader of option values: numbers of a kind, from `least` to `most`."""
-    def number(text: str) -> Any:
+    def number(text):
         value = kind(text)
         if not least <= value <= most:  # so that nan is refused too
             raise argparse.ArgumentTypeError(f"expected a number from {least} to {most}, found {text}")
@@ -5075,7 +5071,7 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     rounded, but take at least one step. Averages look back over the same share of it. Training tokens grow by what
     the schedule takes more, so that enough shards are opened.
     """
-    def scaled(steps: int) -> int:
+    def scaled(steps):
         return max(1, round(length * steps))
 
     stages = tuple(replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
@@ -5091,10 +5087,9 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
 
 
 def check_versions(ranks: Ranks) -> str:
-    major_minor = tuple(map(int, torch.__version__.split(".")[:2]))
-    if major_minor < (2, 11):
+    if torch.__version__ < "2.11.0a0":
         fail("torch", ">= 2.11", torch.__version__, "pip install -r requirements.txt")
-    if major_minor > (2, 15) and ranks.rank == 0:  # every test has passed with versions up to there, on a CPU
+    if torch.__version__ >= "2.16.0a0" and ranks.rank == 0:  # every test has passed with versions up to there, on a CPU
         print(f"train_gpt: torch {torch.__version__}: newer than any that was tried; if it fails: "
               "pip install -r requirements.txt", file=sys.stderr)
     found = getattr(triton, "__version__", "none")
@@ -5188,7 +5183,7 @@ def check_network(ranks: Ranks) -> str:
     clock = Clock(ranks.device)
     sent, received = torch.zeros(2, 1_000_000, device=ranks.device)
 
-    def exchange_ms(peer: int) -> float:
+    def exchange_ms(peer):
         started = clock.since_start()
         both_ways = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
         for work in dist.batch_isend_irecv(both_ways):
@@ -5268,19 +5263,16 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     ranks = None
-    code = EXIT_BUG  # unless something explains the end
+    code = 0
     message = ""
     try:
         ranks = Ranks.start(arguments.stall_limit)
         if arguments.eval:
             print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
-            code = 0
         elif arguments.sample:
             sample_text(*arguments.sample, ranks.device)
-            code = 0
         elif arguments.export:
             export_model(*arguments.export)
-            code = 0
         else:
             code = train_all(arguments, ranks)
     except KeyboardInterrupt:
@@ -5289,6 +5281,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         failure = explained(error, ranks)
         if failure is None:
+            code = EXIT_BUG
             raise
         code = failure.code
         message = str(failure)

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import helpers
 from helpers import CPU, PRESET, only, read_log, tg
@@ -91,7 +92,7 @@ def test_check_and_start_refuse_too_little_memory(check, corpus, tiny, tmp_path,
 
 
 def test_check_and_start_refuse_older_versions_of_torch(check, corpus, tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.1"))
     assert check().code == 2
     assert tg.main(["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path / "logs")]) == 2
     assert capsys.readouterr().err == "train_gpt: torch: expected >= 2.11, found 2.10.1; fix: pip install -r requirements.txt\n"
@@ -99,7 +100,7 @@ def test_check_and_start_refuse_older_versions_of_torch(check, corpus, tiny, tmp
 
 @pytest.mark.parametrize("version, tried", [("2.11.0+cu130", True), ("2.15.1", True), ("2.16.0a0+git", False), ("3.0.0", False)])
 def test_newer_versions_of_torch_get_a_warning_and_go_on(check, corpus, tiny, tmp_path, monkeypatch, capsys, version, tried):
-    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     warning = f"train_gpt: torch {version}: newer than any that was tried; if it fails: pip install -r requirements.txt\n"
     found = check()
     assert (found.code, found.err) == (0, "" if tried else warning) and found.items["versions"][0] == "ok"
