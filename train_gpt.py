@@ -2099,12 +2099,11 @@ class TokenStream:
             if self.offsets[-1] >= tokens_wanted:
                 break
         self.length = self.offsets[-1]
-        self.files = [path.open("rb", buffering=0) for path in self.paths]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start` on, across the borders of shards."""
         parts = []
-        for path, file, (shard_start, shard_stop) in zip(self.paths, self.files, itertools.pairwise(self.offsets)):
+        for path, (shard_start, shard_stop) in zip(self.paths, itertools.pairwise(self.offsets)):
             first = max(start, shard_start)
             wanted = min(start + count, shard_stop) - first
             if wanted <= 0:
@@ -2112,11 +2111,11 @@ class TokenStream:
             at = first - shard_start
             # Not through the memory map: a file that was cut since it was checked would kill the
             # process by a signal.
-            raw = os.pread(file.fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * at)
-            if len(raw) != 2 * wanted:
+            part = np.fromfile(path, "<u2", wanted, offset=SHARD_HEADER_BYTES + 2 * at)
+            if len(part) != wanted:
                 fail(f"{path}: reading at token {at:,}", f"{wanted:,} tokens as when it was checked", "its end",
                      "fetch this file again")
-            parts.append(np.frombuffer(raw, dtype="<u2"))
+            parts.append(part)
         return np.concatenate(parts)
 
     def consumed(self, stages: tuple[Stage, ...]) -> int:
