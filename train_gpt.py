@@ -1787,20 +1787,17 @@ def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
 
 
 def largest_weights(trainer: Trainer, log: RunLog) -> dict[str, float]:
-    """The largest magnitude of each kind of weights whose products are FP8. Says it too, beside the kind's range.
+    """The largest magnitude of each kind of weights whose products are FP8. Says them too, beside the kind's range.
 
     Beyond the range FP8 saturates silently: there is a warning from 90 % of it on."""
     largest = {}
-    words = []
     for part, ranges in FP8_PARTS.items():
         for kind, limit in ranges.items():
             if "fp8" in trainer.ops.names[part]:
                 largest[kind] = max(float(weight.data.abs().max())
                                     for name, weight in trainer.model.named_parameters() if name.endswith(kind))
                 warning = " (WARNING: near saturation)" if largest[kind] >= 0.9 * limit else ""
-                words.append(f"{kind} {largest[kind]:.2f} of {limit}{warning}")
-    if words:
-        log.say(f"largest FP8 weights: {', '.join(words)}")
+                log.say(f"largest FP8 weight of {kind}: {largest[kind]:.2f} of {limit}{warning}")
     return largest
 
 
@@ -1995,12 +1992,14 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     preset = trainer.preset
     ranks = trainer.ranks
     clock = trainer.clock
-    parameters = parameter_counts(trainer.model)
-    log.say("{dense:,} dense parameters, {sparse:,} in rows of the n-gram table".format(**parameters))
+    table = trainer.model.ngram
+    sparse = 0 if table is None else table.numel()  # of these a step updates a few
+    dense = sum(p.numel() for p in trainer.model.parameters()) - sparse
+    log.say(f"{dense:,} dense parameters, {sparse:,} in rows of the n-gram table")
     log.line("head", started=clock.date(), preset=asdict(preset), seed=seed, world=ranks.world,
              nodes=len(set(ranks.nodes)), shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names,
              script=files_hash([Path(__file__)]), data=trainer.data_hash,
-             shards=[path.name for path in trainer.stream.paths], parameters=parameters,
+             shards=[path.name for path in trainer.stream.paths], parameters={"dense": dense, "sparse": sparse},
              consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
 
     prepare(trainer, seed, log)
@@ -2031,10 +2030,9 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
              train_hash=f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", val_hash=trainer.validation_hash,
              recompiled=recompiled, largest_weights=largest_weights(trainer, log))
 
-    remark = "" if state == "ok" else f"; {state}"
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
     log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
-            f"{ranks.world} rank(s){memory}{remark}\n"
+            f"{ranks.world} rank(s){memory}; {state}\n"
             f"{speed(trainer, elapsed_ms, options.steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
     return loss
 
@@ -4769,12 +4767,6 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "gpus": [gpu.name for gpu in gpus],
         "machine": hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16],
     }
-
-
-def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """How many numbers are learnt. Sparse ones lie in rows of the n-gram table, of which a step updates a few."""
-    sparse = 0 if model.ngram is None else model.ngram.numel()
-    return {"dense": sum(p.numel() for p in model.parameters()) - sparse, "sparse": sparse}
 
 
 def files_hash(paths: Sequence[Path]) -> str:
