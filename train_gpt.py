@@ -2389,30 +2389,28 @@ def prefetched(items: Iterator, depth: int = 8) -> Iterator:
 
 
 # ==== 8. Reference operators: what the fast ones must compute, on any device and in any dtype =========================
-def wide_dtype(x: Tensor) -> torch.dtype:
+def wide_dtype(x):
     """The dtype of sums over x: float32, or float64 for float64 operands, as tests use them."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def norm(x: Tensor) -> Tensor:
+def norm(x):
     """RMSNorm over the last dimension, without parameters."""
     return F.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x, cos, sin):
     """Rotary embedding of x [T, H, D] by cos, sin [T, 1, D/2]: dims i and i + D/2 are a pair."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
 
-def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor,
-                          cos: Tensor, sin: Tensor, heads: int,
-                          key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads_reference(qkv, value, value_gates, positions, cos, sin, heads, key_offset=False):
     """Queries, keys [T, H, Dk] and values [T, H, Dv] for attention from their projection qkv [T, H (2 Dk + Dv)].
 
     q and k are normalised and rotated; positions [T]; cos, sin [positions, Dk / 2]. v gains the
     value embedding, i.e. the first H Dv channels of value [T, H Dv or more], times value_gates
-    [T, H]. With key_offset the stationary dims of k, which do not rotate, come from the token
+    [T, H]; both may be None. With key_offset the stationary dims of k, which do not rotate, come from the token
     before, if the document has one: induction in a single layer (record 49).
     """
     width = 2 * cos.size(1)
@@ -2432,8 +2430,7 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def visible_chunks(positions: Tensor, window: int, chunk_queries: int, nearest: int = 0,
-                   first: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+def visible_chunks(positions, window, chunk_queries, nearest=0, first=0):
     """The mask of attention within documents, for `chunk_queries` queries at a time: (queries, keys, mask).
 
     A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
@@ -2450,8 +2447,7 @@ def visible_chunks(positions: Tensor, window: int, chunk_queries: int, nearest: 
         yield slice(start - first, queries.stop - first), keys, not_too_far & not_too_near
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float,
-                        gates: Tensor | None = None, chunk_queries: int = 512) -> Tensor:
+def attention_reference(q, k, v, positions, window, scale, gates=None, chunk_queries=512):
     """Softmax attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given.
 
     It takes a chunk of queries at a time, with the keys that their windows reach, so that the
@@ -2467,8 +2463,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, wind
     return out if gates is None else (out * gates[:, :, None]).to(out.dtype)
 
 
-def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, scale: float,
-                      chunk_queries: int = 512) -> Tensor:
+def pointer_reference(qk, ids, positions, window, scale, chunk_queries=512):
     """log_copy [T]: the log-probability of the next token under the pointer, one part of a mixture.
 
     This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
@@ -2491,7 +2486,7 @@ def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, s
     return torch.cat(log_copy)
 
 
-def relu_squared_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def relu_squared_mlp(x, up, down):
     """relu(x up^T)^2 down, of x [T, width] and up, down [mlp_width, width]."""
     return F.linear(x, up).relu().square() @ down
 
@@ -2521,12 +2516,12 @@ class HeadScales(NamedTuple):
     grad: float = 96 / 57_344
 
 
-def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
+def softcapped(logits, cap):
     """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
 
 
-def log_importance_weights(num_always: Tensor, num_classes: int, vocabulary: int) -> Tensor:
+def log_importance_weights(num_always, num_classes, vocabulary):
     """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function unbiased.
 
     The first n = num_always classes are always included and weigh 1. The other P - n are sampled
@@ -2537,8 +2532,7 @@ def log_importance_weights(num_always: Tensor, num_classes: int, vocabulary: int
     return torch.where(sampled, weight, 1).log()
 
 
-def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softcap = Softcap(),
-                        chunk_rows: int = 4096) -> Tensor:
+def head_loss_reference(x, weight, targets, cap=Softcap(), chunk_rows=4096):
     """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
 
     x [T, D], weight [V, D]. Only targets.classes take part in the softmax; if that is None, all V
@@ -2638,7 +2632,7 @@ RECIPES = {
 }
 
 
-def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
+def frobenius_scale(X, safety, dtype):
     """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
 
     The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
@@ -2649,7 +2643,7 @@ def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
     return (X / divisor.to(X.dtype)).to(dtype)
 
 
-def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Tensor:
+def orthogonalize_reference(matrices, recipe):
     """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
     if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
         return orthogonalize_reference(matrices.mT, recipe).mT
