@@ -616,7 +616,7 @@ class ParamInfo:
     # The part of the optimizer that a backward hook tells of the gradient, see _ready. None: scalars have no hook.
     owner: Owner | None = None
     # Of tables: takes the gradient of a lookup in autograd's place, see EmbeddingLookup.
-    receive_grad: Callable[..., None] | None = None
+    receive_grad: Callable | None = None
     # The part of the optimizer's buffer that collects the gradient; kernels may write there, see memory_for_grad.
     grad_view: Tensor | None = None
 
@@ -630,7 +630,7 @@ def make_param(role: str, tensor: Tensor, matrix_shape: tuple[int, int] | None =
 
 class Block(nn.Module):
     """The parameters of one layer and the order of its regions."""
-    def __init__(self, index: int, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
+    def __init__(self, index: int, layer: Layer, config: ModelConfig, empty: Callable, ops: Ops):
         super().__init__()
         self.index = index
         self.layer = layer
@@ -1305,7 +1305,7 @@ class SparseTable(Owner):
     def receive_grad(self, grad: Tensor, *_: Tensor) -> None:
         self.lookup_grads.append(grad)
 
-    def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable]:
         """What all ranks have for the micro-batches of a step, [tokens of the step, ...], and the wait for it."""
         full = parts[0]
         rows = self.ranks.world * sum(map(len, parts))
@@ -4393,7 +4393,7 @@ class Ranks:
             self.peers[part.data_ptr()] = handle, versions
         return memory
 
-    def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable[[], None]:
+    def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable:
         """Copy from other ranks' versions of a shared tensor. Returns the wait, which blocks the stream, not the host.
 
         Without `received` this is an all-gather in place: each rank's own shard comes from that rank. With `received`
@@ -4415,7 +4415,7 @@ class Ranks:
                     received[other].view(-1).copy_(versions[other][self.rank], non_blocking=True)
         return self.copy_stream.record_event().wait
 
-    def on_side_stream(self, work: Callable[[], Any], side: int = 0) -> Callable[[], None]:
+    def on_side_stream(self, work: Callable, side: int = 0) -> Callable:
         """Queue `work` on one of two side streams, whose kernels go first where room is scarce. Returns the wait."""
         if not self.side_streams:
             work()
@@ -4430,7 +4430,7 @@ class Ranks:
         """This rank's equal part of `full` along its first dimension, a view."""
         return full.view(self.world, -1, *full.shape[1:])[self.rank]
 
-    def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable[[], None]:
+    def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable:
         """Bring every rank's version of this rank's shard of `full` to `received`. Returns the wait.
 
         If `full` is shared, `received` is [world, ...] and the caller averages. Else it is [1, ...], a view of the
@@ -4442,7 +4442,7 @@ class Ranks:
             return dist.reduce_scatter_tensor(received[0], full, op=dist.ReduceOp.AVG, async_op=True).wait
         return self.all_reduce_mean(full)
 
-    def all_reduce_mean(self, tensor: Tensor) -> Callable[[], None]:
+    def all_reduce_mean(self, tensor: Tensor) -> Callable:
         """Average `tensor` over the ranks, in place. Returns the wait."""
         if self.nccl:
             return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True).wait
@@ -4450,7 +4450,7 @@ class Ranks:
             self.sum(tensor).div_(self.world)
         return lambda: None
 
-    def all_gather(self, full: Tensor, barrier: bool = True) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, barrier: bool = True) -> Callable:
         """Fill `full` from every rank's shard of it, in place. Returns the wait.
 
         No barrier is needed if there was one since the ranks wrote their shards.
@@ -4481,7 +4481,7 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def agree(self, what: str, find: Callable[[], str], fix: str, code: int = EXIT_USAGE) -> str:
+    def agree(self, what: str, find: Callable, fix: str, code: int = EXIT_USAGE) -> str:
         """What `find` returns. Unless that is the same on every rank, all of them fail and name one that differs.
 
         If `find` fails, the other ranks are told why instead of waiting for one that has ended.
@@ -5010,7 +5010,7 @@ def step_span(text: str) -> tuple[int, int]:
     return first, last
 
 
-def within(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
+def within(kind: type, least: float, most: float = math.inf) -> Callable:
     """A reader of option values: numbers of a kind, from `least` to `most`."""
     def number(text):
         value = kind(text)
