@@ -491,22 +491,22 @@ class LayerScalars(NamedTuple):
     attn_scale: Tensor  # of attention's output
 
 
-# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients
-# become ready between regions (so hooks fire during the backward pass), and attention runs between
-# them with its window as a run-time value.
-def add_mlp(x: Tensor, mlp_out: Tensor | None) -> Tensor:
+# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
+# regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
+# The MLP's output, the n-grams' embedding, skip and value are None where a layer has none.
+def add_mlp(x, mlp_out):
     """The residual stream after a layer. The next region that reads it adds the MLP's output: no
     kernel of its own."""
     return x if mlp_out is None else x + mlp_out
 
 
-def scaled(scalar: Tensor, x: Tensor) -> Tensor:
+def scaled(scalar, x):
     """x [T, width] times one of LayerScalars [T], in float32."""
     return scalar[:, None] * x
 
 
-def injections(x0: Tensor, ngram: Tensor | None, *lambdas: Tensor) -> list[Tensor]:
-    """What enters each layer of the embeddings of the token and of the last few tokens, given
+def injections(x0, ngram, *lambdas):
+    """A list of what enters each layer of the embeddings of the token and of the last few tokens, given
     (x0_lambda, ngram_lambda) of each. All layers in one region, so that one kernel sums their
     gradients."""
     injected = []
@@ -518,8 +518,7 @@ def injections(x0: Tensor, ngram: Tensor | None, *lambdas: Tensor) -> list[Tenso
     return injected
 
 
-def enter_layer(x: Tensor, mlp_out: Tensor | None, injected: Tensor, resid_lambda: Tensor, skip: Tensor | None,
-                skip_weight: Tensor | None) -> Tensor:
+def enter_layer(x, mlp_out, injected, resid_lambda, skip, skip_weight):
     """x = resid_lambda (x + mlp_out + σ(skip_weight) skip) + injected."""
     x = add_mlp(x, mlp_out)
     if skip is not None:
@@ -527,7 +526,7 @@ def enter_layer(x: Tensor, mlp_out: Tensor | None, injected: Tensor, resid_lambd
     return (scaled(resid_lambda, x) + injected).to(injected.dtype)
 
 
-def attention_in(attn_scale: Tensor, gate: Tensor, value: Tensor | None, *entry: Tensor | None):
+def attention_in(attn_scale, gate, value, *entry):
     """A layer up to its projection, given the operands of enter_layer as `entry`: the stream and
     its norm [T, width], the gates [T, H] of the heads' outputs and of the value embedding. gate [H,
     inputs], or [2 H, inputs] for both.
@@ -551,20 +550,20 @@ def attention_in(attn_scale: Tensor, gate: Tensor, value: Tensor | None, *entry:
     return x, h, scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20), value_gates
 
 
-def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+def attention_out(x, y, out):
     """The stream after attention, x + y out, and its norm for the MLP; y [T, H, D] gated heads, out
     [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
     return x, norm(x)
 
 
-def mlp_in(*entry: Tensor | None):
+def mlp_in(*entry):
     """A layer without attention up to its MLP: the stream and its norm, both [T, width]."""
     x = enter_layer(*entry)
     return x, norm(x)
 
 
-def final_states(x: Tensor, mlp_out: Tensor | None, x0: Tensor, ngram: Tensor | None, gate: Tensor) -> Tensor:
+def final_states(x, mlp_out, x0, ngram, gate):
     """Normalised final states [T, width]. Both embeddings enter once more, by weights that the
     first channels of the stream give each token."""
     x = add_mlp(x, mlp_out)
@@ -575,7 +574,7 @@ def final_states(x: Tensor, mlp_out: Tensor | None, x0: Tensor, ngram: Tensor | 
     return norm(x)
 
 
-def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
+def pointer_in(h, weight):
     """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W,
     width]."""
     return norm(F.linear(h, weight).view(len(h), 2, -1))
