@@ -404,8 +404,7 @@ def target_weights(preset: Preset, step: int) -> list[float]:
     """Weights of the coming tokens as targets: linear between the two ends of the stage."""
     index = stage_index(preset, step)
     stage = preset.stages[index]
-    steps_before = sum(s.steps for s in preset.stages[:index])
-    passed = (step - steps_before) / stage.steps
+    passed = (step - sum(earlier.steps for earlier in preset.stages[:index])) / stage.steps
     return [start + passed * (end - start) for start, end in zip(*stage.targets)]
 
 
@@ -2274,7 +2273,7 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
     `chunks` maps the number of each in the run to what cut_documents made of it. Without
     `sampled_classes` the softmax is over the whole vocabulary: `classes` and `num_always` are None.
     """
-    pieces = list(itertools.chain.from_iterable(chunks.values()))
+    pieces = list(itertools.chain(*chunks.values()))
     lengths = [len(piece) - 1 for piece in pieces]
     tokens = np.concatenate([piece[:-1] for piece in pieces])
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -4937,7 +4936,7 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     shard = find_shards(data or Path(validation["data"]), "val")[0]
     windows = validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary)
     total = 0.0
-    for piece in itertools.chain.from_iterable(windows):  # a whole window takes gigabytes, and its loss is their sum
+    for piece in itertools.chain(*windows):  # a whole window takes gigabytes, and its loss is their sum
         batch = pack({0: [piece]}, config, pin=False).to(device)
         total += float(model.evaluate(batch, saved_geometry(content, model, len(piece))))
     return total / validation["tokens"]
