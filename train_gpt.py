@@ -25,7 +25,6 @@ import argparse
 import bisect
 import collections
 import contextlib
-import dataclasses
 import functools
 import gc
 import hashlib
@@ -45,6 +44,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -92,7 +92,7 @@ PEAK_TFLOPS = (
 
 
 # ==== 2. Configuration ================================================================================================
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Layer:
     """One layer of the network. The table of layers is the only place that knows which layer does what."""
     attention: bool = True
@@ -110,7 +110,7 @@ class Softcap(NamedTuple):
     temperature: float = 7.5
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ModelConfig:
     width: int
     heads: int
@@ -149,13 +149,13 @@ class ModelConfig:
 
 
 # Each parameter declares a role, and each role has one rule: so the optimizer knows what to do with it.
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MuonRule:
     """Hidden matrices, orthogonalised one by one; the parameter says which shape they have."""
     learning_rate_multiplier: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class AdamRule:
     learning_rate_multiplier: float
     betas: tuple[float, float]
@@ -164,7 +164,7 @@ class AdamRule:
     sparse: bool = False  # larger ones: every rank updates the rows that a step has read; no first moment
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Differences in loss named here are of whole sprints, one run each (records/LOG.md); chance makes 0.002."""
     muon_learning_rate: float = 0.023  # 0.0265: +0.0027
@@ -206,7 +206,7 @@ class OptimizerConfig:
         ("gate", AdamRule(1.0, (0.9, 0.99))))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Stage:
     """A stretch of the schedule with constant shapes."""
     steps: int
@@ -225,14 +225,14 @@ class Stage:
         return self.batch_tokens // CHUNKS
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Preset:
     name: str
     model: ModelConfig
     stages: tuple[Stage, ...]
     optimizer: OptimizerConfig = OptimizerConfig()
     data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
-    _: dataclasses.KW_ONLY
+    _: KW_ONLY
     train_tokens: int  # shards are opened in order until they hold this many
     val_tokens: int
     val_window_tokens: int = 131_072  # contiguous tokens a forward pass of the validation sees
@@ -266,7 +266,7 @@ GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value
 
 # One pass over 94 M tokens wants less (records/LOG.md): half the heads, narrower queries, keys and
 # MLPs, and layers 3, 8 and 10 empty. Layer 5 has no attention.
-GPT_SPRINT = dataclasses.replace(
+GPT_SPRINT = replace(
     GPT_SMALL, heads=3, key_width=64, attention_scale=0.16, mlp_width=2560, value_embeddings=3,
     layers=(
         *LAYERS[:3], EMPTY, LAYERS[4], Layer(attention=False), *LAYERS[6:8], EMPTY, Layer(value_embedding=1), EMPTY,
@@ -284,22 +284,21 @@ GPT_TINY = ModelConfig(
 
 def three_stages(
     steps: Sequence[int], extension_steps: int, batch_tokens: Sequence[int] = (131_072, 262_144, 393_216),
-    rates: Sequence[float] = (1.0, 1.51, 1.73), cap_tokens: int = 3072,
-    sampled_classes: Sequence[int | None] = (10_240, 14_336, 28_672),
+    rates: Sequence[float] = (1.0, 1.51, 1.73), sampled_classes: Sequence[int | None] = (10_240, 14_336, 28_672),
 ) -> tuple[Stage, ...]:
     """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
     targets (record 53). The extension follows (record 35)."""
-    windows = (128, 384), (384, 896), (640, 1408)
+    caps = itertools.repeat(3072)
+    short_windows = 128, 384, 640
+    long_windows = 384, 896, 1408
     targets = (
         ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)),  # at 0.3 and not 0.5 the loss is 0.0012 lower, fading faster
         ((1.0, 0.3), (1.0, 0.0)),
         ((1.0,), (1.0,)))
 
-    stages = []
-    for n, batch, window, rate, target, classes in zip(steps, batch_tokens, windows, rates, targets, sampled_classes):
-        stages.append(Stage(n, batch, cap_tokens, *window, rate, target, classes))
-    extension = dataclasses.replace(
-        stages[-1], steps=extension_steps, short_window_tokens=768, long_window_tokens=1664, extension=True)
+    stages = list(map(Stage, steps, batch_tokens, caps, short_windows, long_windows, rates, targets, sampled_classes))
+    extension = replace(stages[-1], steps=extension_steps, short_window_tokens=768, long_window_tokens=1664,
+                        extension=True)
     return (*stages, extension)
 
 
@@ -318,7 +317,7 @@ PRESETS = {preset.name: preset for preset in (
     Preset(
         "sprint", GPT_SPRINT,
         three_stages((239, 239, 229), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45),
-                     sampled_classes=(6144, 10_240, 14_336)),
+                     (6144, 10_240, 14_336)),
         train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset(
         "smoke", GPT_TINY,
@@ -331,7 +330,7 @@ PRESETS = {preset.name: preset for preset in (
         val_attention_windows=(128, 512), log_every_steps=10,
         status="smoke: practice on a small public-domain sample, never on a leaderboard"),
     Preset(
-        "smoke-gpu", dataclasses.replace(GPT_SMALL, ngram_rows=2**20),
+        "smoke-gpu", replace(GPT_SMALL, ngram_rows=2**20),
         (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
         OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5),
         "data/sample", train_tokens=10_000_000, val_tokens=65_536, val_window_tokens=65_536,
@@ -411,8 +410,7 @@ def target_weights(preset: Preset, step: int) -> list[float]:
     """Weights of the coming tokens as targets: linear between the two ends of the stage."""
     index = stage_index(preset, step)
     stage = preset.stages[index]
-    steps_before = sum(s.steps for s in preset.stages[:index])
-    passed = (step - steps_before) / stage.steps
+    passed = (step - sum(earlier.steps for earlier in preset.stages[:index])) / stage.steps
     return [start + passed * (end - start) for start, end in zip(*stage.targets)]
 
 
@@ -439,7 +437,7 @@ class Targets(NamedTuple):
     def ahead(self, k: int) -> Tensor:
         """Class index [T] of the token k further than the next, -1 where the document ends
         before."""
-        def later(x: Tensor) -> Tensor:
+        def later(x):
             return F.pad(x[k:], (0, min(k, len(x))), value=-1)
 
         return torch.where(later(self.positions) == self.positions + k, later(self.class_index), -1)
@@ -464,7 +462,7 @@ class Targets(NamedTuple):
         return parts
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Documents:
     """A packed batch of T tokens on the device; every tensor is int32."""
     tokens: Tensor  # [T], ids
@@ -478,7 +476,7 @@ class Documents:
     num_always: Tensor | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Geometry:
     """What attention needs from the schedule."""
     windows: dict[str, int]  # "short" and "long", in tokens
@@ -498,22 +496,22 @@ class LayerScalars(NamedTuple):
     attn_scale: Tensor  # of attention's output
 
 
-# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients
-# become ready between regions (so hooks fire during the backward pass), and attention runs between
-# them with its window as a run-time value.
-def add_mlp(x: Tensor, mlp_out: Tensor | None) -> Tensor:
+# Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
+# regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
+# The MLP's output, the n-grams' embedding, skip and value are None where a layer has none.
+def add_mlp(x, mlp_out):
     """The residual stream after a layer. The next region that reads it adds the MLP's output: no
     kernel of its own."""
     return x if mlp_out is None else x + mlp_out
 
 
-def scaled(scalar: Tensor, x: Tensor) -> Tensor:
+def scaled(scalar, x):
     """x [T, width] times one of LayerScalars [T], in float32."""
     return scalar[:, None] * x
 
 
-def injections(x0: Tensor, ngram: Tensor | None, *lambdas: Tensor) -> list[Tensor]:
-    """What enters each layer of the embeddings of the token and of the last few tokens, given
+def injections(x0, ngram, *lambdas):
+    """A list of what enters each layer of the embeddings of the token and of the last few tokens, given
     (x0_lambda, ngram_lambda) of each. All layers in one region, so that one kernel sums their
     gradients."""
     injected = []
@@ -525,8 +523,7 @@ def injections(x0: Tensor, ngram: Tensor | None, *lambdas: Tensor) -> list[Tenso
     return injected
 
 
-def enter_layer(x: Tensor, mlp_out: Tensor | None, injected: Tensor, resid_lambda: Tensor, skip: Tensor | None,
-                skip_weight: Tensor | None) -> Tensor:
+def enter_layer(x, mlp_out, injected, resid_lambda, skip, skip_weight):
     """x = resid_lambda (x + mlp_out + σ(skip_weight) skip) + injected."""
     x = add_mlp(x, mlp_out)
     if skip is not None:
@@ -534,7 +531,7 @@ def enter_layer(x: Tensor, mlp_out: Tensor | None, injected: Tensor, resid_lambd
     return (scaled(resid_lambda, x) + injected).to(injected.dtype)
 
 
-def attention_in(attn_scale: Tensor, gate: Tensor, value: Tensor | None, *entry: Tensor | None):
+def attention_in(attn_scale, gate, value, *entry):
     """A layer up to its projection, given the operands of enter_layer as `entry`: the stream and
     its norm [T, width], the gates [T, H] of the heads' outputs and of the value embedding. gate [H,
     inputs], or [2 H, inputs] for both.
@@ -558,20 +555,20 @@ def attention_in(attn_scale: Tensor, gate: Tensor, value: Tensor | None, *entry:
     return x, h, scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20), value_gates
 
 
-def attention_out(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+def attention_out(x, y, out):
     """The stream after attention, x + y out, and its norm for the MLP; y [T, H, D] gated heads, out
     [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
     return x, norm(x)
 
 
-def mlp_in(*entry: Tensor | None):
+def mlp_in(*entry):
     """A layer without attention up to its MLP: the stream and its norm, both [T, width]."""
     x = enter_layer(*entry)
     return x, norm(x)
 
 
-def final_states(x: Tensor, mlp_out: Tensor | None, x0: Tensor, ngram: Tensor | None, gate: Tensor) -> Tensor:
+def final_states(x, mlp_out, x0, ngram, gate):
     """Normalised final states [T, width]. Both embeddings enter once more, by weights that the
     first channels of the stream give each token."""
     x = add_mlp(x, mlp_out)
@@ -582,7 +579,7 @@ def final_states(x: Tensor, mlp_out: Tensor | None, x0: Tensor, ngram: Tensor | 
     return norm(x)
 
 
-def pointer_in(h: Tensor, weight: Tensor) -> Tensor:
+def pointer_in(h, weight):
     """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W,
     width]."""
     return norm(F.linear(h, weight).view(len(h), 2, -1))
@@ -614,7 +611,7 @@ def gathered(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-@dataclasses.dataclass
+@dataclass
 class ParamInfo:
     """What model, optimizer and kernels know of a parameter besides its values: `parameter.info`."""
     # A key of OptimizerConfig.rules: the update that the parameter gets, and its learning rate.
@@ -624,7 +621,7 @@ class ParamInfo:
     # The part of the optimizer that a backward hook tells of the gradient, see _ready. None: scalars have no hook.
     owner: Owner | None = None
     # Of tables: takes the gradient of a lookup in autograd's place, see EmbeddingLookup.
-    receive_grad: Callable[..., None] | None = None
+    receive_grad: Callable | None = None
     # The part of the optimizer's buffer that collects the gradient; kernels may write there, see memory_for_grad.
     grad_view: Tensor | None = None
 
@@ -638,7 +635,7 @@ def make_param(role: str, tensor: Tensor, matrix_shape: tuple[int, int] | None =
 
 class Block(nn.Module):
     """The parameters of one layer and the order of its regions."""
-    def __init__(self, index: int, layer: Layer, config: ModelConfig, empty: Callable[..., Tensor], ops: Ops):
+    def __init__(self, index: int, layer: Layer, config: ModelConfig, empty: Callable, ops: Ops):
         super().__init__()
         self.index = index
         self.layer = layer
@@ -732,7 +729,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict()
         for index, layer in enumerate(config.layers):
             if layer.value_embedding == NGRAMS and not config.ngram_rows:
-                layer = dataclasses.replace(layer, value_embedding=None)
+                layer = replace(layer, value_embedding=None)
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
         self.skip_sources = {layer.skip_from for layer in config.layers}
@@ -805,7 +802,7 @@ class GPT(nn.Module):
             injected = (self.injections(x0, ngram, *pair)[0] for pair in lambdas)
 
         mlp_out = None
-        skips = {}
+        skips = {None: None}  # by the index of the layer that it comes from
         for block, own_injected, own_scalars in zip(self.blocks.values(), injected, scalars):
             layer = block.layer
             # Looked up here and not beforehand: autograd goes back in this order, so a table's
@@ -815,9 +812,9 @@ class GPT(nn.Module):
                 value = ngram
             elif layer.value_embedding is not None:
                 value = self.ops.embed(gathered(self.value_embeddings[layer.value_embedding]), documents)
-            skip = None if layer.skip_from is None else skips[layer.skip_from]
 
-            x, mlp_out = block(x, mlp_out, own_injected, own_scalars, skip, value, documents, geometry)
+            x, mlp_out = block(
+                x, mlp_out, own_injected, own_scalars, skips[layer.skip_from], value, documents, geometry)
             if block.index in self.skip_sources:  # two will read the sum: so it is made once, and so is its gradient
                 x = add_mlp(x, mlp_out)
                 mlp_out = None
@@ -1106,7 +1103,7 @@ class Owner:
             self.shard.copy_(mixed * (norm / mixed_norm))
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class MatrixGroup(Owner):
     """Matrices of a bank in neighbouring layers, which travel together: [ranks · per_rank, rows, columns].
 
@@ -1320,7 +1317,7 @@ class SparseTable(Owner):
     def receive_grad(self, grad: Tensor, *_: Tensor) -> None:
         self.lookup_grads.append(grad)
 
-    def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable]:
         """What all ranks have for the micro-batches of a step, [tokens of the step, ...], and the wait for it."""
         full = parts[0]
         rows = self.ranks.world * sum(map(len, parts))
@@ -1567,7 +1564,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     of the memory in use, or 0 without a GPU, where there is no limit. `room_bytes` is by default 95 % of the memory
     that is free on the fullest GPU. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
     if room_bytes is None:
-        if ranks.device.type != "cuda":
+        if not ranks.on_gpu:
             return False, sys.maxsize, 0
         room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
 
@@ -1608,7 +1605,6 @@ class Trainer:
         self.ops = ops
         self.clock = clock
         self.device = ranks.device
-        self.pin = self.device.type == "cuda"  # asynchronous copies need batches in pinned memory
         self.warm = False
 
         ranks.agree("data", lambda: self._open_data(data), "copy the shards of one node to the others")
@@ -1627,7 +1623,7 @@ class Trainer:
         self.stream, shard, windows, self.data_hash = open_corpus(preset, folder)
         self.longest_piece = max(len(piece) for pieces in windows for piece in pieces)
 
-        self.validation = [pack({0: pieces}, preset.model, self.pin)
+        self.validation = [pack({0: pieces}, preset.model, self.ranks.on_gpu)
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
         tokens = open_shard(shard, preset.model.vocabulary)[:preset.val_tokens + 1]
         self.validation_hash = hashlib.sha256(tokens).hexdigest()[:16]
@@ -1743,7 +1739,7 @@ class Trainer:
         for stage in self.preset.stages:
             chunks = {chunk: generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, seed=7 + chunk)
                       for chunk in range(self.micro_chunks[stage])}
-            batch = pack(chunks, self.preset.model, self.pin, stage.sampled_classes)
+            batch = pack(chunks, self.preset.model, self.ranks.on_gpu, stage.sampled_classes)
             count = CHUNKS // self.ranks.world // self.micro_chunks[stage]
             self.training_step(first_step, [batch] * count)
             first_step += stage.steps
@@ -1754,7 +1750,7 @@ class Trainer:
 
         self.optimizer.average(1.0, 0.5)
         window = generated_pieces(self.preset.val_window_tokens, self.longest_piece, seed=7)
-        self.evaluate(pack({0: window}, self.preset.model, self.pin), self.final_geometry)
+        self.evaluate(pack({0: window}, self.preset.model, self.ranks.on_gpu), self.final_geometry)
         return len(self.inputs)
 
 
@@ -1804,20 +1800,17 @@ def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
 
 
 def largest_weights(trainer: Trainer, log: RunLog) -> dict[str, float]:
-    """The largest magnitude of each kind of weights whose products are FP8. Says it too, beside the kind's range.
+    """The largest magnitude of each kind of weights whose products are FP8. Says them too, beside the kind's range.
 
     Beyond the range FP8 saturates silently: there is a warning from 90 % of it on."""
     largest = {}
-    words = []
     for part, ranges in FP8_PARTS.items():
         for kind, limit in ranges.items():
             if "fp8" in trainer.ops.names[part]:
                 largest[kind] = max(float(weight.data.abs().max())
                                     for name, weight in trainer.model.named_parameters() if name.endswith(kind))
                 warning = " (WARNING: near saturation)" if largest[kind] >= 0.9 * limit else ""
-                words.append(f"{kind} {largest[kind]:.2f} of {limit}{warning}")
-    if words:
-        log.say(f"largest FP8 weights: {', '.join(words)}")
+                log.say(f"largest FP8 weight of {kind}: {largest[kind]:.2f} of {limit}{warning}")
     return largest
 
 
@@ -1831,7 +1824,6 @@ class Meter:
         self.log = log
         self.ranks = trainer.ranks
         self.clock = trainer.clock
-        self.on_gpu = self.ranks.device.type == "cuda"
         self.total_steps = total_steps
         self.total_tokens, _ = training_work(trainer, total_steps)
         self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
@@ -1842,7 +1834,7 @@ class Meter:
 
         Now is an event in the device's stream, or milliseconds of the clock where there is no GPU."""
         self.start = self.clock.milliseconds()
-        if self.on_gpu:
+        if self.ranks.on_gpu:
             self.start = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def record(self, step: int, loss: Tensor, stage: Stage) -> None:
@@ -1865,7 +1857,7 @@ class Meter:
             return
         step, stage, start, end, values = self.pending
         self.pending = None
-        if self.on_gpu:
+        if self.ranks.on_gpu:
             end.synchronize()
             elapsed_ms = start.elapsed_time(end)
         else:
@@ -1907,7 +1899,7 @@ def compiled_graphs() -> int:
 
 
 def peak_memory_mib(ranks: Ranks) -> int | None:
-    if ranks.device.type != "cuda":
+    if not ranks.on_gpu:
         return None
     # The allocator does not count what this rank shares with others.
     shared = sum(parts[ranks.rank].nbytes for _, parts in ranks.peers.values())
@@ -1953,7 +1945,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
             index = stage_index(preset, step)
             stage = preset.stages[index]
             if ends_stage:
-                log.line("stage", step=step, **dataclasses.asdict(stage), micro_batch_slots=trainer.micro_chunks[stage])
+                log.line("stage", step=step, **asdict(stage), micro_batch_slots=trainer.micro_chunks[stage])
 
             micro_batches = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
             digest += sum(batch.digest for batch in micro_batches)
@@ -2013,12 +2005,14 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     preset = trainer.preset
     ranks = trainer.ranks
     clock = trainer.clock
-    parameters = parameter_counts(trainer.model)
-    log.say("{dense:,} dense parameters, {sparse:,} in rows of the n-gram table".format(**parameters))
-    log.line("head", started=clock.date(), preset=dataclasses.asdict(preset), seed=seed, world=ranks.world,
+    table = trainer.model.ngram
+    sparse = 0 if table is None else table.numel()  # of these a step updates a few
+    dense = sum(p.numel() for p in trainer.model.parameters()) - sparse
+    log.say(f"{dense:,} dense parameters, {sparse:,} in rows of the n-gram table")
+    log.line("head", started=clock.date(), preset=asdict(preset), seed=seed, world=ranks.world,
              nodes=len(set(ranks.nodes)), shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names,
              script=files_hash([Path(__file__)]), data=trainer.data_hash,
-             shards=[path.name for path in trainer.stream.paths], parameters=parameters,
+             shards=[path.name for path in trainer.stream.paths], parameters={"dense": dense, "sparse": sparse},
              consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
 
     prepare(trainer, seed, log)
@@ -2049,10 +2043,9 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
              train_hash=f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", val_hash=trainer.validation_hash,
              recompiled=recompiled, largest_weights=largest_weights(trainer, log))
 
-    remark = "" if state == "ok" else f"; {state}"
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
     log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
-            f"{ranks.world} rank(s){memory}{remark}\n"
+            f"{ranks.world} rank(s){memory}; {state}\n"
             f"{speed(trainer, elapsed_ms, options.steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
     return loss
 
@@ -2117,12 +2110,11 @@ class TokenStream:
             if self.offsets[-1] >= tokens_wanted:
                 break
         self.length = self.offsets[-1]
-        self.files = [path.open("rb", buffering=0) for path in self.paths]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start` on, across the borders of shards."""
         parts = []
-        for path, file, (shard_start, shard_stop) in zip(self.paths, self.files, itertools.pairwise(self.offsets)):
+        for path, (shard_start, shard_stop) in zip(self.paths, itertools.pairwise(self.offsets)):
             first = max(start, shard_start)
             wanted = min(start + count, shard_stop) - first
             if wanted <= 0:
@@ -2130,11 +2122,11 @@ class TokenStream:
             at = first - shard_start
             # Not through the memory map: a file that was cut since it was checked would kill the
             # process by a signal.
-            raw = os.pread(file.fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * at)
-            if len(raw) != 2 * wanted:
+            part = np.fromfile(path, "<u2", wanted, offset=SHARD_HEADER_BYTES + 2 * at)
+            if len(part) != wanted:
                 fail(f"{path}: reading at token {at:,}", f"{wanted:,} tokens as when it was checked", "its end",
                      "fetch this file again")
-            parts.append(np.frombuffer(raw, dtype="<u2"))
+            parts.append(part)
         return np.concatenate(parts)
 
     def consumed(self, stages: tuple[Stage, ...]) -> int:
@@ -2270,7 +2262,7 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     return rows
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class HostBatch:
     """A micro-batch on the host: the fields of Documents one after the other in one int32 array, pinned for a GPU."""
     data: Tensor
@@ -2293,12 +2285,12 @@ class HostBatch:
 
 def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None,
          digest: int = 0) -> HostBatch:
-    """Pack batch chunks one after the other.
+    """Pack batch chunks one after the other. Asynchronous copies to a GPU need a `pin`, pinned memory.
 
     `chunks` maps the number of each in the run to what cut_documents made of it. Without
     `sampled_classes` the softmax is over the whole vocabulary: `classes` and `num_always` are None.
     """
-    pieces = list(itertools.chain.from_iterable(chunks.values()))
+    pieces = list(itertools.chain(*chunks.values()))
     lengths = [len(piece) - 1 for piece in pieces]
     tokens = np.concatenate([piece[:-1] for piece in pieces])
     positions = np.concatenate([np.arange(length) for length in lengths])
@@ -2356,7 +2348,6 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunk
 
     Of each step the rank takes the chunks rank, rank + world, ... of CHUNKS.
     """
-    pin = ranks.device.type == "cuda"
     own = range(ranks.rank, CHUNKS, ranks.world)
     number = 0  # of a step's first batch chunk in the whole run
     for stage, stage_starts in zip(stages, stream.chunk_starts(stages)):
@@ -2369,7 +2360,7 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunk
                     tokens = stream.read(starts[chunk], stage.chunk_tokens + 1)
                     chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
                     digest += chunk_digest(number + chunk, tokens)
-                yield pack(chunks, model, pin, stage.sampled_classes, digest)
+                yield pack(chunks, model, ranks.on_gpu, stage.sampled_classes, digest)
             number += CHUNKS
 
 
@@ -2413,30 +2404,28 @@ def prefetched(items: Iterator, depth: int = 8) -> Iterator:
 
 
 # ==== 8. Reference operators: what the fast ones must compute, on any device and in any dtype =========================
-def wide_dtype(x: Tensor) -> torch.dtype:
+def wide_dtype(x):
     """The dtype of sums over x: float32, or float64 for float64 operands, as tests use them."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def norm(x: Tensor) -> Tensor:
+def norm(x):
     """RMSNorm over the last dimension, without parameters."""
     return F.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x, cos, sin):
     """Rotary embedding of x [T, H, D] by cos, sin [T, 1, D/2]: dims i and i + D/2 are a pair."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
 
-def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor | None, positions: Tensor,
-                          cos: Tensor, sin: Tensor, heads: int,
-                          key_offset: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads_reference(qkv, value, value_gates, positions, cos, sin, heads, key_offset=False):
     """Queries, keys [T, H, Dk] and values [T, H, Dv] for attention from their projection qkv [T, H (2 Dk + Dv)].
 
     q and k are normalised and rotated; positions [T]; cos, sin [positions, Dk / 2]. v gains the
     value embedding, i.e. the first H Dv channels of value [T, H Dv or more], times value_gates
-    [T, H]. With key_offset the stationary dims of k, which do not rotate, come from the token
+    [T, H]; both may be None. With key_offset the stationary dims of k, which do not rotate, come from the token
     before, if the document has one: induction in a single layer (record 49).
     """
     width = 2 * cos.size(1)
@@ -2456,8 +2445,7 @@ def split_heads_reference(qkv: Tensor, value: Tensor | None, value_gates: Tensor
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def visible_chunks(positions: Tensor, window: int, chunk_queries: int, nearest: int = 0,
-                   first: int = 0) -> Iterator[tuple[slice, slice, Tensor]]:
+def visible_chunks(positions, window, chunk_queries, nearest=0, first=0):
     """The mask of attention within documents, for `chunk_queries` queries at a time: (queries, keys, mask).
 
     A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
@@ -2474,8 +2462,7 @@ def visible_chunks(positions: Tensor, window: int, chunk_queries: int, nearest: 
         yield slice(start - first, queries.stop - first), keys, not_too_far & not_too_near
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, window: int, scale: float,
-                        gates: Tensor | None = None, chunk_queries: int = 512) -> Tensor:
+def attention_reference(q, k, v, positions, window, scale, gates=None, chunk_queries=512):
     """Softmax attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given.
 
     It takes a chunk of queries at a time, with the keys that their windows reach, so that the
@@ -2491,8 +2478,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, wind
     return out if gates is None else (out * gates[:, :, None]).to(out.dtype)
 
 
-def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, scale: float,
-                      chunk_queries: int = 512) -> Tensor:
+def pointer_reference(qk, ids, positions, window, scale, chunk_queries=512):
     """log_copy [T]: the log-probability of the next token under the pointer, one part of a mixture.
 
     This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
@@ -2516,7 +2502,7 @@ def pointer_reference(qk: Tensor, ids: Tensor, positions: Tensor, window: int, s
     return torch.cat(log_copy)
 
 
-def relu_squared_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def relu_squared_mlp(x, up, down):
     """relu(x up^T)^2 down, of x [T, width] and up, down [mlp_width, width]."""
     return F.linear(x, up).relu().square() @ down
 
@@ -2546,12 +2532,12 @@ class HeadScales(NamedTuple):
     grad: float = 96 / 57_344
 
 
-def softcapped(logits: Tensor, cap: Softcap) -> Tensor:
+def softcapped(logits, cap):
     """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
 
 
-def log_importance_weights(num_always: Tensor, num_classes: int, vocabulary: int) -> Tensor:
+def log_importance_weights(num_always, num_classes, vocabulary):
     """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function unbiased.
 
     The first n = num_always classes are always included and weigh 1. The other P - n are sampled
@@ -2562,8 +2548,7 @@ def log_importance_weights(num_always: Tensor, num_classes: int, vocabulary: int
     return torch.where(sampled, weight, 1).log()
 
 
-def head_loss_reference(x: Tensor, weight: Tensor, targets: Targets, cap: Softcap = Softcap(),
-                        chunk_rows: int = 4096) -> Tensor:
+def head_loss_reference(x, weight, targets, cap=Softcap(), chunk_rows=4096):
     """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
 
     x [T, D], weight [V, D]. Only targets.classes take part in the softmax; if that is None, all V
@@ -2663,7 +2648,7 @@ RECIPES = {
 }
 
 
-def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
+def frobenius_scale(X, safety, dtype):
     """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
 
     The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
@@ -2674,7 +2659,7 @@ def frobenius_scale(X: Tensor, safety: float, dtype: torch.dtype) -> Tensor:
     return (X / divisor.to(X.dtype)).to(dtype)
 
 
-def orthogonalize_reference(matrices: Tensor, recipe: OrthogonalizeRecipe) -> Tensor:
+def orthogonalize_reference(matrices, recipe):
     """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
     if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
         return orthogonalize_reference(matrices.mT, recipe).mT
@@ -4199,7 +4184,7 @@ def sparse_adam(grad, lookup, *state, cautious=True, BLOCK_M=1, **options):
 
 
 # ==== 10. Operator selection ==========================================================================================
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Ops:
     """The operators of this run. The model calls them and never asks what hardware it is on.
 
@@ -4347,10 +4332,11 @@ class Ranks:
         self.rank = rank
         self.world = world
         self.device = device
-        self.nccl = world > 1 and device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
+        self.nccl = world > 1 and self.on_gpu
         self.copy_stream = None  # on which `fetch` copies, where memory can be shared
         self.peers = {}  # address of a shared tensor or part -> its handle, and every rank's version of it
-        self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if device.type == "cuda" else []
+        self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if self.on_gpu else []
         self.processes = [os.getpid()]
         self.nodes = [""] * world  # on which node each rank is, in words for messages if there are several
         self.stop_asked = False
@@ -4421,7 +4407,7 @@ class Ranks:
             self.peers[part.data_ptr()] = handle, versions
         return memory
 
-    def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable[[], None]:
+    def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable:
         """Copy from other ranks' versions of a shared tensor. Returns the wait, which blocks the stream, not the host.
 
         Without `received` this is an all-gather in place: each rank's own shard comes from that rank. With `received`
@@ -4443,7 +4429,7 @@ class Ranks:
                     received[other].view(-1).copy_(versions[other][self.rank], non_blocking=True)
         return self.copy_stream.record_event().wait
 
-    def on_side_stream(self, work: Callable[[], Any], side: int = 0) -> Callable[[], None]:
+    def on_side_stream(self, work: Callable, side: int = 0) -> Callable:
         """Queue `work` on one of two side streams, whose kernels go first where room is scarce. Returns the wait."""
         if not self.side_streams:
             work()
@@ -4458,7 +4444,7 @@ class Ranks:
         """This rank's equal part of `full` along its first dimension, a view."""
         return full.view(self.world, -1, *full.shape[1:])[self.rank]
 
-    def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable[[], None]:
+    def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable:
         """Bring every rank's version of this rank's shard of `full` to `received`. Returns the wait.
 
         If `full` is shared, `received` is [world, ...] and the caller averages. Else it is [1, ...], a view of the
@@ -4470,7 +4456,7 @@ class Ranks:
             return dist.reduce_scatter_tensor(received[0], full, op=dist.ReduceOp.AVG, async_op=True).wait
         return self.all_reduce_mean(full)
 
-    def all_reduce_mean(self, tensor: Tensor) -> Callable[[], None]:
+    def all_reduce_mean(self, tensor: Tensor) -> Callable:
         """Average `tensor` over the ranks, in place. Returns the wait."""
         if self.nccl:
             return dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=True).wait
@@ -4478,7 +4464,7 @@ class Ranks:
             self.sum(tensor).div_(self.world)
         return lambda: None
 
-    def all_gather(self, full: Tensor, barrier: bool = True) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, barrier: bool = True) -> Callable:
         """Fill `full` from every rank's shard of it, in place. Returns the wait.
 
         No barrier is needed if there was one since the ranks wrote their shards.
@@ -4509,7 +4495,7 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def agree(self, what: str, find: Callable[[], str], fix: str, code: int = EXIT_USAGE) -> str:
+    def agree(self, what: str, find: Callable, fix: str, code: int = EXIT_USAGE) -> str:
         """What `find` returns. Unless that is the same on every rank, all of them fail and name one that differs.
 
         If `find` fails, the other ranks are told why instead of waiting for one that has ended.
@@ -4587,7 +4573,7 @@ class Watchdog:
         self.doing = doing
         self.patience = patience
         self.idle_s = 0.0
-        if self.ranks.device.type == "cuda" and patience == 1:  # in the warm-up a query would break a graph's capture
+        if self.ranks.on_gpu and patience == 1:  # in the warm-up a query would break a graph's capture
             self.events.append(torch.cuda.current_stream().record_event())
 
     def _watch(self) -> None:
@@ -4633,9 +4619,7 @@ class Clock:
 
     def date(self) -> str:
         """Now, in UTC, to the millisecond: it tells in which order runs were made."""
-        now = time.time()
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
-        return f"{seconds}.{int(now % 1 * 1000):03d}Z"
+        return f"{np.datetime64(time.time_ns() // 1_000_000, 'ms')}Z"
 
     def switch(self, reason: str | None) -> None:
         """Wait for the device. From then on time passes for `reason` and counts if that is "training"; None stops."""
@@ -4793,12 +4777,6 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """How many numbers are learnt. Sparse ones lie in rows of the n-gram table, of which a step updates a few."""
-    sparse = 0 if model.ngram is None else model.ngram.numel()
-    return {"dense": sum(p.numel() for p in model.parameters()) - sparse, "sparse": sparse}
-
-
 def files_hash(paths: Sequence[Path]) -> str:
     """SHA-256 over what `sha256sum` would print of files, in order: records need no more to check it.
 
@@ -4867,7 +4845,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
     content = {
-        "model": dataclasses.asdict(preset.model),
+        "model": asdict(preset.model),
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
         "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
         "provenance": {
@@ -4904,16 +4882,14 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
         content = json.loads(metadata["content"])
         stated = content["model"]
         layers = tuple(Layer(**layer) for layer in stated["layers"])
-        config = ModelConfig(**{**stated, "layers": layers, "softcap": Softcap(*stated["softcap"])})
-        if json.loads(json.dumps(dataclasses.asdict(config))) != stated:
+        config = ModelConfig(**stated | {"layers": layers, "softcap": Softcap(*stated["softcap"])})
+        if json.loads(json.dumps(asdict(config))) != stated:
             raise ValueError("settings missing")
 
         del header["__metadata__"]
         data = torch.from_numpy(file[start:])
-        tensors = {}
-        for name, entry in header.items():
-            values = data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]])
-            tensors[name] = values.view(entry["shape"])
+        tensors = {name: data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]]).view(entry["shape"])
+                   for name, entry in header.items()}
         ids, rows = tensors.pop("ngram.ids"), tensors.pop("ngram.rows")
 
         model = GPT(config, reference_ops(), torch.device("meta"))
@@ -4924,9 +4900,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
             assign=True)
         return model.requires_grad_(False), content, ids, rows
     except Exception as error:  # a foreign file can raise anything
-        text = " ".join(str(error).split())
-        found = f"{type(error).__name__}: {text[:200]}"
-        fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", found,
+        fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", repr(error)[:200],
              "use the train_gpt.py that wrote it, or train one with --save FILE")
 
 
@@ -4978,7 +4952,7 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     shard = find_shards(data or Path(validation["data"]), "val")[0]
     windows = validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary)
     total = 0.0
-    for piece in itertools.chain.from_iterable(windows):  # a whole window takes gigabytes, and its loss is their sum
+    for piece in itertools.chain(*windows):  # a whole window takes gigabytes, and its loss is their sum
         batch = pack({0: [piece]}, config, pin=False).to(device)
         total += float(model.evaluate(batch, saved_geometry(content, model, len(piece))))
     return total / validation["tokens"]
@@ -5002,7 +4976,7 @@ def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tens
     Only new tokens pass through the model, with the one before them, of which their keys may take dims. Keys and values
     of all others are remembered, so the model serves nothing else from then on."""
     for block in model.blocks.values():
-        block.ops = dataclasses.replace(model.ops, attention=functools.partial(attention_with_memory, [], []))
+        block.ops = replace(model.ops, attention=functools.partial(attention_with_memory, [], []))
     pointed = []
     model.pointer_in = lambda *operands: remembered(pointed, pointer_in(*operands))
 
@@ -5012,7 +4986,7 @@ def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tens
         whole = pack({0: [document]}, model.config, pin=False).to(model.lm_head.device)
         new = {name: getattr(whole, name)[first:] for name in ("tokens", "ngrams", "positions")}
         first = len(ids) - 1
-        yield model.next_token(dataclasses.replace(whole, **new), geometry)
+        yield model.next_token(replace(whole, **new), geometry)
 
 
 def sample_text(path: str, prompt: str, device: torch.device) -> None:
@@ -5050,9 +5024,9 @@ def step_span(text: str) -> tuple[int, int]:
     return first, last
 
 
-def within(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
+def within(kind: type, least: float, most: float = math.inf) -> Callable:
     """A reader of option values: numbers of a kind, from `least` to `most`."""
-    def number(text: str) -> Any:
+    def number(text):
         value = kind(text)
         if not least <= value <= most:  # so that nan is refused too
             raise argparse.ArgumentTypeError(f"expected a number from {least} to {most}, found {text}")
@@ -5096,26 +5070,25 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     rounded, but take at least one step. Averages look back over the same share of it. Training tokens grow by what
     the schedule takes more, so that enough shards are opened.
     """
-    def scaled(steps: int) -> int:
+    def scaled(steps):
         return max(1, round(length * steps))
 
-    stages = tuple(dataclasses.replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
+    stages = tuple(replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
     config = preset.optimizer
-    optimizer = dataclasses.replace(
+    optimizer = replace(
         config,
         momentum_warmup_steps=scaled(config.momentum_warmup_steps),
         momentum_cooldown_steps=scaled(config.momentum_cooldown_steps),
         averaging_rate=min(1.0, config.averaging_rate / length))
     more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
-    return dataclasses.replace(
+    return replace(
         preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)
 
 
 def check_versions(ranks: Ranks) -> str:
-    major_minor = tuple(map(int, torch.__version__.split(".")[:2]))
-    if major_minor < (2, 11):
+    if torch.__version__ < "2.11.0a0":
         fail("torch", ">= 2.11", torch.__version__, "pip install -r requirements.txt")
-    if major_minor > (2, 15) and ranks.rank == 0:  # every test has passed with versions up to there, on a CPU
+    if torch.__version__ >= "2.16.0a0" and ranks.rank == 0:  # every test has passed with versions up to there, on a CPU
         print(f"train_gpt: torch {torch.__version__}: newer than any that was tried; if it fails: "
               "pip install -r requirements.txt", file=sys.stderr)
     found = getattr(triton, "__version__", "none")
@@ -5183,8 +5156,11 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
     return code
 
 
-def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str) -> None:
-    """Say what will be trained, on which devices and with which operators; then what check_network found."""
+def announce(preset: Preset, ranks: Ranks, ops: Ops) -> None:
+    """Say what will be trained, on which devices and with which operators; then what check_network finds."""
+    network = check_network(ranks)
+    if ranks.rank:
+        return
     version = capability(ranks.device)
     gpu = f"capability {version}" if any(version) else "no GPU"
     if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
@@ -5206,24 +5182,22 @@ def check_network(ranks: Ranks) -> str:
     clock = Clock(ranks.device)
     sent, received = torch.zeros(2, 1_000_000, device=ranks.device)
 
-    def exchange_ms(peer: int) -> float:
+    def exchange_ms(peer):
         started = clock.since_start()
-        for size in (1, len(sent)):
-            exchange = [dist.P2POp(dist.isend, sent[:size], peer), dist.P2POp(dist.irecv, received[:size], peer)]
-            for work in dist.batch_isend_irecv(exchange):
-                work.wait()
-            received[0].item()  # waits for the device
+        both_ways = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        for work in dist.batch_isend_irecv(both_ways):
+            work.wait()
+        received[0].item()  # waits for the device
         return 1e3 * (clock.since_start() - started)
 
     rounds = range(ranks.world // nodes, ranks.world)
     best_ms = [min(exchange_ms(ranks.rank ^ number) for _ in range(4)) for number in rounds]
     table = np.array(ranks.gather_objects(best_ms))  # of each rank and round
-    text = f"\n{nodes} nodes: 4 bytes, then 4 MB, both ways in {table.min():.2f} to {table.max():.2f} ms"
+    text = f"\n{nodes} nodes: 4 MB both ways in {table.min():.2f} to {table.max():.2f} ms"
 
-    slow = table > 5 * table.min() + 1
-    if slow.any():  # a slow rank has no fast link; a slow link is seen from the two ranks at its ends
-        places = slow.all(1) if slow.all(1).any() else slow.any(1)
-        names = ", ".join(map(ranks.name, np.flatnonzero(places)))
+    slow_links = (table > 5 * table.min() + 1).sum(1)  # of each rank: one that is slow itself has more than its peers
+    if slow_links.any():
+        names = ", ".join(map(ranks.name, np.flatnonzero(slow_links == slow_links.max())))
         text += f"\nWARNING: network far slower at {names}; fix: see its cards and cables, and NCCL_DEBUG=INFO"
     return text
 
@@ -5270,9 +5244,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
         if not 0 <= first <= last < steps:
             fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", f"{first}:{last}", "name steps that the run has")
 
-    network = check_network(ranks)
-    if ranks.rank == 0:
-        announce(preset, ranks, ops, network)
+    announce(preset, ranks, ops)
     if arguments.check:
         return preflight(arguments, preset, ranks, ops)
     check_versions(ranks)
@@ -5290,19 +5262,16 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     ranks = None
-    code = EXIT_BUG  # unless something explains the end
+    code = 0
     message = ""
     try:
         ranks = Ranks.start(arguments.stall_limit)
         if arguments.eval:
             print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
-            code = 0
         elif arguments.sample:
             sample_text(*arguments.sample, ranks.device)
-            code = 0
         elif arguments.export:
             export_model(*arguments.export)
-            code = 0
         else:
             code = train_all(arguments, ranks)
     except KeyboardInterrupt:
@@ -5311,6 +5280,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         failure = explained(error, ranks)
         if failure is None:
+            code = EXIT_BUG
             raise
         code = failure.code
         message = str(failure)

@@ -20,7 +20,7 @@ CONFIG = tg.OptimizerConfig(
     cooldown_fraction=0.55, final_learning_rate=0.1,
     rules=(("matrix", tg.MuonRule(2.0)), ("table", tg.AdamRule(75.0, (0.65, 0.95), decay=0.025, sharded=True)),
            ("lm_head", tg.AdamRule(1.0, (0.5, 0.95), decay=0.75, sharded=True)), ("gate", tg.AdamRule(1.0, (0.9, 0.99)))))
-LONG, SHORT = (replace(SPEEDRUN, optimizer=CONFIG, stages=tg.three_stages(steps, extension, (131_072, 262_144, 393_216), (1.0, 1.51, 1.93), 3072, (None,) * 3))
+LONG, SHORT = (replace(SPEEDRUN, optimizer=CONFIG, stages=tg.three_stages(steps, extension, (131_072, 262_144, 393_216), (1.0, 1.51, 1.93), (None,) * 3))
                for steps, extension in (((707, 707, 706), 40), ((112, 111, 112), 5)))
 # 2120 scheduled steps in thirds and 40 more. Rate: 1, 1.51, 1.93 with the batch; from step 954 = .45 * 2120 a line down to .1 at 2120:
 # step 1413 has (707 / 2120) / .55 = .6063465 of the way left, so 1.51 * .6063465 + .1 * .3936535 = .9549485.
@@ -158,7 +158,7 @@ def test_layer_table_of_the_record():
 def test_averaging():
     """540 steps, the last quarter from 405 on, every fourth: the first weights enter whole, later ones by .1; after step 539 half of the way."""
     config = replace(CONFIG, averaging_fraction=0.25, averaging_interval_steps=4, averaging_rate=0.1, averaged_share=0.5)
-    preset = replace(SPEEDRUN, optimizer=config, stages=tg.three_stages((200, 200, 130), 10, (131_072, 262_144, 393_216), (1.0, 1.51, 1.93), 3072, (None,) * 3))
+    preset = replace(SPEEDRUN, optimizer=config, stages=tg.three_stages((200, 200, 130), 10, (131_072, 262_144, 393_216), (1.0, 1.51, 1.93), (None,) * 3))
     found = {step: shares for step in range(540) if any(shares := tg.averaging(preset, step))}
     never = replace(preset, optimizer=replace(config, averaging_fraction=0.0))
     assert not any(any(tg.averaging(never, step)) for step in range(540)), "an average of nothing moves nothing"

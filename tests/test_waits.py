@@ -381,7 +381,7 @@ def test_the_host_reads_what_the_device_has_finished(corpus, tiny, monkeypatch):
     """The meter reads losses once their copy is there, and the clock reads the time once the device is idle."""
     log = SimpleNamespace(line=lambda kind, **fields: lines.append(fields), say=lambda *_: None)
     meter, values, lines = tg.Meter(log, helpers.make_trainer(corpus), 4), torch.full((2,), torch.nan), []
-    meter.on_gpu = True
+    meter.ranks.on_gpu = True
     end = SimpleNamespace(synchronize=lambda: values.copy_(torch.tensor([1024.0, 0.0])))
     meter.pending = 2, PRESET.stages[0], SimpleNamespace(elapsed_time=lambda _: 6.0), end, values
     meter.flush()
