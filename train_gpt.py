@@ -4804,6 +4804,8 @@ def files_hash(paths: Sequence[Path]) -> str:
 # Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` [N, width] are the others, in the
 # order of their numbers, `ngram.ids` [N].
 MODEL_FORMAT = "train_gpt model 1"
+# Which rows of the table a text reads follows from these too, and no weight's shape would show it.
+LOOKUPS = json.dumps([NGRAM_MULTIPLIERS, SUFFIX_LENGTHS, NEW_TOKEN_ROWS])
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
 
 
@@ -4846,6 +4848,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
     content = {
         "model": asdict(preset.model),
+        "lookups": LOOKUPS,
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
         "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
         "provenance": {
@@ -4880,6 +4883,8 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
             raise ValueError("a header that was changed")
 
         content = json.loads(metadata["content"])
+        if content["lookups"] != LOOKUPS:
+            raise ValueError("rows of other n-grams")
         stated = content["model"]
         layers = tuple(Layer(**layer) for layer in stated["layers"])
         config = ModelConfig(**stated | {"layers": layers, "softcap": Softcap(*stated["softcap"])})

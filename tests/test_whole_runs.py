@@ -642,6 +642,7 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "claiming another size": (edit(lambda header, content: header["lm_head"].update(shape=[512, 10**12])), "RuntimeError(\"shape"),
     "of another dtype": (edit(lambda header, content: header["lm_head"].update(dtype="Q4")), "KeyError('Q4')"),
     "without ids": (edit(lambda header, content: header.pop("ngram.ids")), "KeyError('ngram.ids')"),
+    "with other n-grams": (edit(lambda header, content: content.update(lookups=content["lookups"].replace("17351", "17353"))), "rows of other n-grams"),
     "without a setting": (edit(lambda header, content: content["model"].pop("pointer_scale")), "settings missing"),
     "without a setting of a layer": (edit(lambda header, content: content["model"]["layers"][3].pop("skip_from")), "settings missing"),
     "with a setting too many": (edit(lambda header, content: content["model"].update(depth=3)), "TypeError"),
