@@ -338,8 +338,8 @@ PRESETS = {preset.name: preset for preset in (
         status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
 )}
 # The sprint for 12 GB of memory: rows take 1.5 kB each. Half of them cost 0.004 to 0.005 in earlier sprints.
-PRESETS["sprint-small"] = dataclasses.replace(
-    PRESETS["sprint"], name="sprint-small", model=dataclasses.replace(GPT_SPRINT, ngram_rows=2**21),
+PRESETS["sprint-small"] = replace(
+    PRESETS["sprint"], name="sprint-small", model=replace(GPT_SPRINT, ngram_rows=2**21),
     status="sprint-small: the sprint with a quarter of its n-gram rows, not yet run")
 
 
