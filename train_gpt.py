@@ -4805,7 +4805,7 @@ def files_hash(paths: Sequence[Path]) -> str:
 # order of their numbers, `ngram.ids` [N].
 MODEL_FORMAT = "train_gpt model 1"
 # Which rows of the table a text reads follows from these too, and no weight's shape would show it.
-LOOKUPS = json.dumps([NGRAM_MULTIPLIERS, SUFFIX_LENGTHS, NEW_TOKEN_ROWS])
+LOOKUPS = f"{NGRAM_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
 
 
