@@ -306,7 +306,8 @@ PRESETS = {preset.name: preset for preset in (
     Preset(
         "speedrun", GPT_SMALL, three_stages((400, 400, 400), 40),
         OptimizerConfig(averaging_rate=0.044, averaged_share=0.65),
-        train_tokens=500_000_000, val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
+        train_tokens=500_000_000,  # a shard more than the schedule needs, whose length is an estimate
+        val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # The same at 0.735 of the length, one pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
         "speedrun-webmix", GPT_SMALL, three_stages((294, 294, 294), 29),
@@ -421,7 +422,7 @@ class Targets(NamedTuple):
 
     Sampled softmax: each of the batch's S chunks has P classes of its own. The first num_always are
     always included: copy token and targets. The others are sampled and carry the importance weight
-    (V - num_always) / (P - num_always), so that the partition function is unbiased.
+    (V - num_always) / (P - num_always), so that the partition function is right on average.
 
     Copying (pointer sentinel mixture, arXiv 1609.07843): what the softmax gives to the copy token,
     the pointer hands on to tokens that the document holds already, so p[next] gains p[copy_token]
@@ -883,7 +884,7 @@ def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
         turns = old * frequency / (2 * math.pi)
         keep = np.clip((turns - 1) / (32 - 1), 0, 1)
         frequency = frequency * (old / new + keep * (1 - old / new))
-        scale *= 0.2 * math.log(new / old) + 1
+        scale *= 0.2 * math.log(new / old) + 1  # YaRN's 0.1 ln s + 1 for queries and again for keys, to first order
     return frequency, scale
 
 
@@ -2538,7 +2539,7 @@ def softcapped(logits, cap):
 
 
 def log_importance_weights(num_always, num_classes, vocabulary):
-    """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function unbiased.
+    """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function right on average.
 
     The first n = num_always classes are always included and weigh 1. The other P - n are sampled
     from the V - n classes left: each stands for (V - n) / (P - n) of them.
@@ -3628,7 +3629,7 @@ class ProjectHeads(torch.autograd.Function):
 #     lse = softcap + ln sum_j importance[j] exp(z[j] - softcap)
 # The columns j of the logits are classes: all V token ids, or P of them. Of these P, the first num_always (n)
 # are always included, among them every target and the copy token. The others are sampled and carry the
-# importance weight (V - n) / (P - n), so that the partition function is unbiased; see Targets.
+# importance weight (V - n) / (P - n), so that the partition function is right on average; see Targets.
 
 
 @jit
@@ -4554,8 +4555,8 @@ class Watchdog:
     stands still, even if he keeps a core busy. So a deadlock in the warm-up is found after 1.5 times the limit: a rank
     may take that much longer than another, or for one kernel, which it compiles without a move in Python.
 
-    Not found: a deadlock in the warm-up beside which some Python thread goes on, and what stands still outside of
-    train_once, but for collectives (see Ranks.start).
+    Two cases escape it: a deadlock in the warm-up while some other Python thread goes on, and whatever stands still
+    outside of train_once, except collectives, which have a time limit of their own (see Ranks.start).
     """
 
     def __init__(self, ranks: Ranks, limit_s: float, log: RunLog):
