@@ -296,6 +296,7 @@ def three_stages(
         ((1.0, 0.3), (1.0, 0.0)),
         ((1.0,), (1.0,)))
 
+    # One column for each field of Stage, in the order of its fields.
     stages = list(map(Stage, steps, batch_tokens, caps, short_windows, long_windows, rates, targets, sampled_classes))
     extension = replace(stages[-1], steps=extension_steps, short_window_tokens=768, long_window_tokens=1664,
                         extension=True)
@@ -4365,6 +4366,7 @@ class Ranks:
         # All ranks exchange first where they run: NCCL would wait without a limit for one that never comes.
         timeout = timedelta(seconds=2 * stall_limit_s)
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        # One space parts the process number from the words, which begin with another: they follow "rank N" in messages.
         store.set(f"process {rank}", f"{os.getpid()}  on {platform.node()} (node {os.environ.get('GROUP_RANK', '?')})")
         ranks.processes, _, nodes = zip(*(store.get(f"process {other}").decode().partition(" ")
                                           for other in range(world)))
@@ -4972,6 +4974,7 @@ def remembered(earlier: list[Tensor], part: Tensor) -> Tensor:
 
 def attention_with_memory(keys, values, q, k, v, documents, *settings):
     """Attention of the last tokens of a document to all of it, given the keys and values of the tokens before them."""
+    # next_tokens cuts `positions` but not `remaining`, which reversed is 0, 1, 2, ... for all tokens of one document.
     positions = documents.remaining.flip(0)
     return attention_reference(q, remembered(keys, k), remembered(values, v), positions, *settings)
 
@@ -4979,8 +4982,10 @@ def attention_with_memory(keys, values, q, k, v, documents, *settings):
 def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tensor]:
     """GPT.next_token of a document, time and again, while the caller appends tokens to its `ids`.
 
-    Only new tokens pass through the model, with the one before them, of which their keys may take dims. Keys and values
-    of all others are remembered, so the model serves nothing else from then on."""
+    Only new tokens pass through the model, and the one before them, because key_offset takes a part of a key from
+    there; `remembered` drops its row again. The keys and values of all others stay, so the model serves nothing else
+    from then on.
+    """
     for block in model.blocks.values():
         block.ops = replace(model.ops, attention=functools.partial(attention_with_memory, [], []))
     pointed = []
