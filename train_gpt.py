@@ -53,6 +53,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+import torch.distributed.nn  # here, as it keeps the process group there is when it is imported: see Ranks.finish
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -4537,7 +4538,9 @@ class Ranks:
     def finish(self, code: int) -> None:
         """Leave the process group, or after a failure end the process at once.
 
-        Neither NCCL nor the end of the interpreter may wait for a rank that has failed.
+        Neither NCCL nor the end of the interpreter may wait for a rank that has failed. After a success, gloo's threads
+        end with the group, if nothing else refers to it: one that lets go of a tensor while the interpreter ends aborts
+        the process.
         """
         if self.world == 1:
             return

@@ -619,11 +619,15 @@ def test_nodes_train_as_one(ranked, on_nodes, size, world):
 
 AS_TINY = """
 import sys
+from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import helpers
 helpers.tg.BOS = helpers.BOS
 helpers.tg.PRESETS[helpers.PRESET.name] = helpers.PRESET
-sys.exit(helpers.tg.main(sys.argv[2:]))
+code = helpers.tg.main(sys.argv[2:])
+alive = [thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")]
+assert not any("gloo" in name for name in alive), f"these may abort the process while the interpreter ends: {alive}"
+sys.exit(code)
 """
 
 
@@ -643,7 +647,7 @@ def test_two_torchruns_are_two_nodes(ranked, corpus, tmp_path):
     finally:
         for agent in agents:
             agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     (log,) = (read_log(path) for path in (tmp_path / "logs").iterdir())
     one_node = read_log(next((ranked / "logs-2").glob("*.jsonl")))
     assert (log[0]["world"], log[0]["nodes"]) == (2, 2) and "\n2 nodes: " in said[0] and "val loss" not in said[1]
