@@ -2674,7 +2674,7 @@ def orthogonalize_reference(matrices, recipe):
 
 
 # ==== 9. Triton kernels, each with its wrapper ========================================================================
-# Kernels end in _kernel; device functions say what they do or return (load_tile, visible_bound). x_ptr is a pointer,
+# Kernels end in _kernel; device functions say what they do or return (load_tile, visible_reach). x_ptr is a pointer,
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
@@ -2832,12 +2832,14 @@ def orthogonalize(matrices, recipe, dtype=torch.bfloat16):
 #
 # Tiles lie on the flat token axis, because documents (median 391 tokens) are hardly longer than a tile: one
 # tile may hold many. A program owns BLOCK_M tokens of one head and visits the other side in steps of BLOCK_N
-# tokens, from the first that any of its tokens sees to the last. The mask of a step compares with the token
-# itself and with its `visible_bound`; to skip that where all is visible made the backward 7 % slower.
+# tokens, from the first that any of its tokens sees to the last. The mask of a step compares the distance of
+# two tokens, without its sign, to the own token's `visible_reach`: one comparison and one selection a score.
+# Two bounds would be two of each (sm_90: 410 instructions a step of dq instead of 343, for keys of 64); to
+# skip the mask where all is visible made the backward 7 % slower.
 #
 # A program loads its own tiles through pointers, all at once, and those of the steps through tensor
-# descriptors (TMA), which spare the registers of the addresses: 138 registers instead of 242 for the forward;
-# 255 without spills, and so two programs a multiprocessor, for the backward. The backward computes p twice
+# descriptors (TMA), which spare the registers of the addresses: 158 registers for the forward with keys of 128;
+# 248 without spills, and so two programs a multiprocessor, for the backward. The backward computes p twice
 # (7 products instead of 5), so that every output has one writer: no atomics, bitwise reproducible. One launch
 # for all three gradients takes 280 us where two take 306 (mean of ten cells of the benchmark).
 #
@@ -2873,30 +2875,25 @@ def store_tile(out_ptr, values, row, head, heads, tokens):
 
 
 @jit
-def visible_bound(distances_ptr, token, tokens, window, KEYS):
-    """The first key that the query `token` sees; or, with KEYS, the last query that sees the key `token`.
+def visible_reach(distances_ptr, token, tokens, window):
+    """How many tokens the query `token` sees before itself; or how many queries after the key `token` see it.
 
-    The distances are Documents.positions for queries, and Documents.remaining for keys. The bound never
-    decreases along the tokens: that is all that the kernels know of documents and windows. Tokens past the
-    last one have its bound.
+    The distances are Documents.positions for queries, and Documents.remaining for keys. token - reach, or
+    token + reach, never decreases along the tokens: that is all that the kernels know of documents and windows.
+    Tokens past the last one have its reach.
     """
-    token = tl.minimum(token, tokens - 1)
-    distance = tl.load(distances_ptr + token)
-    # To take the smaller of distance and window first costs 17 more instructions (of 422, sm_90) a step of dq.
-    if KEYS:
-        return tl.minimum(token + distance, token + window)
-    else:
-        return tl.maximum(token - distance, token - window)
+    distance = tl.load(distances_ptr + tl.minimum(token, tokens - 1))
+    return tl.minimum(distance, window).to(tl.uint32)
 
 
 @jit
 def visible_range(distances_ptr, start, tokens, window, BLOCK_M, KEYS):
     """first, stop: the BLOCK_M own tokens from `start` on see, or are seen by, first ... stop - 1 at most."""
     if KEYS:
-        last = visible_bound(distances_ptr, start + BLOCK_M - 1, tokens, window, KEYS)
-        return start, last + 1
+        last = tl.minimum(start + BLOCK_M, tokens) - 1
+        return start, last + visible_reach(distances_ptr, last, tokens, window).to(tl.int32) + 1
     else:
-        first = visible_bound(distances_ptr, start, tokens, window, KEYS)
+        first = start - visible_reach(distances_ptr, start, tokens, window).to(tl.int32)
         return first, tl.minimum(start + BLOCK_M, tokens)
 
 
@@ -2926,7 +2923,7 @@ def attention_forward_kernel(
     head = tl.program_id(0)
     start = tl.program_id(1) * BLOCK_M
     queries = start + tl.arange(0, BLOCK_M)
-    first_key = visible_bound(positions_ptr, queries, tokens, window, False)
+    reach = visible_reach(positions_ptr, queries, tokens, window)[:, None]
     q = load_tile(q_ptr, start, head, stride_q_row, tokens, HEAD_DIM_QK, BLOCK_M)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, HEAD_DIM_V], tl.float32)
@@ -2936,7 +2933,7 @@ def attention_forward_kernel(
         k = load_tile(k_desc, step, head, stride_k_row, tokens, HEAD_DIM_QK, BLOCK_N)
         scores = tl.dot(q, tl.trans(k))
         query, key = pair_tokens(queries, step, BLOCK_N, False)
-        visible = (key >= first_key[:, None]) & (key <= query)
+        visible = (query - key).to(tl.uint32) <= reach  # of a later key the distance wraps to 2^31 or more
         p = tl.exp2(tl.where(visible, scores, float("-inf")) * scale_log2)
         row_sum += tl.sum(p, 1)
         v = load_tile(v_desc, step, head, stride_v_row, tokens, HEAD_DIM_V, BLOCK_N)
@@ -2996,7 +2993,7 @@ def attention_gradients(
     head = tl.program_id(0)
     start = tl.program_id(2) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
-    bound = visible_bound(distances_ptr, own, tokens, window, KEYS)[:, None]
+    reach = visible_reach(distances_ptr, own, tokens, window)[:, None]
     own_qk = load_tile(own_qk_ptr, start, head, stride_own_qk_row, tokens, HEAD_DIM_QK, BLOCK_M)
     own_v = load_tile(own_v_ptr, start, head, stride_own_v_row, tokens, HEAD_DIM_V, BLOCK_M)
     own_dqk = tl.zeros(own_qk.shape, tl.float32)
@@ -3012,7 +3009,7 @@ def attention_gradients(
         other_v = load_tile(
             other_v_desc, step, head, stride_other_v_row, tokens, HEAD_DIM_V, BLOCK_N)
         dp = tl.dot(own_v, tl.trans(other_v))
-        visible = (key <= query) & (query <= bound if KEYS else key >= bound)
+        visible = (query - key).to(tl.uint32) <= reach
         p = tl.where(visible, tl.exp2(scores * scale_log2 - lse), 0.0)
         if KEYS:
             own_dv = tl.dot(p.to(other_v.dtype), other_v, own_dv)
@@ -3170,7 +3167,7 @@ def pointer_kernel(
     """log_copy [T], and lse [T] in base 2, of BLOCK_M queries; or a gradient, if grad_log_copy [T] is given.
 
     The gradient is that of BLOCK_M queries (KEYS = 0) or of BLOCK_M keys (KEYS = 1), in dqk[:, KEYS]; qk and
-    dqk are [T, 2, HEAD_DIM_QK], queries and keys. ids [T]; distances: see visible_bound. Where nothing
+    dqk are [T, 2, HEAD_DIM_QK], queries and keys. ids [T]; distances: see visible_reach. Where nothing
     matches, log_copy is NEG_INF, and lse is stored as infinite, so that those scores get no gradient.
 
     A visible pair takes one product of 2 HEAD_DIM_QK flops in the forward, and two in each pass of the
@@ -3179,7 +3176,7 @@ def pointer_kernel(
     """
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
-    bound = visible_bound(distances_ptr, own, tokens, window, KEYS)[:, None]
+    reach = visible_reach(distances_ptr, own, tokens, window)[:, None]
     own_qk = load_tile(qk_ptr, start, KEYS, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_M)
     own_dqk = tl.zeros(own_qk.shape, tl.float32)
     sum_exp = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -3187,14 +3184,13 @@ def pointer_kernel(
 
     first, stop = visible_range(distances_ptr, start, tokens, window, BLOCK_M, KEYS)
     for step in tl.range(first, stop, BLOCK_N):
-        query, key = pair_tokens(own, step, BLOCK_N, KEYS)
-        visible = (key < query) & (query <= bound if KEYS else key >= bound)
-        query_id = load_vector(ids_ptr, query, tokens, other=-1)
-        match = query_id == load_vector(ids_ptr, key, tokens, other=-1)
         other_qk = load_tile(qk_desc, step, 1 - KEYS, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_N)
-        scores = tl.where(visible, tl.dot(own_qk, tl.trans(other_qk)) * scale_log2, float("-inf"))
+        scores = tl.dot(own_qk, tl.trans(other_qk)) * scale_log2
+        query, key = pair_tokens(own, step, BLOCK_N, KEYS)
+        visible = (query - key - 1).to(tl.uint32) < reach
+        match = load_vector(ids_ptr, query, tokens, other=-1) == load_vector(ids_ptr, key, tokens, other=-1)
         if grad_log_copy_ptr is None:
-            p = tl.exp2(scores)
+            p = tl.where(visible, tl.exp2(scores), 0.0)
             sum_exp += tl.sum(p, 1)
             sum_exp_match += tl.sum(tl.where(match, p, 0.0), 1)
         else:
@@ -3203,7 +3199,7 @@ def pointer_kernel(
             lse = load_vector(lse_ptr, query, tokens)
             # With a = e^(s - lse) and the copied share c = e^log_copy, ds is grad_log_copy times a / c - a where ids
             # match, and times -a elsewhere. p is a / c where they match, else a: one factor serves both.
-            p = tl.exp2(scores - lse - tl.where(match, log2_copy, 0.0))
+            p = tl.where(visible, tl.exp2(scores - tl.where(match, lse + log2_copy, lse)), 0.0)
             matching_grad = grad_log_copy - grad_log_copy * tl.exp2(log2_copy)
             ds = p * tl.where(match, matching_grad, -grad_log_copy)
             own_dqk = tl.dot(ds.to(other_qk.dtype), other_qk, own_dqk)
