@@ -2934,7 +2934,7 @@ def attention_forward_kernel(
         scores = tl.dot(q, tl.trans(k))
         query, key = pair_tokens(queries, step, BLOCK_N, False)
         visible = (query - key).to(tl.uint32) <= reach  # of a later key the distance wraps to 2^31 or more
-        p = tl.exp2(tl.where(visible, scores, float("-inf")) * scale_log2)
+        p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # a mask before the exponential costs 14 more of 188
         row_sum += tl.sum(p, 1)
         v = load_tile(v_desc, step, head, stride_v_row, tokens, HEAD_DIM_V, BLOCK_N)
         accumulator = tl.dot(p.to(v.dtype), v, accumulator)

@@ -47,7 +47,7 @@ DRY_CELLS = [(96, "40", 20, 1, 1), (150, "<64", 50, 1, 1)]
 # Tokens a program owns x tokens a step, warps, stages. Compiled for sm_90 at width 128 (Triton 3.6.0 and 3.7.1) none of these spills more than
 # 16 bytes. Left out because they spill hundreds: 64x128w4 and 128x128w8 for the backward, 128x64w4 everywhere.
 TILES = {
-    "forward": "64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s2 128x64w8s3 128x32w8s2 128x128w8s2".split(),
+    "forward": "64x128w4s2 64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s2 128x64w8s3 128x32w8s2 128x128w8s2".split(),
     "backward": "64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2".split(),
 }
 DRY_TILES = {name: ["32x32w4s2", "16x32w4s2"] for name in TILES}
