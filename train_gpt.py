@@ -5166,11 +5166,8 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
     return code
 
 
-def announce(preset: Preset, ranks: Ranks, ops: Ops) -> None:
-    """Say what will be trained, on which devices and with which operators; then what check_network finds."""
-    network = check_network(ranks)
-    if ranks.rank:
-        return
+def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str) -> None:
+    """Say what will be trained, on which devices and with which operators; then what check_network found."""
     version = capability(ranks.device)
     gpu = f"capability {version}" if any(version) else "no GPU"
     if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
@@ -5254,7 +5251,9 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
         if not 0 <= first <= last < steps:
             fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", f"{first}:{last}", "name steps that the run has")
 
-    announce(preset, ranks, ops)
+    network = check_network(ranks)
+    if ranks.rank == 0:
+        announce(preset, ranks, ops, network)
     if arguments.check:
         return preflight(arguments, preset, ranks, ops)
     check_versions(ranks)
