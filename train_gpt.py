@@ -53,7 +53,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-import torch.distributed.nn  # here, as it keeps the process group there is when it is imported: see Ranks.finish
+import torch.distributed.nn  # torch would import it later, and then it would keep the process group: see Ranks.finish
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -2838,13 +2838,14 @@ def orthogonalize(matrices, recipe, dtype=torch.bfloat16):
 # skip the mask where all is visible made the backward 7 % slower.
 #
 # A program loads its own tiles through pointers, all at once, and those of the steps through tensor
-# descriptors (TMA), which spare the registers of the addresses: 158 registers for the forward with keys of 128;
+# descriptors (TMA), which spare the registers of the addresses: 138 registers instead of 242 for the forward;
 # 248 without spills, and so two programs a multiprocessor, for the backward. The backward computes p twice
 # (7 products instead of 5), so that every output has one writer: no atomics, bitwise reproducible. One launch
 # for all three gradients takes 280 us where two take 306 (mean of ten cells of the benchmark).
 #
 # Operands of T H D values moved: forward 4, delta 2, gradients 7. With six heads of 128, gates and a window of
-# 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us, and delta and gradients 153 | 276 | 432 us.
+# 384, T = 16,384 | 32,768 | 49,152 took 52 | 93 | 143 us, and delta and gradients 153 | 276 | 432 us, when the
+# mask was still two bounds.
 
 
 @jit
@@ -2882,8 +2883,7 @@ def visible_reach(distances_ptr, token, tokens, window):
     token + reach, never decreases along the tokens: that is all that the kernels know of documents and windows.
     Tokens past the last one have its reach.
     """
-    distance = tl.load(distances_ptr + tl.minimum(token, tokens - 1))
-    return tl.minimum(distance, window).to(tl.uint32)
+    return tl.minimum(tl.load(distances_ptr + tl.minimum(token, tokens - 1)), window)
 
 
 @jit
@@ -2891,9 +2891,9 @@ def visible_range(distances_ptr, start, tokens, window, BLOCK_M, KEYS):
     """first, stop: the BLOCK_M own tokens from `start` on see, or are seen by, first ... stop - 1 at most."""
     if KEYS:
         last = tl.minimum(start + BLOCK_M, tokens) - 1
-        return start, last + visible_reach(distances_ptr, last, tokens, window).to(tl.int32) + 1
+        return start, last + visible_reach(distances_ptr, last, tokens, window) + 1
     else:
-        first = start - visible_reach(distances_ptr, start, tokens, window).to(tl.int32)
+        first = start - visible_reach(distances_ptr, start, tokens, window)
         return first, tl.minimum(start + BLOCK_M, tokens)
 
 
@@ -2933,7 +2933,7 @@ def attention_forward_kernel(
         k = load_tile(k_desc, step, head, stride_k_row, tokens, HEAD_DIM_QK, BLOCK_N)
         scores = tl.dot(q, tl.trans(k))
         query, key = pair_tokens(queries, step, BLOCK_N, False)
-        visible = (query - key).to(tl.uint32) <= reach  # of a later key the distance wraps to 2^31 or more
+        visible = (query - key).to(tl.uint32) <= reach  # unsigned, so that no later key is within reach
         p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # a mask before the exponential costs 14 more of 188
         row_sum += tl.sum(p, 1)
         v = load_tile(v_desc, step, head, stride_v_row, tokens, HEAD_DIM_V, BLOCK_N)
@@ -3171,8 +3171,8 @@ def pointer_kernel(
     matches, log_copy is NEG_INF, and lse is stored as infinite, so that those scores get no gradient.
 
     A visible pair takes one product of 2 HEAD_DIM_QK flops in the forward, and two in each pass of the
-    backward. With 128 channels, a window of 2048 (presets: 4096) and T = 16,384 | 65,536 the forward takes
-    35 | 81 us, the backward 105 | 201 us. Reference: pointer_reference.
+    backward. With 128 channels, a window of 2048 (presets: 4096) and T = 16,384 | 65,536 the forward took
+    35 | 81 us, the backward 105 | 201 us, with masks of two bounds. Reference: pointer_reference.
     """
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
@@ -3186,6 +3186,7 @@ def pointer_kernel(
     for step in tl.range(first, stop, BLOCK_N):
         other_qk = load_tile(qk_desc, step, 1 - KEYS, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_N)
         scores = tl.dot(own_qk, tl.trans(other_qk)) * scale_log2
+        # Compared after the product: before it, two predicates a score would have to be kept in registers meanwhile.
         query, key = pair_tokens(own, step, BLOCK_N, KEYS)
         visible = (query - key - 1).to(tl.uint32) < reach
         match = load_vector(ids_ptr, query, tokens, other=-1) == load_vector(ids_ptr, key, tokens, other=-1)
@@ -3967,7 +3968,7 @@ class Fp8Mlp(torch.autograd.Function):
     """
     @staticmethod
     def forward(ctx, h, up, down, scales=MlpScales()):
-        # By the scales: pre = product of FP8 values * input * weight, and hidden8 = relu(pre)^2 / hidden.
+        # By the scales: pre = product of FP8 values * x * weight, and hidden8 = relu(pre)^2 / hidden.
         h8, h8_t = quantize_both(h, scales.x)
         up8, up8_t = quantize_both(up, scales.weight)
         down8, down8_t = quantize_both(down, scales.weight)
