@@ -13,8 +13,8 @@ arms.json is a list of arms. All keys but the name are optional:
 
 `layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate, share]: the run is validated
 with each of them besides the preset's own and none, so they cost no run. While one arm trains, the next on that GPU compiles and warms up, which
-disturbs the first seconds of the timing: of `ms`, the later stages count. The file is read again before each arm, so arms may be appended while
-it runs. `--seconds` ends the search in time.
+disturbs the first seconds of the timing: of `ms`, the later stages count. With `"alone": true` an arm waits until the GPU is free, where two would
+not fit into its memory. The file is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor
 being what it changes. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11
@@ -237,7 +237,7 @@ def search(options: argparse.Namespace) -> None:
             if len(names) > 1 or names and not Path(f"{options.out}.{names[-1]}.started").exists():
                 continue
             arm = next((a for a in read_arms(options.arms) if a["name"] not in taken), None)
-            if arm is None:
+            if arm is None or arm.get("alone") and names:
                 continue
             taken.add(arm["name"])
             environment = os.environ | ({} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu})

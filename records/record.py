@@ -205,9 +205,11 @@ def manifest_hash(manifest: dict[str, str], names: list[str]) -> str:
 
 
 def query_gpus(query: str) -> list[str]:
-    """Lines of an nvidia-smi query; empty on a machine without it."""
+    """Lines of an nvidia-smi query about the GPUs that a run would see; empty on a machine without it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [f"--id={visible}"] if visible else []
     try:
-        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader", *chosen], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ import stats  # noqa: E402
 from verify import verify  # noqa: E402
 
 pytestmark = pytest.mark.fast
+
+QUERY_GPUS = record.query_gpus  # before a fixture replaces it
 
 FAKE = '''"""Stand-in: writes the log of a run whose loss and time follow from the seed."""
 # ====================================================================================
@@ -534,6 +537,17 @@ def test_the_usual_rest_of_a_run_counts_as_start():
     heads = [f"2026-01-01T{int(s // 3600):02d}:{s // 60 % 60:02d}:{s % 60:02d}+00:00" for s in seconds]
     made = [runlog.Run(Path(), "ok", {"started": head}, 5.0, 6000.0, lines=({"kind": "clock", "start_ms": 10000.0},)) for head in heads]
     assert starts.closing(made) == [4, 14]
+
+
+@pytest.mark.parametrize("visible, asked", [("1", ["--id=1"]), ("", []), (None, [])])
+def test_only_the_gpus_of_a_run_have_to_be_idle(monkeypatch, visible, asked):
+    commands = []
+    monkeypatch.setattr(record.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(stdout="NVIDIA H200\n", returncode=0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert QUERY_GPUS("--query-gpu=name") == ["NVIDIA H200"]
+    assert commands[0][3:] == asked
 
 
 def test_run_refuses_busy_gpus_and_changed_inputs(tmp_path, monkeypatch):
