@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
-SPEEDRUN_GIB=28 SPRINT_GIB=21 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
+SPEEDRUN_GIB=62 SPRINT_GIB=21 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -60,7 +60,7 @@ choose_preset() { # GPUS CAPABILITY GIB TOKENS: sets preset and why
   elif (($4 < SPRINT_TOKENS)); then preset=smoke-gpu why="$found, sprint needs $((SPRINT_TOKENS / 1000000)) M: $fix --shards 1"
   elif (($3 < SPRINT_GIB)); then preset=sprint-small why="$found; $card, sprint needs a card of 24 GB"
   elif (($2 < 90)); then preset=sprint why="$found; speedrun is for compute capability 9 and above"
-  elif (($3 < SPEEDRUN_GIB)); then preset=sprint why="$found; $card, speedrun needs a card of 32 GB"
+  elif (($3 < SPEEDRUN_GIB)); then preset=sprint why="$found; $card, speedrun needs cards of 80 GB"
   elif (($4 < SPEEDRUN_TOKENS)); then preset=sprint why="$found, speedrun needs $((SPEEDRUN_TOKENS / 1000000)) M: $fix"
   else preset=speedrun why="$found"; fi
 }

@@ -120,6 +120,9 @@ class ModelConfig:
     value_embeddings: int
     # Of hashed n-grams, in equal parts by NGRAM_MULTIPLIERS, added in every layer (records 62, 92). 0: none.
     ngram_rows: int
+    # Each row is cut into so many pieces, at most as many as HASH_MULTIPLIERS, and an n-gram takes each of its pieces
+    # from another row: two n-grams that share one piece rarely share the others.
+    ngram_pieces: int = 1
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
     # The factor of products of normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels
@@ -167,30 +170,34 @@ class AdamRule:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Differences in loss named here are of whole sprints, one run each (records/LOG.md); chance makes 0.002."""
+    """Differences in loss named here are of whole sprints, one run each (records/LOG.md); chance makes 0.002. Those of
+    decay, pooling and the averages' share are means over twelve runs of 94 M tokens, with chance 0.0009."""
     muon_learning_rate: float = 0.023  # 0.0265: +0.0027
-    muon_weight_decay: float = 1.2  # times the square of the learning rate, so it fades early (record 43)
+    # Times the square of the learning rate, so it fades early (record 43). 1.2: +0.0030, at a longer run +0.0017.
+    muon_weight_decay: float = 2.4
     # Momentum warms up from the first value to the second (record 9) and cools down at the end
     # (record 39). Tried as the second: 0.91 +0.0008, 0.95 +0.0021, 0.97 +0.0109. The first is the
     # public records', not tuned.
     muon_momentum: tuple[float, float] = (0.85, 0.93)
-    momentum_warmup_steps: int = 300  # as the public records, not tuned
-    momentum_cooldown_steps: int = 50  # record 39, not tuned
+    momentum_warmup_fraction: float = 0.42  # of all steps; not tuned, like the next one
+    momentum_cooldown_fraction: float = 0.07
     second_moment_decay: float | None = 0.95  # 0.98: +0.0008. None: plain Muon, the baseline arm
     orthogonalization: str = "polar-express"
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
     adam_epsilon: float = 1e-10  # record 20
+    # An n-gram row's second moment is mixed with so much of the mean over the tokens of the step, so that rows of small
+    # gradients move less. 0: +0.0010.
+    ngram_pooling: float = 0.5
     # Weights decay only where the update shrinks them too (records 43, 50). False: everywhere, as in AdamW.
     cautious_decay: bool = True
     cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
     # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
     final_learning_rate: float = 0.25
-    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the same time. It should
-    # look back over 7 % of the run, that is interval / rate steps: a longer run wants a lower rate. (Smoke: not tuned.)
+    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the same time.
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
-    averaging_rate: float = 0.0755
-    averaged_share: float = 0.5  # of the final weights; 0: no averages are kept
+    averaging_lookback: float = 0.074  # the share of all steps that it looks back over, which is interval / rate
+    averaged_share: float = 0.65  # of the final weights, 0.5: +0.0005; 0: no averages are kept
     # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004; scalars' 5 +0.003.
     # Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and gates: record 52. First betas of tables
     # are the public records', not tuned; the n-grams have no first moment (record 92).
@@ -237,7 +244,7 @@ class Preset:
     train_tokens: int  # shards are opened in order until they hold this many
     val_tokens: int
     val_window_tokens: int = 131_072  # contiguous tokens a forward pass of the validation sees
-    val_attention_windows: tuple[int, int] = (768, 2560)  # (short, long) attention windows of the final validation
+    val_attention_windows: tuple[int, int] = (384, 2560)  # (short, long) attention windows of the final validation
     status: str  # one line said at the start
     log_every_steps: int = 25
 
@@ -247,31 +254,32 @@ class Preset:
 
 
 EMPTY = Layer(attention=False, mlp=False)
+MLP_ONLY = Layer(attention=False)
 
 # Layer 0 is empty, as the public records removed its MLP (30) and its attention (35): the numbers stay comparable.
 LAYERS = (
     EMPTY,
     Layer(),
     Layer(value_embedding=0),
-    Layer(value_embedding=1),
+    MLP_ONLY,
     Layer(value_embedding=NGRAMS, window="long", key_offset=True),
     Layer(),
     Layer(value_embedding=NGRAMS),
     Layer(attention=False, skip_from=4),
-    Layer(),
-    Layer(value_embedding=2),
-    Layer(value_embedding=3),
-    Layer(value_embedding=4, window="long", key_offset=True))
+    MLP_ONLY,
+    Layer(value_embedding=1),
+    EMPTY,
+    Layer(value_embedding=2, window="long", key_offset=True))
 
-GPT_SMALL = ModelConfig(width=768, heads=6, mlp_width=3072, layers=LAYERS, value_embeddings=5, ngram_rows=2**23)
+# For one pass over 243 M tokens and more (records/LOG.md). A table of 2^25 rows takes 48 GiB.
+GPT_SMALL = ModelConfig(
+    width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2560, layers=LAYERS, value_embeddings=3,
+    ngram_rows=2**25, ngram_pieces=4)
 
-# One pass over 94 M tokens wants less (records/LOG.md): half the heads, narrower queries, keys and
-# MLPs, and layers 3, 8 and 10 empty. Layer 5 has no attention.
+# One pass over 94 M tokens wants less: half the heads, layers 3 and 8 empty, and no attention in layer 5.
 GPT_SPRINT = replace(
-    GPT_SMALL, heads=3, key_width=64, attention_scale=0.16, mlp_width=2560, value_embeddings=3,
-    layers=(
-        *LAYERS[:3], EMPTY, LAYERS[4], Layer(attention=False), *LAYERS[6:8], EMPTY, Layer(value_embedding=1), EMPTY,
-        Layer(value_embedding=2, window="long", key_offset=True)))
+    GPT_SMALL, heads=3, ngram_rows=2**23, ngram_pieces=1,
+    layers=(*LAYERS[:3], EMPTY, LAYERS[4], MLP_ONLY, *LAYERS[6:8], EMPTY, *LAYERS[9:]))
 
 GPT_TINY = ModelConfig(
     width=128, heads=2, key_width=64, head_width=64, mlp_width=512, pointer_width=64, value_embeddings=3,
@@ -283,60 +291,47 @@ GPT_TINY = ModelConfig(
         Layer(value_embedding=2, window="long", key_offset=True)))
 
 
-def three_stages(
-    steps: Sequence[int], extension_steps: int, batch_tokens: Sequence[int] = (131_072, 262_144, 393_216),
-    rates: Sequence[float] = (1.0, 1.51, 1.73), sampled_classes: Sequence[int | None] = (10_240, 14_336, 28_672),
-) -> tuple[Stage, ...]:
+def three_stages(first_steps: int, second_steps: int, third_steps: int, extension_steps: int) -> tuple[Stage, ...]:
     """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
-    targets (record 53). The extension follows (record 35)."""
-    caps = itertools.repeat(3072)
-    short_windows = 128, 384, 640
-    long_windows = 384, 896, 1408
-    targets = (
-        ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)),  # at 0.3 and not 0.5 the loss is 0.0012 lower, fading faster
-        ((1.0, 0.3), (1.0, 0.0)),
-        ((1.0,), (1.0,)))
+    targets (record 53). The extension follows (record 35).
 
-    # One column for each field of Stage, in the order of its fields.
-    stages = list(map(Stage, steps, batch_tokens, caps, short_windows, long_windows, rates, targets, sampled_classes))
-    extension = replace(stages[-1], steps=extension_steps, short_window_tokens=768, long_window_tokens=1664,
-                        extension=True)
-    return (*stages, extension)
+    Batches twice as large in half the steps: +0.04 in the sprint. Short windows of 128, 384 and 640 tokens: +0.0003,
+    and a step of the third stage takes 2.7 % longer. 10,240 classes in the third stage: +0.0031, and 4.4 % less.
+    The second next token fading to 0.5 in the first stage: +0.0012."""
+    # In this order: steps, tokens of a batch, cap of a document, short window, long window, learning rate, targets.
+    third = Stage(third_steps, 196_608, 3072, 256, 1408, 1.45, sampled_classes=14_336)
+    return (
+        Stage(first_steps, 65_536, 3072, 128, 384, 0.75, ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)), sampled_classes=6144),
+        Stage(second_steps, 131_072, 3072, 256, 896, 1.13, ((1.0, 0.3), (1.0, 0.0)), sampled_classes=10_240),
+        third,
+        replace(third, steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True))
 
 
 PRESETS = {preset.name: preset for preset in (
     Preset(
-        "speedrun", GPT_SMALL, three_stages((400, 400, 400), 40),
-        OptimizerConfig(averaging_rate=0.044, averaged_share=0.65),
+        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40),
         train_tokens=500_000_000,  # a shard more than the schedule needs, whose length is an estimate
         val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
-    # The same at 0.735 of the length, one pass over 243 M tokens, where FineWeb is not to be had.
+    # One pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
-        "speedrun-webmix", GPT_SMALL, three_stages((294, 294, 294), 29),
-        OptimizerConfig(momentum_warmup_steps=220, momentum_cooldown_steps=37, averaging_rate=0.06,
-                        averaged_share=0.65), "data/webmix",
+        "speedrun-webmix", GPT_SMALL, three_stages(618, 618, 592, 25), data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
-    # One pass over 94 M tokens in half the speedrun's batches: twice the steps lower the loss by 0.04 on one GPU.
     Preset(
-        "sprint", GPT_SPRINT,
-        three_stages((239, 239, 229), 10, (65_536, 131_072, 196_608), (0.75, 1.13, 1.45),
-                     (6144, 10_240, 14_336)),
+        "sprint", GPT_SPRINT, three_stages(239, 239, 229, 10),
         train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset(
         "smoke", GPT_TINY,
         (Stage(30, 512, 256, 64, 128, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), sampled_classes=4096),
          Stage(27, 1024, 256, 128, 256, sampled_classes=8192),
          Stage(3, 1024, 256, 128, 256, extension=True)),
-        OptimizerConfig(momentum_warmup_steps=30, momentum_cooldown_steps=8, cooldown_fraction=0.55,
-                        averaging_interval_steps=1),
-        "data/sample", train_tokens=10_000_000, val_tokens=8192, val_window_tokens=2048,
+        OptimizerConfig(cooldown_fraction=0.55, averaging_interval_steps=1), "data/sample",
+        train_tokens=10_000_000, val_tokens=8192, val_window_tokens=2048,
         val_attention_windows=(128, 512), log_every_steps=10,
         status="smoke: practice on a small public-domain sample, never on a leaderboard"),
     Preset(
         "smoke-gpu", replace(GPT_SMALL, ngram_rows=2**20),
         (Stage(10, 65_536, 1024, 128, 384), Stage(10, 65_536, 1024, 384, 896)),
-        OptimizerConfig(momentum_warmup_steps=10, momentum_cooldown_steps=5),
-        "data/sample", train_tokens=10_000_000, val_tokens=65_536, val_window_tokens=65_536,
+        data="data/sample", train_tokens=10_000_000, val_tokens=65_536, val_window_tokens=65_536,
         val_attention_windows=(384, 1408), log_every_steps=5,
         status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
 )}
@@ -369,8 +364,8 @@ def muon_momentum(preset: Preset, step: int) -> float:
     """Low while gradients still turn quickly (start) and while they are averaged anyway (end)."""
     config = preset.optimizer
     low, high = config.muon_momentum
-    warm = step / config.momentum_warmup_steps
-    cool = (preset.steps - step) / config.momentum_cooldown_steps
+    warm = step / preset.steps / config.momentum_warmup_fraction
+    cool = (1 - step / preset.steps) / config.momentum_cooldown_fraction
     return low + (high - low) * min(warm, cool, 1.0)
 
 
@@ -404,7 +399,7 @@ def averaging(preset: Preset, step: int) -> tuple[float, float]:
     if since == 0:
         rate = 1.0
     elif since % config.averaging_interval_steps == 0:
-        rate = config.averaging_rate
+        rate = min(1.0, config.averaging_interval_steps / (config.averaging_lookback * preset.steps))
     share = config.averaged_share if step + 1 == preset.steps else 0.0
     return rate, share
 
@@ -471,7 +466,8 @@ class Documents:
     tokens: Tensor  # [T], ids
     order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
     starts: Tensor  # [ids + 1], where each id's group starts in `order`
-    ngrams: Tensor  # [T, K], rows of the n-gram table: one for each of NGRAM_MULTIPLIERS, then the longest suffix match
+    # [T * ngram_pieces, K], rows of the n-gram table: one for each of NGRAM_MULTIPLIERS, then the longest suffix match
+    ngrams: Tensor
     class_index: Tensor  # see Targets, as `classes` and `num_always`
     positions: Tensor  # [T], how many tokens of its document are before a token
     remaining: Tensor  # [T], how many are after it; the batch may hold only a part of a document, which then counts
@@ -728,7 +724,10 @@ class GPT(nn.Module):
         weight = functools.partial(torch.empty, device=device, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)
         self.embedding = make_param("embedding", table(width))
-        self.ngram = make_param("ngram", weight(config.table_rows, width)) if config.table_rows else None
+        pieces = config.ngram_pieces
+        self.ngram = None
+        if config.table_rows:
+            self.ngram = make_param("ngram", weight(pieces * config.table_rows, width // pieces))
         self.blocks = nn.ModuleDict()
         for index, layer in enumerate(config.layers):
             if layer.value_embedding == NGRAMS and not config.ngram_rows:
@@ -795,7 +794,8 @@ class GPT(nn.Module):
         x = x0 = self.norm(self.ops.embed(gathered(self.embedding), documents))
         ngram = None
         if self.ngram is not None:  # the second lookup, so that its gradient, which has the longest way, is first
-            ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
+            pieces = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
+            ngram = pieces.view(len(x), -1)
 
         scalars = self.scalars_by_token(len(x))
         lambdas = [(s.x0_lambda, s.ngram_lambda) for s in scalars]
@@ -1353,7 +1353,7 @@ class SparseTable(Owner):
         self.ops.sparse_adam(grads, self.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
                              rates[self.role], rates[f"{self.role} decay"], self.rule.betas[1],
                              self.config.adam_epsilon, 1 / self.ranks.world,  # the gradient is the mean of the ranks'
-                             cautious=self.config.cautious_decay)
+                             pooling=self.config.ngram_pooling, cautious=self.config.cautious_decay)
 
 
 class AdamScalars(Adam):
@@ -2198,27 +2198,32 @@ NGRAM_MULTIPLIERS = (
     (36313, 27191),
     (17351, 60961, 45259),
 )
+HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917  # odd ones: one for each piece
 
 
-def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int) -> np.ndarray:
-    """Rows of the n-gram table for the n-grams that end at each token: int32 [T, orders], see NGRAM_MULTIPLIERS.
+def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: int) -> np.ndarray:
+    """Rows of the n-gram table for the n-grams that end at each token: int32 [T * pieces, orders], see
+    NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
 
-    Each order has an equal part of the `rows`. The hash is the xor of the multiplied tokens, modulo
-    the part's size less one. The last row of a part stands for an n-gram that would begin before
-    the document.
+    Each piece has as many `rows`, of which each order has an equal part. The hash is the xor of the
+    multiplied tokens, times the piece's multiplier, modulo the part's size less one. The last row of
+    a part stands for an n-gram that would begin before the document.
     """
-    part_rows = rows // len(NGRAM_MULTIPLIERS)
+    orders = len(NGRAM_MULTIPLIERS)
+    part_rows = rows // orders
     last = part_rows - 1
     tokens = tokens.astype(np.uint32)
-    columns = []
-    for number, multipliers in enumerate(NGRAM_MULTIPLIERS):
+    first_rows = part_rows * np.arange(orders * pieces).reshape(pieces, orders)
+    found = np.empty((len(tokens), pieces, orders), np.int32)
+    for order, multipliers in enumerate(NGRAM_MULTIPLIERS):
         key = np.zeros_like(tokens)
         for distance, multiplier in enumerate(multipliers):
             earlier = np.pad(tokens, (distance, 0))[:len(tokens)]
             key ^= multiplier * earlier
+        hashes = key[:, None] * np.array(HASH_MULTIPLIERS[:pieces], np.uint32) % last
         complete = positions >= len(multipliers) - 1
-        columns.append(number * part_rows + np.where(complete, key % last, last))
-    return np.stack(columns, axis=1).astype(np.int32)
+        found[:, :, order] = first_rows[:, order] + np.where(complete[:, None], hashes, last)
+    return found.reshape(-1, orders)
 
 
 def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
@@ -2300,12 +2305,14 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
     remaining = np.repeat(lengths, lengths) - 1 - positions
 
     order, starts = sort_ids(tokens, model.padded_vocabulary)
-    ngrams = np.empty((len(tokens), 0), int)
+    row_pieces = model.ngram_pieces
+    ngrams = np.empty((len(tokens) * row_pieces, 0), int)
     if model.ngram_rows:
-        ngrams = hash_ngrams(tokens, positions, model.ngram_rows)
+        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, row_pieces)
     if model.longest_suffix_match:
         matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
-        ngrams = np.column_stack([ngrams, model.ngram_rows + matches])
+        first_pieces = row_pieces * (model.ngram_rows + matches)
+        ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(row_pieces)).ravel()])
 
     fields = {
         "tokens": tokens,
@@ -2596,7 +2603,7 @@ def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
 
 
 def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale,
-                          cautious=True):
+                          pooling=0.0, cautious=True):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
 
     ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
@@ -2606,15 +2613,21 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
 
         v <- beta2^(step - last_step) v + (1 - beta2) mean(g^2)
 
+    The step divides by its root, with the share `pooling` of it replaced by (1 - beta2) mean((scale grad)^2), the mean
+    over tokens: a row that is read rarely and with small gradients then takes small steps.
+
     lr is the step size with its bias correction and wd the share that decays, as for adam_update.
     """
     ids = lookup[0]
     rows, group = ids.flatten().unique(return_inverse=True)
     wide = wide_dtype(grad)
-    g = scale * embedding_grad_reference(grad.repeat_interleave(ids.size(1), 0), group, len(rows), wide)
+    wide_grad = grad.to(wide)
+    g = scale * embedding_grad_reference(wide_grad.repeat_interleave(ids.size(1), 0), group, len(rows))
 
     v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
-    update = lr * g / (v.sqrt() + epsilon)[:, None]
+    typical = (1 - beta2) * (scale * wide_grad).square().mean()
+    pooled = (1 - pooling) * v + pooling * typical
+    update = lr * g / (pooled.sqrt() + epsilon)[:, None]
     value = weights[rows].to(wide)
     decay = wd * value
     if cautious:
@@ -4124,7 +4137,7 @@ def launch_groups(
 @jit
 def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
-    step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, width,
+    step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, width,
     IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, CAUTIOUS: constexpr,
 ):
@@ -4150,7 +4163,9 @@ def sparse_adam_kernel(
 
         beta2_power = tl.exp2((step - last_step) * tl.log2(beta2))  # makes up for the steps that did not read the row
         exp_avg_sq = beta2_power * exp_avg_sq + (1 - beta2) * tl.sum(grad * grad, axis=0) / width
-        update = tl.load(lr_ptr) * grad / (tl.sqrt(exp_avg_sq) + epsilon)
+        typical = (1 - beta2) * grad_scale * grad_scale * tl.load(mean_square_ptr)
+        pooled = (1 - pooling) * exp_avg_sq + pooling * typical
+        update = tl.load(lr_ptr) * grad / (tl.sqrt(pooled) + epsilon)
         decaying = weights
         if CAUTIOUS:  # weight decay applies where the update shrinks a weight, too
             decaying = tl.where(update * weights > 0, weights, 0.0)
@@ -4174,13 +4189,15 @@ def group_ids(ids):
     return ids, order, F.pad(starts, (0, 1), value=len(sorted_ids)), sorted_ids
 
 
-def sparse_adam(grad, lookup, *state, cautious=True, BLOCK_M=1, **options):
+def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True, BLOCK_M=1, **options):
     """sparse_adam_reference in kernels. A larger BLOCK_M is slower.
 
     With group_ids (under 0.1 ms) it takes 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens on an H200.
     """
+    mean_square = torch.linalg.vector_norm(grad, dtype=torch.float32).square() / grad.numel()
     launch_groups(
-        sparse_adam_kernel, grad, *lookup, *state, per_program=1, BLOCK_M=BLOCK_M, CAUTIOUS=cautious, **options)
+        sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling,
+        per_program=1, BLOCK_M=BLOCK_M, CAUTIOUS=cautious, **options)
 
 
 # ==== 10. Operator selection ==========================================================================================
@@ -4808,7 +4825,7 @@ def files_hash(paths: Sequence[Path]) -> str:
 # order of their numbers, `ngram.ids` [N].
 MODEL_FORMAT = "train_gpt model 1"
 # Which rows of the table a text reads follows from these too, and no weight's shape would show it.
-LOOKUPS = f"{NGRAM_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
+LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
 
 
@@ -4915,7 +4932,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
 def export_model(path: Path, target: Path) -> None:
     """Copy a model file without the rows of hashed n-grams, for other programs: nothing here reads it."""
     model, content, ids, rows = read_model_file(path)
-    kept = ids >= model.config.ngram_rows
+    kept = ids >= model.config.ngram_pieces * model.config.ngram_rows
     model.ngram = None
     tensors = {**model.state_dict(), "ngram.ids": ids[kept], "ngram.rows": rows[kept]}
     write_tensors(target, f"dense part of {MODEL_FORMAT}", content, tensors, tensors.values())
@@ -4995,9 +5012,10 @@ def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tens
     while True:
         document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
         whole = pack({0: [document]}, model.config, pin=False).to(model.lm_head.device)
-        new = {name: getattr(whole, name)[first:] for name in ("tokens", "ngrams", "positions")}
+        new = replace(whole, tokens=whole.tokens[first:], positions=whole.positions[first:],
+                      ngrams=whole.ngrams[first * model.config.ngram_pieces:])
         first = len(ids) - 1
-        yield model.next_token(replace(whole, **new), geometry)
+        yield model.next_token(new, geometry)
 
 
 def sample_text(path: str, prompt: str, device: torch.device) -> None:
@@ -5077,23 +5095,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def scaled_preset(preset: Preset, length: float) -> Preset:
     """`preset` with `length` times the steps: one preset serves a longer or a shorter corpus (--length).
 
-    Every stage, the extension, and the warm-up and cool-down of the momentum keep their shares of the schedule,
-    rounded, but take at least one step. Averages look back over the same share of it. Training tokens grow by what
-    the schedule takes more, so that enough shards are opened.
+    Every stage and the extension keep their shares of the schedule, rounded, but take at least one step. Training
+    tokens grow by what the schedule takes more, so that enough shards are opened.
     """
-    def scaled(steps):
-        return max(1, round(length * steps))
-
-    stages = tuple(replace(stage, steps=scaled(stage.steps)) for stage in preset.stages)
-    config = preset.optimizer
-    optimizer = replace(
-        config,
-        momentum_warmup_steps=scaled(config.momentum_warmup_steps),
-        momentum_cooldown_steps=scaled(config.momentum_cooldown_steps),
-        averaging_rate=min(1.0, config.averaging_rate / length))
+    stages = tuple(replace(stage, steps=max(1, round(length * stage.steps))) for stage in preset.stages)
     more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
-    return replace(
-        preset, stages=stages, optimizer=optimizer, train_tokens=preset.train_tokens + more_tokens)
+    return replace(preset, stages=stages, train_tokens=preset.train_tokens + more_tokens)
 
 
 def check_versions(ranks: Ranks) -> str:

@@ -29,33 +29,34 @@ D = 48 if DRY else tg.GPT_SMALL.width
 SHAPES = [(1, 2)] if DRY else [(rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 2, 4)]  # BLOCK_M, num_warps
 
 
-def make_ids(tokens, rows):
-    """Rows [T, 3] of a step of documents of tokens as frequent as words are: the commonest pairs occur hundreds of times."""
+def make_ids(tokens, rows, row_pieces):
+    """Rows [T * pieces, 3] of a step of documents of tokens as frequent as words are: the commonest pairs occur hundreds of times."""
     random, pieces = np.random.default_rng(0), [piece for seed in range(tg.CHUNKS) for piece in tg.generated_pieces(tokens // tg.CHUNKS, 3072, seed)]
     for piece in pieces:
         piece[1:] = tg.BOS * random.power(0.28, len(piece) - 1)
-    model = replace(tg.GPT_SMALL, ngram_rows=rows)
+    model = replace(tg.GPT_SMALL, ngram_rows=rows, ngram_pieces=row_pieces)
     step = tg.pack({0: pieces}, model, pin=False)
-    return step.to(DEVICE).ngrams, model.table_rows
+    return step.to(DEVICE).ngrams, row_pieces * model.table_rows
 
 
 def report(tokens, name, ms, size=0, error=""):
     print(f"| {tokens} | {name} | {ms:.3f} | " + (f"{size / ms / 1e6:.0f} | {size / 4.27e9:.3f}" if size else "|") + f" | {error} |", flush=True)
 
 
-def time_step(T, rows):
+def time_step(T, rows, pieces):
     """Prints a row for each part of one step of T tokens."""
-    ids, rows = make_ids(T, rows)
+    ids, rows = make_ids(T, rows, pieces)
+    width = D // pieces
     found, group, counts = ids.flatten().unique(return_inverse=True, return_counts=True)
 
-    table = torch.zeros(rows, D, dtype=torch.bfloat16, device=DEVICE)
+    table = torch.zeros(rows, width, dtype=torch.bfloat16, device=DEVICE)
     sums = (lambda f: f) if DRY else tg.compile_dynamic
     sum_rows = sums(lambda ids, table: F.embedding(ids.long(), table).sum(1))
     with torch.no_grad():
         report(f"{T} ({len(found)} rows, {int(counts.max())} of one)", "lookup", milliseconds(lambda: sum_rows(ids, table)), 8 * T * D)
     report(T, "sort and searchsorted", milliseconds(lambda: tg.group_ids(ids)))
 
-    grad = torch.randn(T, D, device=DEVICE).bfloat16()
+    grad = torch.randn(len(ids), width, device=DEVICE).bfloat16()
     square, last = (torch.zeros(rows, device=DEVICE) for _ in range(2))
     numbers = [torch.tensor(x, device=DEVICE) for x in (1.0, 0.1, 0.0)]  # step, rate, decay
     want = tg.embedding_grad_reference(grad.double().repeat_interleave(ids.size(1), 0), group, len(found))
@@ -67,21 +68,22 @@ def time_step(T, rows):
             state.zero_()
         update()
         error = ((table[found].double() - want).norm() / want.norm()).item()
-        report(T, f"update, BLOCK_M = {shape[0]}, {shape[1]} warps", milliseconds(update), 4 * (T + len(found)) * D, f"{error:.1e}")
+        report(T, f"update, BLOCK_M = {shape[0]}, {shape[1]} warps", milliseconds(update), 4 * (len(ids) + len(found)) * width, f"{error:.1e}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4096 if DRY else tg.GPT_SMALL.ngram_rows)
+    parser.add_argument("--pieces", type=int, default=tg.GPT_SMALL.ngram_pieces)
     parser.add_argument("--cpu-dry-run", action="store_true")
     options = parser.parse_args()
     if not DRY and not torch.cuda.is_available():
         sys.exit("needs a CUDA device; --cpu-dry-run proves that the benchmark runs through")
     begin = time.perf_counter()
-    print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {options.rows} rows x {D}\n")
+    print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {options.rows} rows x {D} in {options.pieces} pieces\n")
     print("| tokens a step | part | ms | GB/s | ceiling ms | error |\n" + "|---" * 6 + "|")
     for T in [128] if DRY else [stage.batch_tokens for stage in tg.PRESETS["sprint"].stages[:3]]:
-        time_step(T, options.rows)
+        time_step(T, options.rows, options.pieces)
     print(f"\n{time.perf_counter() - begin:.0f} s in all")
 
 

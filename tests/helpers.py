@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 L = tg.Layer
 # An empty slot, every feature at least once, and the three kinds of layers: both halves, attention only, MLP only.
 MODEL = tg.ModelConfig(
-    width=32, heads=2, key_width=16, head_width=16, mlp_width=64, value_embeddings=2, ngram_rows=1024, pointer_width=16, vocabulary=VOCABULARY,
+    width=32, heads=2, key_width=16, head_width=16, mlp_width=64, value_embeddings=2, ngram_rows=1024, ngram_pieces=2, pointer_width=16, vocabulary=VOCABULARY,
     padded_vocabulary=512, dtype="float32",
     layers=(L(attention=False, mlp=False), L(value_embedding=1), L(value_embedding=0, window="long", key_offset=True),
             L(attention=False, skip_from=1), L(mlp=False), L(value_embedding=1, skip_from=2, window="long"), L(value_embedding=tg.NGRAMS)))
@@ -36,11 +37,18 @@ PRESET = tg.Preset(
      tg.Stage(2, 1024, 48, 12, 32, 1.5, targets=((1.0, 0.5), (1.0, 0.0)), sampled_classes=192),
      tg.Stage(1, 1024, 48, 16, 40, 1.5, extension=True)),
     # Adam moves an entry by its rate whatever the gradient's size: one that is only rounding noise must not count (epsilon).
-    tg.OptimizerConfig(momentum_warmup_steps=3, momentum_cooldown_steps=2, adam_epsilon=1e-4, averaging_fraction=0.6, averaging_interval_steps=2,
-                       averaging_rate=0.3), "nowhere", train_tokens=8000, val_tokens=1280, val_window_tokens=256, val_attention_windows=(16, 48),
+    tg.OptimizerConfig(momentum_warmup_fraction=0.6, momentum_cooldown_fraction=0.4, adam_epsilon=1e-4, averaging_fraction=0.6, averaging_interval_steps=2,
+                       averaging_lookback=4 / 3), "nowhere", train_tokens=8000, val_tokens=1280, val_window_tokens=256, val_attention_windows=(16, 48),
     status="tiny: for tests", log_every_steps=2)
 # With other seeds (5, 6) rounding decides for one entry whether an update shrinks it too, and the cautious decay jumps by 1e-4 there.
 SEED = 8
+
+
+def three_stages(steps, extension_steps, batch_tokens=(131_072, 262_144, 393_216), rates=(1.0, 1.51, 1.93), sampled_classes=None):
+    """The trainer's stages with values that were worked out by hand."""
+    stages = tg.three_stages(*steps, extension_steps)
+    values = zip(stages, (*batch_tokens, batch_tokens[-1]), (*rates, rates[-1]))
+    return tuple(replace(stage, batch_tokens=tokens, learning_rate_multiplier=rate, sampled_classes=sampled_classes) for stage, tokens, rate in values)
 
 
 def check_grad_views(backward, parameters):

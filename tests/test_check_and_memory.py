@@ -146,7 +146,7 @@ def test_errors_of_the_device_are_explained():
 # ---- memory ----------------------------------------------------------------------------------------------------------
 FAST = replace(tg.select_ops(CPU), names={"attention": "triton", "mlp": "bf16"})
 LARGE = replace(tg.PRESETS["sprint"], model=replace(tg.GPT_SPRINT, ngram_rows=2**20),
-                stages=tg.three_stages((2, 2, 2), 1, (131_072, 262_144, 393_216), (1.0, 1.0, 1.0), (None, None, None)))
+                stages=helpers.three_stages((2, 2, 2), 1, rates=(1.0, 1.0, 1.0)))
 
 
 def state_bytes(world):

@@ -180,9 +180,10 @@ def test_packed_layout(marked):
         ids, order, starts = documents.tokens, documents.order, documents.starts
         assert (order == torch.argsort(ids, stable=True)).all() and len(starts) == MODEL.padded_vocabulary + 1
         assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all() and starts[0] == 0
-        assert (documents.ngrams[:, :-1].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows)).all()
+        assert (documents.ngrams[:, :-1].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows, 2)).all()
         recalled = tg.longest_suffix_match(ids.numpy(), positions, MODEL.padded_vocabulary)
-        assert (documents.ngrams[:, -1].numpy() == MODEL.ngram_rows + recalled).all() and documents.ngrams.max() < MODEL.table_rows
+        pieces = documents.ngrams[:, -1].view(-1, 2).numpy()
+        assert (pieces == 2 * (MODEL.ngram_rows + recalled)[:, None] + [0, 1]).all() and documents.ngrams.max() < 2 * MODEL.table_rows
         parts = [x for x in vars(documents).values() if isinstance(x, torch.Tensor)]
         assert all(part.dtype == torch.int32 and part.data_ptr() % 16 == 0 for part in parts)
         assert {name: tuple(x.shape) for name, x in vars(documents).items() if x is not None} == batch.shapes
@@ -198,7 +199,7 @@ def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
     assert next_tokens(documents).tolist() == [i + 1 for i in flat]
     assert documents.remaining.tolist() == [length - 1 - i for length in lengths for i in range(length)]
     assert documents.num_always.tolist() == [max(lengths) + 1] and documents.classes.shape == (1, 11)  # the spare id's too
-    assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (len(flat), 3)
+    assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (2 * len(flat), 3)
 
 
 @pytest.mark.parametrize("rows", [1, 300, 65_536])
@@ -209,42 +210,55 @@ def test_sorted_ids(rows):
     assert (starts == np.searchsorted(ids[order], np.arange(rows + 1))).all()
 
 
-def ngram_rows_of(piece, rows):
+def ngram_rows_of(piece, rows, pieces):
     """Rows of a piece's tokens by Python's integers, which cannot overflow."""
     half, x = rows // 2, [int(token) for token in piece]
     for i in range(len(x)):
-        pair = (36313 * x[i] ^ 27191 * x[i - 1]) % (half - 1) if i > 0 else half - 1
-        triple = (17351 * x[i] ^ 60961 * x[i - 1] ^ 45259 * x[i - 2]) % (half - 1) if i > 1 else half - 1
-        yield [pair, half + triple]
+        for n, multiplier in enumerate((1, 2654435761, 2246822519, 3266489917)[:pieces]):
+            pair = (36313 * x[i] ^ 27191 * x[i - 1]) * multiplier % 2**32 % (half - 1) if i > 0 else half - 1
+            triple = (17351 * x[i] ^ 60961 * x[i - 1] ^ 45259 * x[i - 2]) * multiplier % 2**32 % (half - 1) if i > 1 else half - 1
+            yield [2 * half * n + pair, 2 * half * n + half + triple]
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 4])
 @pytest.mark.parametrize("rows", [6, 1024, 140_002, 2**19, 2**23])
-def test_ngrams(rows):
+def test_ngrams(rows, pieces):
     """The formula, across documents of all lengths, with the largest tokens there are."""
     random = np.random.default_rng(rows)
-    pieces = [random.integers(0, 65_536, length + 1).astype(np.uint16) for length in (1, 2, 3, 1, 40, 300)] + [np.full(5, 65_535, np.uint16)]
-    tokens, positions = np.concatenate([piece[:-1] for piece in pieces]), np.concatenate([np.arange(len(piece) - 1) for piece in pieces])
-    found = tg.hash_ngrams(tokens, positions, rows)
-    assert found.dtype == np.int32 and found.tolist() == [row for piece in pieces for row in ngram_rows_of(piece[:-1], rows)]
+    texts = [random.integers(0, 65_536, length + 1).astype(np.uint16) for length in (1, 2, 3, 1, 40, 300)] + [np.full(5, 65_535, np.uint16)]
+    tokens, positions = np.concatenate([text[:-1] for text in texts]), np.concatenate([np.arange(len(text) - 1) for text in texts])
+    found = tg.hash_ngrams(tokens, positions, rows, pieces)
+    assert found.dtype == np.int32 and found.tolist() == [row for text in texts for row in ngram_rows_of(text[:-1], rows, pieces)]
 
 
 def test_ngrams_depend_on_their_tokens_alone():
     """The same rows for the same tokens anywhere, others for other or swapped ones; evenly spread over both halves, whose last rows are for starts."""
     tokens, positions = np.array([7, 50_000, 8, 50_000, 8, 7, 50_000, 8]), np.array([0, 1, 2, 0, 1, 2, 3, 4])
-    pair, triple = tg.hash_ngrams(tokens.astype(np.uint16), positions, 2**21).T
+    pair, triple = tg.hash_ngrams(tokens.astype(np.uint16), positions, 2**21, 1).T
     assert pair[0] == pair[3] == 2**20 - 1 and pair[1] == pair[6] and pair[2] == pair[4] == pair[7] and len(set(pair)) == 4
     assert triple[0] == triple[1] == triple[3] == triple[4] == 2**21 - 1 and triple[2] == triple[7] and len(set(triple)) == 4
     random_tokens = np.random.default_rng(0).integers(0, 50_257, 100_000).astype(np.uint16)
-    for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2002).T):
+    for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2002, 1).T):
         spread = np.bincount(rows - 1001 * column, minlength=1001)
         assert spread[1000] == column + 1 and spread[:1000].min() > 50 and spread[:1000].max() < 200
+
+
+def test_ngrams_that_share_one_piece_share_no_other():
+    """The chance that a second one is the same too is that of any two n-grams: one in a thousand here."""
+    tokens = np.random.default_rng(1).integers(0, 50_257, 40_000).astype(np.uint16)
+    for order, rows in enumerate(tg.hash_ngrams(tokens, np.arange(len(tokens)), 2004, 4).reshape(-1, 4, 2)[2:].transpose(2, 0, 1)):
+        some = rows[:400]
+        for first in range(4):
+            shared = some[:, None, first] == rows[None, 400:, first]
+            others = np.delete(some[:, None] == rows[None, 400:], first, axis=2)[shared]
+            assert shared.sum() > 10_000 and (others.mean(0) < 3 / 1000).all(), (order, first)
 
 
 def test_a_third_order_takes_one_more_row_of_multipliers(corpus, tiny, monkeypatch):
     """A third of the table each, and the model trains with them."""
     monkeypatch.setattr(tg, "NGRAM_MULTIPLIERS", (*tg.NGRAM_MULTIPLIERS, (40_503, 30_011, 52_711, 61_979)))
     x = [7, 50_000, 8, 65_535, 9]
-    columns = tg.hash_ngrams(np.array(x, np.uint16), np.arange(5), 3000).T
+    columns = tg.hash_ngrams(np.array(x, np.uint16), np.arange(5), 3000, 1).T
     assert columns.shape == (3, 5) and all((columns[n] // 1000 == n).all() and (columns[n, :n + 1] == 1000 * n + 999).all() for n in range(3))
     assert columns[2, 3:].tolist() == [2000 + (40_503 * x[i] ^ 30_011 * x[i - 1] ^ 52_711 * x[i - 2] ^ 61_979 * x[i - 3]) % 999 for i in (3, 4)]
     trainer = helpers.make_trainer(corpus)
@@ -282,7 +296,7 @@ def test_a_document_reads_the_same_rows_wherever_it_lies():
     random = np.random.default_rng(11)
     piece = np.concatenate([[BOS], random.integers(0, 40, 75)]).astype(np.uint16)
     alone = tg.pack({0: [piece]}, MODEL, pin=False).to(helpers.CPU).ngrams
-    assert (alone[:, -1] >= MODEL.table_rows - tg.NEW_TOKEN_ROWS).sum() > tg.NEW_TOKEN_ROWS / 2, "new tokens"
+    assert (alone[:, -1] >= 2 * (MODEL.table_rows - tg.NEW_TOKEN_ROWS)).sum() > tg.NEW_TOKEN_ROWS, "new tokens"
     before = [random.integers(0, 40, length + 1).astype(np.uint16) for length in (1, 7, 33)]
     for lead in range(1, 4):
         for chunks in ({0: [*before[:lead], piece, piece]}, {0: before[:lead], 1: [piece], 2: [piece]}):

@@ -676,7 +676,7 @@ def sparse_steps():
 @pytest.mark.parametrize("update", SPARSE.values(), ids=SPARSE)
 def test_sparse_adam(update, name):
     """Steps of plain Adam over the whole table in float64, where every row's second moment decays at each: what rests is made up for. Every other
-    step weights decay, in the third one wherever the update points."""
+    step weights decay, in the third one wherever the update points. Second moments are pooled with the tokens' mean not at all, by half, wholly."""
     (rows, steps), D, beta2, epsilon, scale = sparse_steps()[name], 20, 0.9, 1e-8, 0.25
     generator = torch.Generator().manual_seed(1)
     weights = guarded(torch.randn(rows, D, generator=generator))
@@ -685,15 +685,18 @@ def test_sparse_adam(update, name):
     for step, ids in enumerate(steps, 1):
         grad, read = guarded(torch.randn(len(ids), D, generator=generator) * 10.0 ** -step), on_device(ids)
         rate, shrink, cautious = 0.1 / step, 0.3 * (step % 2), step != 3
+        options = {"pooling": (0.0, 0.5, 1.0)[step % 3], "cautious": cautious}
         again = weights.clone(), square.clone(), last.clone()
         numbers = [torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in (step, rate, shrink)]
-        update(grad, tg.group_ids(read), weights, square, last, *numbers, beta2, epsilon, scale, cautious=cautious)
+        update(grad, tg.group_ids(read), weights, square, last, *numbers, beta2, epsilon, scale, **options)
         if not INTERPRETED:
-            update(grad, tg.group_ids(read), *again, *numbers, beta2, epsilon, scale, cautious=cautious)
+            update(grad, tg.group_ids(read), *again, *numbers, beta2, epsilon, scale, **options)
             assert all(torch.equal(a, b) for a, b in zip((weights, square, last), again)), "bitwise repeatable"
         g = scale * tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), read.flatten(), rows)
         moment = beta2 * moment + (1 - beta2) * g.square().mean(1)
-        move = rate * g / (moment.sqrt() + epsilon)[:, None]
+        typical = (1 - beta2) * (scale * grad.double()).square().mean()
+        pooled = (1 - options["pooling"]) * moment + options["pooling"] * typical
+        move = rate * g / (pooled.sqrt() + epsilon)[:, None]
         exact = exact - move - shrink * exact * (move * exact > 0 if cautious else move != 0)  # 0: not read
         torch.testing.assert_close(weights.double(), exact, rtol=1e-5, atol=1e-5)
         touched = torch.from_numpy(np.unique(ids)).to(DEVICE)

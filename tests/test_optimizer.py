@@ -85,7 +85,7 @@ class Written:
         self.p, self.multiplier, self.variance = weight.double().clone(), rule, variance
         self.m, self.v = torch.zeros_like(self.p), 0.0
 
-    def step(self, gradient, rate, momentum, decay=1.2, beta2=0.95):
+    def step(self, gradient, rate, momentum, decay=2.4, beta2=0.95):
         g = gradient.double()
         self.m = momentum * self.m + (1 - momentum) * g
         look_ahead = (1 - momentum) * g + momentum * self.m
@@ -405,5 +405,5 @@ def test_sparse_table():
         table.receive_grad(grad)
         table.reduce_()
         table.compute_({"step": torch.tensor(float(step)), "ngram": torch.tensor(0.1 / step), "ngram decay": torch.tensor(0.02)})
-        tg.sparse_adam_reference(grad.double(), tg.group_ids(ids), *want, float(step), 0.1 / step, 0.02, 0.9, 1e-3, 1.0)
+        tg.sparse_adam_reference(grad.double(), tg.group_ids(ids), *want, float(step), 0.1 / step, 0.02, 0.9, 1e-3, 1.0, pooling=0.5)
     assert relative(parameter, want[0]) < 1e-5 and table.exp_avg_sq.allclose(want[1]) and table.last_step.equal(want[2])

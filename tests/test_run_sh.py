@@ -140,8 +140,8 @@ def test_choice(machine, gpus, capability, shards, expected):
     (11.6, 8, 0, "smoke-gpu", "sprint needs 94 M"),
     (15.5, 12, 7, "sprint-small", "GPU memory of 15 GiB"),
     (23.5, 8, 7, "sprint", "speedrun is for compute capability 9"),
-    (23.5, 12, 7, "sprint", "GPU memory of 23 GiB, speedrun needs a card of 32 GB"),
-    (31.3, 12, 7, "speedrun", "700 M training tokens"),
+    (47.5, 9, 7, "sprint", "GPU memory of 47 GiB, speedrun needs cards of 80 GB"),
+    (79.1, 9, 7, "speedrun", "700 M training tokens"),
 ])
 def test_memory_decides(machine, gib, capability, shards, preset, reason):
     if shards:

@@ -160,7 +160,7 @@ def plain_features(model, documents, geometry):
 
     config, tokens, heads, after = model.config, documents.tokens.long(), model.config.heads, {}
     x = x0 = norm(model.embedding[tokens])
-    ngram = model.ngram[documents.ngrams.long()].sum(1)
+    ngram = model.ngram[documents.ngrams.long()].sum(1).view(len(tokens), -1)
     for slot, layer in enumerate(config.layers):
         if str(slot) not in model.blocks:
             continue
