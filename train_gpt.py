@@ -120,8 +120,8 @@ class ModelConfig:
     value_embeddings: int
     # Of hashed n-grams, in equal parts by NGRAM_MULTIPLIERS, added in every layer (records 62, 92). 0: none.
     ngram_rows: int
-    # Each row is cut into so many pieces, at most as many as HASH_MULTIPLIERS, and an n-gram takes each of its pieces
-    # from another row: two n-grams that share one piece rarely share the others.
+    # Each row is cut into so many pieces, 1 to 4 (see HASH_MULTIPLIERS), and an n-gram takes each of its pieces from
+    # another row: two n-grams that share one piece rarely share the others. The table's parameter has a row a piece.
     ngram_pieces: int = 1
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
@@ -148,7 +148,7 @@ class ModelConfig:
 
     @property
     def table_rows(self) -> int:
-        """Rows of the n-gram table: the hashed ones, then those of `longest_suffix_match`. 0: there is no table."""
+        """Whole rows of the n-gram table: hashed ones, then those of `longest_suffix_match`. 0: there is no table."""
         return self.ngram_rows + self.longest_suffix_match * (SUFFIX_LENGTHS * self.padded_vocabulary + NEW_TOKEN_ROWS)
 
 
@@ -466,7 +466,8 @@ class Documents:
     tokens: Tensor  # [T], ids
     order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
     starts: Tensor  # [ids + 1], where each id's group starts in `order`
-    # [T * ngram_pieces, K], rows of the n-gram table: one for each of NGRAM_MULTIPLIERS, then the longest suffix match
+    # [T * ngram_pieces, K], rows of the n-gram table's parameter for each token and piece: one for each of
+    # NGRAM_MULTIPLIERS, then the longest suffix match
     ngrams: Tensor
     class_index: Tensor  # see Targets, as `classes` and `num_always`
     positions: Tensor  # [T], how many tokens of its document are before a token
@@ -1515,7 +1516,8 @@ def state_hash(state: dict[str, Tensor]) -> str:
 
 
 # ---- memory and data -------------------------------------------------------------------------------------------------
-# Peak memory of training in bytes a token of a micro-batch, as measured for GPT_SMALL, the largest model, on one H200.
+# Peak memory of training in bytes a token of a micro-batch, as measured on one H200 for a larger model than the present
+# ones: attention in ten layers with keys of 128, eleven MLPs of 3072.
 # It depends on the operators of the MLP. Logits are not included: their size follows from the classes of a stage.
 PEAK_TOKEN_BYTES = {"fp8": 303_000, "bf16": 359_000, "reference": 849_000}
 RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
@@ -2198,14 +2200,15 @@ NGRAM_MULTIPLIERS = (
     (36313, 27191),
     (17351, 60961, 45259),
 )
-HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917  # odd ones: one for each piece
+# Odd ones, one for each piece. Pieces are chosen independently where the size of a part less one is odd, too.
+HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
 
 
 def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: int) -> np.ndarray:
-    """Rows of the n-gram table for the n-grams that end at each token: int32 [T * pieces, orders], see
+    """Rows of the n-gram table's parameter for the n-grams that end at each token: int32 [T * pieces, orders], see
     NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
 
-    Each piece has as many `rows`, of which each order has an equal part. The hash is the xor of the
+    There are `rows` rows for each piece, of which each order has an equal part. The hash is the xor of the
     multiplied tokens, times the piece's multiplier, modulo the part's size less one. The last row of
     a part stands for an n-gram that would begin before the document.
     """
@@ -4192,7 +4195,8 @@ def group_ids(ids):
 def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True, BLOCK_M=1, **options):
     """sparse_adam_reference in kernels. A larger BLOCK_M is slower.
 
-    With group_ids (under 0.1 ms) it takes 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens on an H200.
+    With group_ids (under 0.1 ms) it took 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens on an H200, in whole
+    rows and before there was a `pooling`, which reads the gradient once more.
     """
     mean_square = torch.linalg.vector_norm(grad, dtype=torch.float32).square() / grad.numel()
     launch_groups(
@@ -4821,7 +4825,7 @@ def files_hash(paths: Sequence[Path]) -> str:
 # tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, and a
 # hash, so that whoever reads it need not ask whether settings and shapes are possible.
 #
-# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` [N, width] are the others, in the
+# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` [N, D] are the others, in the
 # order of their numbers, `ngram.ids` [N].
 MODEL_FORMAT = "train_gpt model 1"
 # Which rows of the table a text reads follows from these too, and no weight's shape would show it.
@@ -4939,9 +4943,9 @@ def export_model(path: Path, target: Path) -> None:
 
 
 def sum_stored_rows(ids: Tensor, rows: Tensor, wanted: Tensor, table: Tensor) -> Tensor:
-    """Sums [T, width] of the rows `wanted` [T, K] of the n-gram table, in its dtype; rows that are not stored are zero.
+    """Sums [T, D] of the rows `wanted` [T, K] of the n-gram table, in its dtype; rows that are not stored are zero.
 
-    ids [N], in order, are the numbers of the stored `rows` [N, width]."""
+    ids [N], in order, are the numbers of the stored `rows` [N, D]."""
     numbers = wanted.cpu()
     at = torch.searchsorted(ids, numbers).clamp(max=len(ids) - 1)
     stored = ids[at] == numbers
