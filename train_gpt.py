@@ -726,6 +726,9 @@ class GPT(nn.Module):
         table = functools.partial(weight, config.padded_vocabulary)
         self.embedding = make_param("embedding", table(width))
         pieces = config.ngram_pieces
+        if pieces not in range(1, 5) or width % pieces:
+            fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
+
         self.ngram = None
         if config.table_rows:
             self.ngram = make_param("ngram", weight(pieces * config.table_rows, width // pieces))

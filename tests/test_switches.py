@@ -49,6 +49,13 @@ def packed(preset, length=40, **options):
 
 
 # ---- what is left out ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("pieces", [0, 3, 5])
+def test_pieces_that_do_not_fit_get_a_line(pieces):
+    """Of rows of 32 numbers: more pieces than there are multipliers, or none, or a third of a row."""
+    with pytest.raises(tg.Failure, match="ngram_pieces.*1 to 4, a divisor of the model's width, 32.*1, 2 or 4"):
+        tg.GPT(replace(MODEL, ngram_pieces=pieces), tg.select_ops(CPU), CPU)
+
+
 @each_switch
 def test_parameters_and_state_are_gone(name):
     model = tg.GPT(switched(name).model, tg.select_ops(CPU), CPU)
