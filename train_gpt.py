@@ -278,7 +278,7 @@ GPT_SMALL = ModelConfig(
 
 # One pass over 94 M tokens wants less: half the heads, layers 3 and 8 empty, and no attention in layer 5.
 GPT_SPRINT = replace(
-    GPT_SMALL, heads=3, ngram_rows=2**23, ngram_pieces=1,
+    GPT_SMALL, heads=3, mlp_width=2304, ngram_rows=2**23, ngram_pieces=1,
     layers=(*LAYERS[:3], EMPTY, LAYERS[4], MLP_ONLY, *LAYERS[6:8], EMPTY, *LAYERS[9:]))
 
 GPT_TINY = ModelConfig(

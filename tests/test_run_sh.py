@@ -165,7 +165,7 @@ def test_memory_of_the_smallest_card_is_enough():
 
 @pytest.mark.parametrize("arguments, environment, lines", [
     (["--seed", "3"], {}, ["can run preset smoke (one to two minutes on two free CPU cores)", "next: ./run.sh --seed 3"]),
-    (["--preset", "sprint", "--data=my texts"], {"FAKE_GPUS": "2"}, ["can run preset sprint (on one H200 45 s ", "next: ./run.sh --preset sprint --data=my\\ texts"]),
+    (["--preset", "sprint", "--data=my texts"], {"FAKE_GPUS": "2"}, ["can run preset sprint (on one H200 43 s ", "next: ./run.sh --preset sprint --data=my\\ texts"]),
     (["--preset", "sprint"], {}, ["can run preset sprint (many hours here", "next: ./run.sh --preset sprint"]),
     ([], {"FAKE_GPUS": "1"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", "without --check it asks the Hugging Face hub"]),
     ([], {"FAKE_GPUS": "1", "FAKE_GIB": "15.5"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", f"then: {sys.executable} data/fineweb.py fetch --shards 1"]),
