@@ -1,6 +1,6 @@
 """Train a GPT-2-small-class language model as fast as the machine allows, in one file.
 
-    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.215 in 45.1 s
+    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.218 in 42.5 s
     on one H200 (n = 3, torch 2.11, Triton 3.6).
 
 Launch
@@ -2859,8 +2859,10 @@ def orthogonalize(matrices, recipe, dtype=torch.bfloat16):
 # A program loads its own tiles through pointers, all at once, and those of the steps through tensor
 # descriptors (TMA), which spare the registers of the addresses: 138 registers instead of 242 for the forward;
 # 248 without spills, and so two programs a multiprocessor, for the backward. The backward computes p twice
-# (7 products instead of 5), so that every output has one writer: no atomics, bitwise reproducible. One launch
-# for all three gradients takes 280 us where two take 306 (mean of ten cells of the benchmark).
+# (7 products instead of 5), so that every output has one writer: no atomics, bitwise reproducible. dq is a
+# launch of its own, since it needs half the registers of dk and dv (122 and 232 with keys of 64): over the
+# speedrun's layers one launch for all takes 1 % longer (98,304 tokens, windows of 256 and 1408: delta and
+# gradients 625 and 1008 us in three launches, 636 and 1001 in two).
 #
 # Operands of T H D values moved: forward 4, delta 2, gradients 7. With six heads of 128, gates and a window of
 # 384, T = 16,384 | 32,768 | 49,152 took 52 | 93 | 143 us, and delta and gradients 153 | 276 | 432 us, when the
@@ -2992,13 +2994,15 @@ def attention_delta_kernel(
 
 
 @jit
-def attention_gradients(
+def attention_backward_kernel(
     own_qk_ptr, own_v_ptr, other_qk_desc, other_v_desc,
     stride_own_qk_row, stride_own_v_row, stride_other_qk_row, stride_other_v_row,
     own_dqk_ptr, own_dv_ptr, lse_ptr, delta_ptr, distances_ptr,
-    window, tokens, scale, scale_log2, KEYS, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_M, BLOCK_N,
+    window, tokens, scale, scale_log2,
+    HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """dq of the BLOCK_M queries, or with KEYS dk and dv of the BLOCK_M keys, that a program owns in one head.
+    """dq of the BLOCK_M queries, or dk and dv of the BLOCK_M keys, that a program owns in one head.
 
     Names with qk stand for tensors [T, H, HEAD_DIM_QK], names with v for tensors [T, H, HEAD_DIM_V]:
 
@@ -3006,11 +3010,13 @@ def attention_gradients(
             dq      q       dout   k         v        dq       None    positions
             dk, dv  k       v      q         dout     dk       dv      remaining
 
-    With KEYS the scores are transposed, [keys, queries], so that the tensor cores take p and ds, which are
-    left operands, from registers.
+    For keys the scores are transposed, [keys, queries], so that the tensor cores take p and ds, which are
+    left operands, from registers. The grid is [heads, tiles]. A visible pair takes 4 HEAD_DIM_QK + 2 HEAD_DIM_V
+    flops for dq and 4 HEAD_DIM_QK + 4 HEAD_DIM_V for dk and dv. Reference: the gradients of attention_reference.
     """
+    KEYS: constexpr = own_dv_ptr is not None
     head = tl.program_id(0)
-    start = tl.program_id(2) * BLOCK_M
+    start = tl.program_id(1) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
     reach = visible_reach(distances_ptr, own, tokens, window)[:, None]
     own_qk = load_tile(own_qk_ptr, start, head, stride_own_qk_row, tokens, HEAD_DIM_QK, BLOCK_M)
@@ -3040,47 +3046,20 @@ def attention_gradients(
         store_tile(own_dv_ptr, own_dv, start, head, tl.num_programs(0), tokens)
 
 
-@jit
-def attention_backward_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr,
-    stride_q_row, stride_k_row, stride_v_row, stride_dout_row,
-    q_desc, k_desc, v_desc, dout_desc, dq_ptr, dk_ptr, dv_ptr,
-    lse_ptr, delta_ptr, positions_ptr, remaining_ptr,
-    window, tokens, scale, scale_log2,
-    HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr,
-):
-    """dk and dv of BLOCK_M keys, or dq of BLOCK_M queries, of one head; shapes as in attention_gradients.
-
-    The grid is [heads, 2, tiles], so that the two kinds alternate. A visible pair takes
-    8 HEAD_DIM_QK + 6 HEAD_DIM_V flops. Reference: the gradients of attention_reference.
-    """
-    if tl.program_id(1) == 0:
-        attention_gradients(
-            k_ptr, v_ptr, q_desc, dout_desc,
-            stride_k_row, stride_v_row, stride_q_row, stride_dout_row,
-            dk_ptr, dv_ptr, lse_ptr, delta_ptr, remaining_ptr,
-            window, tokens, scale, scale_log2, True, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_M, BLOCK_N)
-    else:
-        attention_gradients(
-            q_ptr, dout_ptr, k_desc, v_desc,
-            stride_q_row, stride_dout_row, stride_k_row, stride_v_row,
-            dq_ptr, None, lse_ptr, delta_ptr, positions_ptr,
-            window, tokens, scale, scale_log2, False, HEAD_DIM_QK, HEAD_DIM_V, BLOCK_M, BLOCK_N)
-
-
 def attention_tiles(device, head_dim_qk=128):
-    """Fixed launch configurations of forward and backward: own tokens, tokens a step; warps, stages.
+    """Fixed launch configurations of the forward, of dq, and of dk with dv: own tokens, tokens a step; warps, stages.
 
     benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps of 32 tokens are for
     narrow keys and, since the backward would spill registers, where shared memory is small or there is no TMA.
     """
     forward = dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    backward = dict(forward)
+    dq = dict(forward)
+    keys = dict(forward)
     if (9, 0) <= capability(device) < (12, 0):
         forward.update(BLOCK_N=64 if head_dim_qk > 64 else 32, num_stages=3)
-        backward.update(BLOCK_N=64)
-    return forward, backward
+        dq.update(BLOCK_N=64)
+        keys.update(BLOCK_N=64)
+    return forward, dq, keys
 
 
 def with_aligned_rows(x):
@@ -3129,7 +3108,7 @@ class PackedAttention(torch.autograd.Function):
         out = v.new_empty(v.shape)
         lse = q.new_empty(heads, tokens, dtype=torch.float32)
 
-        tile, _ = attention_tiles(q.device, width)
+        tile, *_ = attention_tiles(q.device, width)
         grid = heads, triton.cdiv(tokens, tile["BLOCK_M"])
         attention_forward_kernel[grid](
             q, tile_descriptor(k, tile), tile_descriptor(v, tile),
@@ -3143,7 +3122,7 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        *qkv, out, lse, positions, remaining, gates = ctx.saved_tensors
+        q, k, v, out, lse, positions, remaining, gates = ctx.saved_tensors
         tokens, heads, width = out.shape
         dout = with_aligned_rows(dout)  # it may be the expanded gradient of a sum
         delta = torch.empty_like(lse)
@@ -3152,18 +3131,20 @@ class PackedAttention(torch.autograd.Function):
             out, dout, gates, delta, dgates, tokens, dout.stride(0),
             HEAD_DIM_V=width, BLOCK_M=64)
 
-        _, tile = attention_tiles(out.device)
-        operands = *qkv, dout
-        strides = [x.stride(0) for x in operands]
-        descriptors = [tile_descriptor(x, tile) for x in operands]
-        grads = [x.new_empty(x.shape) for x in qkv]
-        grid = heads, 2, triton.cdiv(tokens, tile["BLOCK_M"])
-        attention_backward_kernel[grid](
-            *operands, *strides, *descriptors, *grads,
-            lse, delta, positions, remaining,
-            ctx.window, tokens, ctx.scale, ctx.scale * LOG2_E,
-            HEAD_DIM_QK=qkv[0].size(2), HEAD_DIM_V=width, **tile)
-        return *grads, None, None, None, None, dgates
+        def launch(tile, own_qk, own_v, other_qk, other_v, own_dqk, own_dv, distances):
+            grid = heads, triton.cdiv(tokens, tile["BLOCK_M"])
+            attention_backward_kernel[grid](
+                own_qk, own_v, tile_descriptor(other_qk, tile), tile_descriptor(other_v, tile),
+                own_qk.stride(0), own_v.stride(0), other_qk.stride(0), other_v.stride(0),
+                own_dqk, own_dv, lse, delta, distances,
+                ctx.window, tokens, ctx.scale, ctx.scale * LOG2_E,
+                HEAD_DIM_QK=q.size(2), HEAD_DIM_V=width, **tile)
+
+        _, dq_tile, keys_tile = attention_tiles(out.device, q.size(2))
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        launch(keys_tile, k, v, q, dout, dk, dv, remaining)
+        launch(dq_tile, q, dout, k, v, dq, None, positions)
+        return dq, dk, dv, None, None, None, None, dgates
 
 
 # ---- pointer ---------------------------------------------------------------------------------------------------------
@@ -3253,7 +3234,7 @@ class PointerLogCopy(torch.autograd.Function):
         log_copy = qk.new_empty(tokens, dtype=torch.float32)
         lse = torch.empty_like(log_copy)
 
-        tile, _ = attention_tiles(qk.device)
+        tile, *_ = attention_tiles(qk.device)
         pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
             qk, tile_descriptor(qk, tile), ids, log_copy, lse, positions, window,
             None, None, tokens, scale * LOG2_E,
@@ -3270,7 +3251,7 @@ class PointerLogCopy(torch.autograd.Function):
         grad_log_copy = grad_log_copy.contiguous()
         dqk = torch.empty_like(qk)
 
-        _, tile = attention_tiles(qk.device)
+        *_, tile = attention_tiles(qk.device)
         for keys, distances in enumerate((positions, remaining)):
             pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
                 qk, tile_descriptor(qk, tile), ids, log_copy, lse, distances, ctx.window,

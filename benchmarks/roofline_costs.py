@@ -87,11 +87,18 @@ def product(a):
     return Cost(size, batch * operations, product_rate(a["left_ptr"].itemsize, depth))
 
 
-def attention(a, qk: int, v: int):
-    """Of a kernel that takes so many operations for a visible pair, head and channel."""
+def attention_forward(a):
     heads = a["q_ptr"].shape[1]
     pairs = visible_pairs(a["positions_ptr"].values, a["window"])
-    return Cost(moved(a), heads * pairs * (qk * a["HEAD_DIM_QK"] + v * a["HEAD_DIM_V"]))
+    return Cost(moved(a), 2 * heads * pairs * (a["HEAD_DIM_QK"] + a["HEAD_DIM_V"]))
+
+
+def attention_backward(a):
+    """Of dq, or of dk and dv: both compute p, so together 8 and 6 operations a channel where the results alone need 6 and 4."""
+    heads = a["own_qk_ptr"].shape[1]
+    pairs = visible_pairs(a["distances_ptr"].values, a["window"])
+    of_v = 2 if a["own_dv_ptr"] is None else 4
+    return Cost(moved(a), heads * pairs * (4 * a["HEAD_DIM_QK"] + of_v * a["HEAD_DIM_V"]))
 
 
 def pointer(a):
@@ -157,9 +164,9 @@ def sparse_adam(a):
 
 OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "product_kernel": product,
-    "attention_forward_kernel": functools.partial(attention, qk=2, v=2),
+    "attention_forward_kernel": attention_forward,
     "attention_delta_kernel": once,
-    "attention_backward_kernel": functools.partial(attention, qk=8, v=6),  # it computes p twice: the results alone need 6 and 4
+    "attention_backward_kernel": attention_backward,
     "pointer_kernel": pointer,
     "quantize_kernel": once,
     "split_heads_kernel": functools.partial(split_heads, grad=False),
