@@ -3262,28 +3262,32 @@ class PointerLogCopy(torch.autograd.Function):
 
 # ---- FP8 copies and products -----------------------------------------------------------------------------------------
 @jit
-def to_e5m2_bits(x, PTX):
-    """x in e5m2, saturated, as int8.
+def to_fp8_bits(x, FORMAT, PTX):
+    """x in FORMAT, "e4m3" or "e5m2", saturated, as int8; a NaN stays a NaN.
 
-    Triton converts two numbers at once into a 16-bit register. Where the two bytes of such a pair are
-    stored apart, as in a transposed store, ptxas (of Triton 3.6 to 3.8, sm_90) reads half of them from the
-    stack pointer. The PTX written by hand here uses 32-bit registers instead; tests/test_fp8_machine_code.py looks
-    for the fault.
+    Triton converts two numbers at once into a 16-bit register. Where the two bytes of such a pair are stored apart, as
+    in a transposed store, ptxas 12.8 and 12.9 (of Triton 3.6 to 3.8, sm_90; 13.1 is right) can read one of them from
+    the stack pointer, or from a register that nothing has written: whatever the last kernel left there (Triton's
+    issue 11111). The PTX written by hand here uses 32-bit registers instead; tests/test_fp8_machine_code.py looks for
+    the fault.
     """
     if PTX:
         return tl.inline_asm_elementwise(
-            "{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1; cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; "
-            "mov.b32 $0, {a, b};}", "=r,f,f,f,f", [x], tl.int8, is_pure=True, pack=4)
+            "{.reg .b16 a, b; cvt.rn.satfinite." + FORMAT + "x2.f32 a, $2, $1; "
+            "cvt.rn.satfinite." + FORMAT + "x2.f32 b, $4, $3; mov.b32 $0, {a, b};}",
+            "=r,f,f,f,f", [x], tl.int8, is_pure=True, pack=4)
+    elif FORMAT == "e4m3":
+        return tl.clamp(x, -448.0, 448.0, tl.PropagateNan.ALL).to(tl.float8e4nv).to(tl.int8, bitcast=True)
     else:
-        return tl.clamp(x, -57344.0, 57344.0).to(tl.float8e5).to(tl.int8, bitcast=True)
+        return tl.clamp(x, -57344.0, 57344.0, tl.PropagateNan.ALL).to(tl.float8e5).to(tl.int8, bitcast=True)
 
 
 @jit
 def quantize_kernel(
     x_ptr, out_ptr, out_t_ptr, height, width, inverse_scale,
-    LIMIT: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """out = x * inverse_scale, saturated at +-LIMIT (a NaN stays a NaN), and out_t, its transposed copy.
+    """out = x * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
 
     x and out are [height, width], out_t is [width, height]. An entry of bf16 costs 2 bytes read and 2
     written. With a BLOCK_M of 128 every tile writes whole cache lines of out_t. Reference: x *
@@ -3295,7 +3299,7 @@ def quantize_kernel(
     offsets = row[:, None].to(tl.int64) * width + column[None, :]
 
     x = tl.load(x_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
-    out = tl.clamp(x, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out_ptr.dtype.element_ty)
+    out = to_fp8_bits(x, FORMAT, PTX)
     tl.store(out_ptr + offsets, out, inside)
 
     tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * height + row[None, :]
@@ -3309,8 +3313,9 @@ def quantize_both(x, scale, dtype=torch.float8_e4m3fn):
     out = x.new_empty(height, width, dtype=dtype)
     out_t = out.new_empty(width, height)
     quantize_kernel[triton.cdiv(width, 64), triton.cdiv(height, 128)](
-        x.contiguous(), out, out_t, height, width, 1.0 / scale,
-        LIMIT=torch.finfo(dtype).max, BLOCK_M=128, BLOCK_N=64, num_warps=8)
+        x.contiguous(), out.view(torch.int8), out_t.view(torch.int8), height, width, 1.0 / scale,
+        FORMAT="e4m3" if dtype == torch.float8_e4m3fn else "e5m2", PTX=x.is_cuda,
+        BLOCK_M=128, BLOCK_N=64, num_warps=8)
     return out, out_t
 
 
@@ -3487,8 +3492,8 @@ def norm_grad(x_ptr, first_grad, second_grad, token, valid, stride_x_row, DIM):
 def store_qkv_grad(dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, factor, qkv_width, DIM, PTX):
     """Store DIM columns of dqkv [tokens, qkv_width]; with a descriptor of dqkv_t [qkv_width, tokens], both in e5m2."""
     if dqkv_t_desc is not None:
-        first = to_e5m2_bits(first * factor, PTX)
-        second = to_e5m2_bits(second * factor, PTX)
+        first = to_fp8_bits(first * factor, "e5m2", PTX)
+        second = to_fp8_bits(second * factor, "e5m2", PTX)
         first_token = tl.program_id(1) * first.shape[0]
         dqkv_t_desc.store([column, first_token], tl.trans(first))
         dqkv_t_desc.store([column + DIM // 2, first_token], tl.trans(second))
@@ -3759,7 +3764,7 @@ def head_grad_kernel(
     grad *= 1.0 - t * t
 
     if out_t_desc is not None:
-        grad = to_e5m2_bits(grad, PTX)
+        grad = to_fp8_bits(grad, "e5m2", PTX)
         out_t_desc.store([first_column, tl.program_id(1) * BLOCK_M], tl.trans(grad))
     tl.store(out_ptr + offsets, grad, inside)
 
