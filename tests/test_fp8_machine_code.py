@@ -28,31 +28,43 @@ E4M3, E5M2 = ("fp8e4nv", 448.0), ("fp8e5", 57344.0)
 # Registers that hold numbers are never R1. It may be read for addresses ([R1+0x8]) and changed by itself.
 MISUSE = re.compile(r"\bST[SGL]\S* [^;,]*\], R1 ;|\b(?:LOP3|PRMT|SHF|F2FP|SEL|IMAD)\S* R(?!1,)\d+, (?:[^;]*, )?R1(?:\.reuse)?,[^;]*;")
 
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*) *(.*?) *;", re.M)  # operation, operands
+PREDICATE = re.compile(r"!?U?P(\d|T)")
+TWO_REGISTERS, FOUR_REGISTERS = re.compile(r"\.(?:64|WIDE|M88\.2)\b|^CS2R(?!\.32)"), re.compile(r"\.128|\.MT?88\.4|^HMMA")
 
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*) *(.*?) *;", re.M)
-WIDE = re.compile(r"\.(?:64|WIDE|M88\.2)\b|^CS2R(?!\.32)"), re.compile(r"\.128|\.MT?88\.4|^HMMA")
+
+def registers_written(operation):
+    """How many neighbouring registers an operation with a register as its first operand fills."""
+    if products := re.match(r"[HQ]GMMA\.\d+x(\d+)x", operation):
+        return int(products[1]) // 2
+    return 4 if FOUR_REGISTERS.search(operation) else 2 if TWO_REGISTERS.search(operation) else 1
 
 
 def unwritten(code):
-    """PRMTs that pick bytes of a register which nothing before has written. Bytes that only stay where they are do not count.
+    """The PRMTs, which pick bytes of two registers, that pick some of a register which nothing before them has written.
 
-    Other instructions may: compilers keep flags in a register that they never cleared, and write pairs by instructions that do not say so."""
+    Bytes that stay in their places do not count: so a compiler fills a register byte by byte. Neither do other operations: flags are kept in
+    registers that were never cleared, and some operations write pairs without saying so."""
     written, found = {1}, []
     for operation, operands in INSTRUCTION.findall(code):
-        places = [place for place in re.split(r", (?![^\[]*\])", operands) if not re.fullmatch(r"!?U?P(\d|T)", place)]
+        places = [place for place in re.split(r", (?![^\[]*\])", operands) if not PREDICATE.fullmatch(place)]
         stores = not places or not re.fullmatch(r"R\d+", places[0]) or operation.startswith(("ST", "R2UR", "RED", "ATOM"))
-        read = [[int(number) for number in re.findall(r"(?<!\w)R(\d+)", place)] for place in (places if stores else places[1:])]
-        if operation == "PRMT" and places[2].startswith("0x"):  # picks bytes of two registers
-            bytes_ = [int(places[2], 16) >> 4 * i & 7 for i in range(4)]
-            kept = all(place < 4 or place == i + 4 for i, place in enumerate(bytes_))
-            read = [read[0] if min(bytes_) < 4 else [], [] if kept else read[2]]
-        if operation == "PRMT" and not {number for numbers in read for number in numbers} <= written:
-            found.append(f"{operation} {operands}")
+        sources = places if stores else places[1:]
+        read = [{int(number) for number in re.findall(r"(?<!\w)R(\d+)", source)} for source in sources]
+
+        if operation == "PRMT":
+            counted = set().union(*read)
+            if sources[1].startswith("0x"):  # a digit for each byte of the result: 0 to 3 of the first register, 4 to 7 of the last
+                picked = [int(sources[1], 16) >> 4 * byte & 7 for byte in range(4)]
+                first, last = min(picked) < 4, any(pick >= 4 and pick != byte + 4 for byte, pick in enumerate(picked))
+                counted = (read[0] if first else set()) | (read[2] if last else set())
+            if not counted <= written:
+                found.append(f"{operation} {operands}")
+
         if not stores:
-            products = re.match(r"[HQ]GMMA\.\d+x(\d+)x", operation)
-            count = int(products[1]) // 2 if products else 4 if WIDE[1].search(operation) else 2 if WIDE[0].search(operation) else 1
-            written |= set(range(int(places[0][1:]), int(places[0][1:]) + count))
-        written |= {number for numbers in read for number in numbers}  # told once
+            start = int(places[0][1:])
+            written |= set(range(start, start + registers_written(operation)))
+        written = written.union(*read)  # each is told once
     return found
 
 
