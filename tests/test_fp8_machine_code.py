@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-import tempfile
-from pathlib import Path
+import sys
 
 import pytest
 
@@ -18,54 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-import helpers  # noqa: F401 (finds train_gpt)
-import train_gpt as tg
+from helpers import ROOT, tg
 
-DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+sys.path.append(str(ROOT / "benchmarks"))
+from machine_code import DISASSEMBLER, disassembled, faults
+
 pytestmark = pytest.mark.skipif(not DISASSEMBLER.exists(), reason="this Triton brings no nvdisasm")
 HOPPER, CONVERTING = (90, 100), (89, 90, 100, 120)  # compute capabilities: with FP8 MLPs and projections; with the FP8 head
 E4M3, E5M2 = ("fp8e4nv", 448.0), ("fp8e5", 57344.0)
-# Registers that hold numbers are never R1. It may be read for addresses ([R1+0x8]) and changed by itself.
-MISUSE = re.compile(r"\bST[SGL]\S* [^;,]*\], R1 ;|\b(?:LOP3|PRMT|SHF|F2FP|SEL|IMAD)\S* R(?!1,)\d+, (?:[^;]*, )?R1(?:\.reuse)?,[^;]*;")
-
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*) *(.*?) *;", re.M)  # operation, operands
-PREDICATE = re.compile(r"!?U?P(\d|T)")
-TWO_REGISTERS, FOUR_REGISTERS = re.compile(r"\.(?:64|WIDE|M88\.2)\b|^CS2R(?!\.32)"), re.compile(r"\.128|\.MT?88\.4|^HMMA")
-
-
-def registers_written(operation):
-    """How many neighbouring registers an operation with a register as its first operand fills."""
-    if products := re.match(r"[HQ]GMMA\.\d+x(\d+)x", operation):
-        return int(products[1]) // 2
-    return 4 if FOUR_REGISTERS.search(operation) else 2 if TWO_REGISTERS.search(operation) else 1
-
-
-def unwritten(code):
-    """The PRMTs, which pick bytes of two registers, that pick some of a register which nothing before them has written.
-
-    Bytes that stay in their places do not count: so a compiler fills a register byte by byte. Neither do other operations: flags are kept in
-    registers that were never cleared, and some operations write pairs without saying so."""
-    written, found = {1}, []
-    for operation, operands in INSTRUCTION.findall(code):
-        places = [place for place in re.split(r", (?![^\[]*\])", operands) if not PREDICATE.fullmatch(place)]
-        stores = not places or not re.fullmatch(r"R\d+", places[0]) or operation.startswith(("ST", "R2UR", "RED", "ATOM"))
-        sources = places if stores else places[1:]
-        read = [{int(number) for number in re.findall(r"(?<!\w)R(\d+)", source)} for source in sources]
-
-        if operation == "PRMT":
-            counted = set().union(*read)
-            if sources[1].startswith("0x"):  # a digit for each byte of the result: 0 to 3 of the first register, 4 to 7 of the last
-                picked = [int(sources[1], 16) >> 4 * byte & 7 for byte in range(4)]
-                first, last = min(picked) < 4, any(pick >= 4 and pick != byte + 4 for byte, pick in enumerate(picked))
-                counted = (read[0] if first else set()) | (read[2] if last else set())
-            if not counted <= written:
-                found.append(f"{operation} {operands}")
-
-        if not stores:
-            start = int(places[0][1:])
-            written |= set(range(start, start + registers_written(operation)))
-        written = written.union(*read)  # each is told once
-    return found
 
 
 def types_of(kernel, given):
@@ -84,31 +43,35 @@ def machine_code(kernel, capability, warps, given, constants, stages=3):
     aligned = {places[name]: [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*") or kind == "i32"}
     source = ASTSource(fn=kernel, signature=types, constexprs={places[name]: value for name, value in constants.items()}, attrs=aligned)
     compiled = compile_source(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps, num_stages=stages))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        return subprocess.run([DISASSEMBLER, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return disassembled(compiled.asm["cubin"])
 
 
 def misuses(*arguments, **options):
     """Instructions of the compiled kernel that take R1 for a number, or a register without one."""
-    code = machine_code(*arguments, **options)
-    return MISUSE.findall(code) + unwritten(code)
+    return faults(machine_code(*arguments, **options))
 
 
 def check_conversion(code, clamp=r"\bFMNMX\S*"):
     """Right registers, and a NaN stays one: the instructions that clamp would by default take the limit instead."""
     found = re.findall(clamp, code)
-    assert not MISUSE.findall(code) and not unwritten(code) and found and all(".NAN" in instruction for instruction in found)
+    assert not faults(code) and found and all(".NAN" in instruction for instruction in found)
 
 
 def test_the_search_finds_what_it_is_for():
     bad = "STS.U8 [R107+UR4], R1 ;", "STG.E.U8 desc[UR4][R2.64], R1 ;", "LOP3.LUT R6, R1, 0xffff, RZ, 0xc0, !PT ;"
-    assert MISUSE.findall("  @!P3 NOP ; ".join(bad)) == list(bad)
+    assert faults("  @!P3 NOP ; ".join(bad)) == list(bad)
+    assert not faults("LDC R1, c[0x0][0x28] ;  STL [R1+0x8], R4 ;  STS.U8 [R1], R12 ;  LOP3.LUT R6, R12, R10, RZ, 0xc0, !PT ;")
     bad = "  /*0070*/  PRMT R25, R24, 0x9910, RZ ;", "  /*0080*/  STG.E.128 desc[UR6][R2.64], R4 ;"
     good = "  /*0010*/  LDG.E.128 R4, desc[UR6][UR8.64] ;", "  /*0020*/  CS2R R2, SRZ ;", "  /*0030*/  PRMT R8, R4.reuse, 0x7632, R8 ;"
-    assert unwritten("\n".join(bad)) and unwritten("\n".join((*good, *bad))) == ["PRMT R25, R24, 0x9910, RZ"] and not unwritten("\n".join(good))
-    assert not MISUSE.findall("LDC R1, c[0x0][0x28] ;  STL [R1+0x8], R4 ;  STS.U8 [R1], R12 ;  LOP3.LUT R6, R12, R10, RZ, 0xc0, !PT ;")
+    assert faults("\n".join(bad)) and faults("\n".join((*good, *bad))) == ["PRMT R25, R24, 0x9910, RZ"] and not faults("\n".join(good))
+
+
+@pytest.mark.slow
+def test_no_kernel_of_a_step_has_the_fault():
+    """All that the first stage of the sprint launches, and its validation, as an H100 would compile it."""
+    script = [sys.executable, ROOT / "benchmarks/machine_code.py", "--stages", "0"]
+    run = subprocess.run(script, capture_output=True, text=True)
+    assert run.returncode == 0 and int(run.stdout.splitlines()[-1].split()[0]) > 35, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("capability", CONVERTING)
