@@ -3047,19 +3047,17 @@ def attention_backward_kernel(
 
 
 def attention_tiles(device, head_dim_qk=128):
-    """Fixed launch configurations of the forward, of dq, and of dk with dv: own tokens, tokens a step; warps, stages.
+    """Fixed launch configurations of forward and backward: own tokens, tokens a step; warps, stages.
 
     benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps of 32 tokens are for
     narrow keys and, since the backward would spill registers, where shared memory is small or there is no TMA.
     """
     forward = dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    dq = dict(forward)
-    keys = dict(forward)
+    backward = dict(forward)
     if (9, 0) <= capability(device) < (12, 0):
         forward.update(BLOCK_N=64 if head_dim_qk > 64 else 32, num_stages=3)
-        dq.update(BLOCK_N=64)
-        keys.update(BLOCK_N=64)
-    return forward, dq, keys
+        backward.update(BLOCK_N=64)
+    return forward, backward
 
 
 def with_aligned_rows(x):
@@ -3108,7 +3106,7 @@ class PackedAttention(torch.autograd.Function):
         out = v.new_empty(v.shape)
         lse = q.new_empty(heads, tokens, dtype=torch.float32)
 
-        tile, *_ = attention_tiles(q.device, width)
+        tile, _ = attention_tiles(q.device, width)
         grid = heads, triton.cdiv(tokens, tile["BLOCK_M"])
         attention_forward_kernel[grid](
             q, tile_descriptor(k, tile), tile_descriptor(v, tile),
@@ -3131,19 +3129,17 @@ class PackedAttention(torch.autograd.Function):
             out, dout, gates, delta, dgates, tokens, dout.stride(0),
             HEAD_DIM_V=width, BLOCK_M=64)
 
-        def launch(tile, own_qk, own_v, other_qk, other_v, own_dqk, own_dv, distances):
-            grid = heads, triton.cdiv(tokens, tile["BLOCK_M"])
+        _, tile = attention_tiles(out.device)
+        grid = heads, triton.cdiv(tokens, tile["BLOCK_M"])
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        rows = (k, v, q, dout, dk, dv, remaining), (q, dout, k, v, dq, None, positions)
+        for own_qk, own_v, other_qk, other_v, own_dqk, own_dv, distances in rows:  # as in the kernel's table
             attention_backward_kernel[grid](
                 own_qk, own_v, tile_descriptor(other_qk, tile), tile_descriptor(other_v, tile),
                 own_qk.stride(0), own_v.stride(0), other_qk.stride(0), other_v.stride(0),
                 own_dqk, own_dv, lse, delta, distances,
                 ctx.window, tokens, ctx.scale, ctx.scale * LOG2_E,
                 HEAD_DIM_QK=q.size(2), HEAD_DIM_V=width, **tile)
-
-        _, dq_tile, keys_tile = attention_tiles(out.device, q.size(2))
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        launch(keys_tile, k, v, q, dout, dk, dv, remaining)
-        launch(dq_tile, q, dout, k, v, dq, None, positions)
         return dq, dk, dv, None, None, None, None, dgates
 
 
@@ -3234,7 +3230,7 @@ class PointerLogCopy(torch.autograd.Function):
         log_copy = qk.new_empty(tokens, dtype=torch.float32)
         lse = torch.empty_like(log_copy)
 
-        tile, *_ = attention_tiles(qk.device)
+        tile, _ = attention_tiles(qk.device)
         pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
             qk, tile_descriptor(qk, tile), ids, log_copy, lse, positions, window,
             None, None, tokens, scale * LOG2_E,
@@ -3251,7 +3247,7 @@ class PointerLogCopy(torch.autograd.Function):
         grad_log_copy = grad_log_copy.contiguous()
         dqk = torch.empty_like(qk)
 
-        *_, tile = attention_tiles(qk.device)
+        _, tile = attention_tiles(qk.device)
         for keys, distances in enumerate((positions, remaining)):
             pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
                 qk, tile_descriptor(qk, tile), ids, log_copy, lse, distances, ctx.window,

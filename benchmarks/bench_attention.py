@@ -2,7 +2,7 @@
 
     python benchmarks/bench_attention.py                 times and errors of the fixed tiles, beside torch's varlen_attn and FlashAttention-3
     python benchmarks/bench_attention.py --sweep         also times every tile of TILES on every cell and ranks them
-    python benchmarks/bench_attention.py --speedrun      with the heads of the speedruns, narrower in q and k than in v; --sprint with the sprint's
+    python benchmarks/bench_attention.py --sprint        with the heads of that preset, narrower in q and k than in v; --speedrun likewise
     python benchmarks/bench_attention.py --cpu-dry-run   both, at toy sizes in Triton's interpreter: proves that the script runs
 
 Times are microseconds, medians over replays of a CUDA graph of several calls (operands of a big cell exceed the L2, so calls do not warm it
@@ -32,9 +32,9 @@ import torch.nn.functional as F
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import train_gpt as tg
 
-SCALE = 0.12
-MODEL = {"--sprint": tg.GPT_SPRINT, "--speedrun": tg.GPT_SMALL}.get((set(sys.argv) & {"--sprint", "--speedrun"} or {""}).pop())
-SHAPE = (MODEL.heads, MODEL.key_width, MODEL.head_width) if MODEL else (6, 128, 128)  # heads, width of q and k, of v; also where tiles compile
+SCALE, MODELS = 0.12, {"--sprint": tg.GPT_SPRINT, "--speedrun": tg.GPT_SMALL}
+MODEL = next((model for option, model in MODELS.items() if option in sys.argv), None)  # also in the processes that compile
+SHAPE = (MODEL.heads, MODEL.key_width, MODEL.head_width) if MODEL else (6, 128, 128)  # heads, width of q and k, of v
 # tokens, documents (all of one length, or "<" their cap), window, FlashAttention-3 forward / backward as measured on an H200
 CELLS = [
     (16384, "896", 128, 68, 147), (16384, "896", 384, 68, 173), (16384, "896", 768, 68, 196),
@@ -45,26 +45,21 @@ CELLS = [
 DRY_CELLS = [(96, "40", 20, 1, 1), (150, "<64", 50, 1, 1)]
 
 
-# Tokens a program owns x tokens a step, warps, stages, and registers at most. Compiled for sm_90 with keys of 128 (Triton 3.6.0 and 3.7.1) those
-# without a limit spill no more than 16 bytes. Left out, for hundreds: 64x128w4 and 128x128w8 for the backward, 128x64w4 everywhere.
+# Tokens a program owns x tokens a step, warps, stages. Compiled for sm_90 at width 128 (Triton 3.6.0 and 3.7.1) none of these spills more than
+# 16 bytes. Left out because they spill hundreds: 64x128w4 and 128x128w8 for the backward, 128x64w4 everywhere.
 TILES = {
-    "forward": "64x128w4s2 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s2 128x64w8s3 128x64w8s3r128 128x32w8s3r128 128x128w8s2".split(),
-    "dq": "64x64w4s1 64x64w4s2 64x64w4s3 64x64w4s2r168 64x64w4s2r128 64x32w4s2 64x32w4s3 64x32w4s3r128 128x64w8s2 128x64w8s2r128 128x32w8s2".split(),
-    "keys": "64x64w4s1 64x64w4s2 64x64w4s2r168 64x32w4s2 64x32w4s3 64x32w4s2r168 64x32w4s3r168 128x64w8s2 128x32w8s2 128x32w8s2r128".split(),
+    "forward": "64x128w4s2 64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s2 128x64w8s3 128x32w8s2 128x128w8s2".split(),
+    "backward": "64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2".split(),
 }
 DRY_TILES = {name: ["32x32w4s2", "16x32w4s2"] for name in TILES}
 
 
-def with_tile(name, word, call):
-    """A call in which the kernel `name` has this tile: 64x32w4s2 is 64 tokens a program, 32 a step, 4 warps, 2 stages; r168: registers at most."""
-    tile = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg"), map(int, re.split("[xwsr]", word))))
-    fixed = tg.attention_tiles
-
-    def tiles(*arguments):
-        return [tile if name == kernel else other for kernel, other in zip(TILES, fixed(*arguments), strict=True)]
+def with_tile(word, call):
+    """A call that takes this tile instead of the fixed one: 64x32w4s2 is 64 tokens a program, 32 a step, 4 warps, 2 stages."""
+    tile = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), map(int, re.split("[xws]", word))))
 
     def run():
-        with patch.object(tg, "attention_tiles", tiles):
+        with patch.object(tg, "attention_tiles", lambda *_: (tile, tile)):
             return call()
 
     return run
@@ -111,9 +106,8 @@ class Cell:
         return tg.PackedAttention.forward(context, self.q, self.k, self.v, *self.distances, self.window, SCALE, self.gates)
 
     def call(self, name, tile=None):
-        """A pass, forward or backward; with a tile the pass in which the kernel `name` of TILES has it."""
         call = (lambda: self.forward(Context())) if name == "forward" else lambda: tg.PackedAttention.backward(self.context, self.dout)
-        return with_tile(name, tile, call) if tile else call
+        return with_tile(tile, call) if tile else call
 
     def ceilings(self):
         """Least microseconds of (forward, backward): the products of visible scores at 790 TFLOP/s, or the operands at 4.27 TB/s."""
@@ -227,7 +221,7 @@ def report_fixed(cells, device):
         cell = Cell(tokens, documents, window, device)
         rival = varlen(cell)
         rivals = [eager_microseconds(call, device) for call in rival] if rival else [float("nan")] * 2
-        ours = [microseconds(cell.call(name), device) for name in ("forward", "backward")]
+        ours = [microseconds(cell.call(name), device) for name in TILES]
         columns = [f"{own:7.1f} {floor:7.1f} {other:7.1f} {fa3:4.0f} {own / fa3:6.2f}"
                    for own, floor, other, fa3 in zip(ours, cell.ceilings(), rivals, [float("nan")] * 2 if MODEL else flash, strict=True)]
         print(f"{tokens:6d} {cell.documents:3d} {window:5d} | {' | '.join(columns)}", flush=True)
@@ -264,8 +258,8 @@ def sweep(cells, table, device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every tile of TILES")
-    parser.add_argument("--sprint", action="store_true", help="heads as the preset sprint has them (no figures of FlashAttention-3)")
-    parser.add_argument("--speedrun", action="store_true", help="heads as the presets speedrun and speedrun-webmix have them")
+    for option in MODELS:
+        parser.add_argument(option, action="store_true", help="heads as that preset has them (no figures of FlashAttention-3)")
     parser.add_argument("--cpu-dry-run", action="store_true", help="toy sizes in Triton's interpreter")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
     arguments = parser.parse_args()

@@ -108,7 +108,7 @@ def tiles(monkeypatch, request):
     own, step = TILES[name]
     if name == "pointers":  # as on GPUs without TMA
         monkeypatch.setattr(tg, "tile_descriptor", lambda x, tile: x)
-    monkeypatch.setattr(tg, "attention_tiles", lambda *_: (dict(BLOCK_M=own, BLOCK_N=step, num_warps=4, num_stages=2),) * 3)
+    monkeypatch.setattr(tg, "attention_tiles", lambda *_: (dict(BLOCK_M=own, BLOCK_N=step, num_warps=4, num_stages=2),) * 2)
 
 
 each_tile = pytest.mark.parametrize("tiles", TILES, indirect=True)
@@ -289,7 +289,7 @@ def test_tiles_follow_the_capability(monkeypatch):
     """Long steps on Hopper and data-centre Blackwell; short ones where shared memory (consumer Blackwell: 12.0) or TMA is missing."""
     for major, steps in ((8, 32), (9, 64), (10, 64), (12, 32)):
         monkeypatch.setattr(tg, "capability", lambda device: (major, 0))
-        assert [tile["BLOCK_N"] for tile in tg.attention_tiles(torch.device("cuda"))] == [steps] * 3
+        assert [tile["BLOCK_N"] for tile in tg.attention_tiles(torch.device("cuda"))] == [steps] * 2
         assert tg.attention_tiles(torch.device("cuda"), head_dim_qk=64)[0]["BLOCK_N"] == 32
 
 
