@@ -1091,11 +1091,6 @@ class Owner:
     def state(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.state_names if getattr(self, name, None) is not None}
 
-    def reset(self) -> None:
-        for name, tensor in self.state().items():
-            if name != "weights":
-                tensor.zero_()
-
     def average_(self, rate: float, share: float = 0.0) -> None:
         """Running average of the weights w of this rank's shard: average += rate * (w - average).
 
@@ -1206,8 +1201,6 @@ class MatrixBank(Owner):
         if self.weights.dtype == torch.bfloat16:
             self.low_bits = torch.zeros_like(self.shard, dtype=torch.int16)
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
-        if config.averaged_share:
-            self.average = torch.zeros_like(self.momentum)
         if config.second_moment_decay is not None:
             per_output = (rows, 1) if rows >= columns else (1, columns)
             self.second_moment = torch.zeros(*self.shard.shape[:2], *per_output, device=ranks.device)
@@ -1262,8 +1255,6 @@ class AdamTable(Adam):
         self.parameter = parameter
         self.weights = parameter.data = ranks.shared(parameter.data)
         super().__init__(parameter.info.role, ranks.shard(self.weights), rule, config, ranks, ops)
-        if config.averaged_share:
-            self.average = torch.zeros_like(self.shard, dtype=torch.float32)
 
         # A gradient that others read needs a fixed place in shared memory; otherwise it stays where it was made.
         if ranks.copy_stream:
@@ -1403,6 +1394,8 @@ class Optimizer:
         self.scalars = [AdamScalars(members, rules[role], config, ranks, ops) for role, members in scalars.items()]
         self.owners = [*self.banks, *self.dense, *self.sparse, *self.scalars]
         self.averaged = [*self.banks, *self.dense] if config.averaged_share else []
+        for owner in self.averaged:
+            owner.average = torch.zeros_like(owner.shard, dtype=torch.float32)
 
         # Sharded owners, in the order in which the model reads them. Tables that come before any matrix are gathered
         # as soon as they are updated, because the next step starts with them; the others when that step starts.
@@ -1489,10 +1482,6 @@ class Optimizer:
     def average(self, rate: float, share: float = 0.0) -> None:
         for owner in self.averaged:
             owner.average_(rate, share)
-
-    def reset(self) -> None:
-        for owner in self.owners:
-            owner.reset()
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that training changes, the model's parameters included."""
@@ -1732,10 +1721,11 @@ class Trainer:
         return float(self.ranks.sum(total)) / self.preset.val_tokens
 
     def initialise(self, seed: int) -> str:
-        """Draw the weights and clear all other state. Returns the hash of this initial state."""
+        """Clear all state and draw the weights. Returns the hash of this initial state."""
+        for tensor in self.optimizer.state().values():
+            tensor.zero_()
         self.model.reset(seed)
         self.model.zero_grad()
-        self.optimizer.reset()
         return state_hash(self.optimizer.state())
 
     def warm_up(self) -> int:

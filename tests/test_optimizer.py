@@ -170,6 +170,8 @@ def test_running_average(dtype):
     table = tg.make_param("lm_head", torch.zeros(16, 8, dtype=dtype))
     bank = tg.MatrixBank([matrix], RULES, tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
     owners = bank, tg.AdamTable(table, RULES["lm_head"], tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
+    for owner in owners:
+        owner.average = torch.zeros_like(owner.shard, dtype=torch.float32)
     averages = [0.0, 0.0]
     for rate, share in ((1.0, 0.0), (0.2, 0.0), (0.3, 0.0), (0.0, 0.5)):
         for i, owner in enumerate(owners):
