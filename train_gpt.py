@@ -1583,13 +1583,14 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
          "end other programs on this GPU (nvidia-smi), or --preset sprint-small, smoke-gpu or smoke", EXIT_HARDWARE)
 
 
-def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, Path, list, str]:
-    """What a run reads, checked: training stream, validation shard, its windows, and the hash of all these files."""
-    stream = TokenStream(folder, preset.train_tokens, preset.model.vocabulary)
+def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list, str, str]:
+    """What a run reads, checked: training stream, validation windows, the hash of their tokens, that of all files."""
+    vocabulary = preset.model.vocabulary
+    stream = TokenStream(folder, preset.train_tokens, vocabulary)
+    stream.require(preset.stages)
     shard = find_shards(folder, "val")[0]
-    stream.chunk_starts(preset.stages)  # fails if there are not enough tokens
-    windows = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, preset.model.vocabulary)
-    return stream, shard, windows, files_hash([*stream.paths, shard])
+    windows, digest = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, vocabulary)
+    return stream, windows, digest, files_hash([*stream.paths, shard])
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
@@ -1617,13 +1618,9 @@ class Trainer:
     def _open_data(self, folder: Path) -> str:
         """Open the training stream, and pack this rank's share of the validation windows. Returns the data's hash."""
         preset = self.preset
-        self.stream, shard, windows, self.data_hash = open_corpus(preset, folder)
-        self.longest_piece = max(len(piece) for pieces in windows for piece in pieces)
-
+        self.stream, windows, self.validation_hash, self.data_hash = open_corpus(preset, folder)
         self.validation = [pack({0: pieces}, preset.model, self.ranks.on_gpu)
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
-        tokens = open_shard(shard, preset.model.vocabulary)[:preset.val_tokens + 1]
-        self.validation_hash = hashlib.sha256(tokens).hexdigest()[:16]
         return self.data_hash
 
     def _build_model(self) -> None:
@@ -1647,7 +1644,7 @@ class Trainer:
         So no step copies it or waits for it, and a value that changes does not recompile anything."""
         preset = self.preset
         stages = range(len(preset.stages))
-        positions = max(self.longest_piece, *(stage.document_cap_tokens for stage in preset.stages))
+        positions = max(preset.val_window_tokens, *(stage.document_cap_tokens for stage in preset.stages))
         self.geometries = [rotary_geometry(preset, index, positions, self.device) for index in stages]
         self.final_geometry = rotary_geometry(preset, stages[-1], positions, self.device, preset.val_attention_windows)
 
@@ -1747,7 +1744,7 @@ class Trainer:
                 self.capture(index)
 
         self.optimizer.average(1.0, 0.5)
-        window = generated_pieces(self.preset.val_window_tokens, self.longest_piece, seed=7)
+        window = generated_pieces(self.preset.val_window_tokens, self.preset.val_window_tokens, seed=7)
         self.evaluate(pack({0: window}, self.preset.model, self.ranks.on_gpu), self.final_geometry)
         return len(self.inputs)
 
@@ -2131,19 +2128,13 @@ class TokenStream:
         """How many tokens of the stream the stages use up, those before the first BOS included."""
         return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
 
-    def chunk_starts(self, stages: tuple[Stage, ...]) -> list[np.ndarray]:
-        """Where the batch chunks of each stage begin: [steps, CHUNKS]. They follow each other without a gap.
-
-        Fails if the shards hold too few tokens for the stages.
-        """
+    def require(self, stages: tuple[Stage, ...]) -> None:
+        """Fail if the shards hold too few tokens for the stages."""
         needed = self.consumed(stages) + 1  # the last target is one token further
         if needed > self.length:
             fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
                  "python data/fineweb.py fetch --shards N with a larger N; "
                  "for a longer schedule, also a larger train_tokens")
-
-        return [self.consumed(stages[:index]) + stage.chunk_tokens * np.arange(stage.steps * CHUNKS).reshape(-1, CHUNKS)
-                for index, stage in enumerate(stages)]
 
 
 def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
@@ -2310,15 +2301,23 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
         first_pieces = row_pieces * (model.ngram_rows + matches)
         ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(row_pieces)).ravel()])
 
+    targets = [np.concatenate([piece[1:] for piece in pieces]) for pieces in chunks.values()]
     fields = {
         "tokens": tokens,
         "order": order,
         "starts": starts,
         "ngrams": ngrams,
+        "class_index": np.concatenate(targets),
         "positions": positions,
         "remaining": remaining,
-        **pack_targets(chunks, model, sampled_classes),
     }
+    if sampled_classes:
+        always = [model.vocabulary] if model.pointer_width else []  # the copy token
+        samples = [sample_classes(ids, sampled_classes, model.padded_vocabulary, number, always)
+                   for number, ids in zip(chunks, targets)]
+        fields["classes"], fields["num_always"], class_index = map(np.array, zip(*samples))
+        fields["class_index"] = class_index.ravel()
+
     size = sum(aligned(array.size) for array in fields.values())
     data = torch.zeros(size, dtype=torch.int32, pin_memory=pin)
     batch = HostBatch(data, {name: array.shape for name, array in fields.items()}, digest)
@@ -2326,20 +2325,6 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
     for name, array in fields.items():
         getattr(views, name).numpy()[:] = array
     return batch
-
-
-def pack_targets(chunks: dict[int, list[np.ndarray]], model: ModelConfig,
-                 sampled_classes: int | None) -> dict[str, np.ndarray]:
-    """What the head has to predict, see Targets: class_index and, of a sampled softmax, classes and num_always."""
-    targets = [np.concatenate([piece[1:] for piece in pieces]) for pieces in chunks.values()]
-    if not sampled_classes:
-        return {"class_index": np.concatenate(targets)}
-
-    always = [model.vocabulary] if model.pointer_width else []  # the copy token
-    samples = [sample_classes(ids, sampled_classes, model.padded_vocabulary, number, always)
-               for number, ids in zip(chunks, targets)]
-    classes, num_always, class_index = map(np.array, zip(*samples))
-    return {"class_index": class_index.ravel(), "classes": classes, "num_always": num_always}
 
 
 def chunk_digest(number: int, tokens: np.ndarray) -> int:
@@ -2352,21 +2337,24 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunk
                      ranks: Ranks) -> Iterator[HostBatch]:
     """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
 
-    Of each step the rank takes the chunks rank, rank + world, ... of CHUNKS.
+    The batch chunks follow each other in the stream without a gap. Of each step the rank takes the chunks rank,
+    rank + world, ... of CHUNKS.
     """
     own = range(ranks.rank, CHUNKS, ranks.world)
-    number = 0  # of a step's first batch chunk in the whole run
-    for stage, stage_starts in zip(stages, stream.chunk_starts(stages)):
+    start = stream.first  # of a step's tokens in the stream
+    number = 0  # of the step's first batch chunk in the whole run
+    for stage in stages:
         size = micro_chunks[stage]
-        for starts in stage_starts:
+        for _ in range(stage.steps):
             for at in range(0, len(own), size):
                 chunks = {}
                 digest = 0
                 for chunk in own[at:at + size]:
-                    tokens = stream.read(starts[chunk], stage.chunk_tokens + 1)
+                    tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
                     chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
                     digest += chunk_digest(number + chunk, tokens)
                 yield pack(chunks, model, ranks.on_gpu, stage.sampled_classes, digest)
+            start += stage.batch_tokens
             number += CHUNKS
 
 
@@ -2384,13 +2372,16 @@ def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
     return pieces
 
 
-def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> list[list[np.ndarray]]:
-    """The first `tokens` tokens of a shard in contiguous windows, cut into documents. Each token is a target once."""
+def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> tuple[list[list[np.ndarray]], str]:
+    """The first `tokens` tokens of a shard in contiguous windows, cut into documents, and their hash.
+
+    Each token is a target once."""
     shard = open_shard(path, vocabulary)
     if len(shard) < tokens + 1:
         fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(shard):,}", "fetch this file again")
     shard = shard[:tokens + 1]
-    return [cut_documents(shard[start:start + window + 1], window) for start in range(0, tokens, window)]
+    windows = [cut_documents(shard[start:start + window + 1], window) for start in range(0, tokens, window)]
+    return windows, hashlib.sha256(shard).hexdigest()[:16]
 
 
 def prefetched(items: Iterator, depth: int = 8) -> Iterator:
@@ -4954,7 +4945,7 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     config = model.config
     validation = content["validation"]
     shard = find_shards(data or Path(validation["data"]), "val")[0]
-    windows = validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary)
+    windows, _ = validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary)
     total = 0.0
     for piece in itertools.chain(*windows):  # a whole window takes gigabytes, and its loss is their sum
         batch = pack({0: [piece]}, config, pin=False).to(device)

@@ -73,6 +73,12 @@ def write_shard(path, tokens, magic=tg.SHARD_MAGIC, version=tg.SHARD_VERSION, co
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
 
 
+def chunk_starts(stream, stages):
+    """Where in the stream the batch chunks of each stage begin, [steps, CHUNKS]: one after the other from the first BOS on."""
+    return [stream.consumed(stages[:index]) + stage.chunk_tokens * np.arange(stage.steps * tg.CHUNKS).reshape(-1, tg.CHUNKS)
+            for index, stage in enumerate(stages)]
+
+
 def documents(tokens, seed):
     """About `tokens` tokens of documents of 2 to 90 tokens, where a token tells something about the next one, and which repeat themselves."""
     random, pieces = np.random.default_rng(seed), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import random
@@ -88,7 +89,7 @@ def test_slots_side_by_side_are_the_stream(marked, world, micro):
     assert tokens[5] == MARK and len(read) == sum(s.steps * s.batch_tokens for s in STAGES) == stream.consumed(STAGES) - 5
     assert (read == tokens[5:5 + len(read)]).all() and (targets == tokens[6:6 + len(read)]).all()
     digest = sum(batch.digest for rank in range(world) for batch in batches(stream, world, rank, micro))
-    spans = [(start, stage.chunk_tokens + 1) for stage, starts in zip(STAGES, stream.chunk_starts(STAGES)) for start in starts.ravel()]
+    spans = [(start, stage.chunk_tokens + 1) for stage, starts in zip(STAGES, helpers.chunk_starts(stream, STAGES)) for start in starts.ravel()]
     assert digest == sum(tg.chunk_digest(number, stream.read(*span)) for number, span in enumerate(spans))
 
 
@@ -99,13 +100,6 @@ def test_documents_begin_at_their_bos_and_end_at_the_cap(marked):
         for token, position in zip(tokens, positions):
             run = 0 if token == MARK or run + 1 == cap else run + 1
             assert position == run
-
-
-def test_starts_follow_each_other(marked):
-    stream, _ = marked
-    starts = np.concatenate([part.ravel() for part in stream.chunk_starts(STAGES)])
-    lengths = np.repeat([s.chunk_tokens for s in STAGES], [s.steps * tg.CHUNKS for s in STAGES])
-    assert starts[0] == stream.first == 5 and (np.diff(starts) == lengths[:-1]).all() and starts[-1] + lengths[-1] == stream.consumed(STAGES)
 
 
 def test_reading_across_shards(marked):
@@ -128,14 +122,16 @@ def test_a_shard_cut_while_it_is_read(marked):
 
 
 def test_tokens_must_suffice_for_the_last_target(marked):
-    stream, _ = marked
+    stream, tokens = marked
     stage = tg.Stage(1, 8 * ((stream.length - 6) // 8), 40, 8, 16)
     stream.length = stream.consumed((stage,)) + 1
-    assert stream.chunk_starts((stage,))[0][-1, -1] + stage.chunk_tokens == stream.length - 1
+    stream.require((stage,))
+    *_, last = tg.training_batches(stream, (stage,), {stage: tg.CHUNKS}, MODEL, tg.Ranks(0, 1, CPU))
+    assert views(last).class_index[-1] == tokens[stream.length - 1]
     stream.length -= 1
     message = rf"training tokens: expected {stream.length + 1:,} for the schedule, found {stream.length:,} in 4 shards; fix: python data/fineweb.py fetch"
     with pytest.raises(tg.Failure, match=message) as caught:
-        stream.chunk_starts((stage,))
+        stream.require((stage,))
     assert caught.value.code == 2
 
 
@@ -363,7 +359,8 @@ def test_validation_counts_every_token_once(corpus, tiny):
     path = corpus / "tiny_val_000000.bin"
     stream = np.fromfile(path, "<u2", offset=1024)
     for tokens, window in ((1280, 256), (1000, 300), (77, 77), (5, 100)):
-        windows = tg.validation_windows(path, tokens, window, VOCABULARY)
+        windows, digest = tg.validation_windows(path, tokens, window, VOCABULARY)
+        assert digest == hashlib.sha256(stream[:tokens + 1]).hexdigest()[:16]
         assert [sum(len(p) - 1 for p in pieces) for pieces in windows] == [min(window, tokens - at) for at in range(0, tokens, window)]
         pieces = [piece for pieces in windows for piece in pieces]
         assert (np.concatenate([p[:-1] for p in pieces]) == stream[:tokens]).all()

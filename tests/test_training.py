@@ -226,7 +226,7 @@ def plain_gradients(corpus, request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "BOS", BOS)
         index, stream, model = tg.stage_index(PRESET, step), tg.TokenStream(corpus, 8000, helpers.VOCABULARY), random_model(DOUBLE)
-        stage, starts = PRESET.stages[index], np.concatenate(stream.chunk_starts(PRESET.stages))[step]
+        stage, starts = PRESET.stages[index], np.concatenate(helpers.chunk_starts(stream, PRESET.stages))[step]
         weights, geometry = torch.tensor(tg.target_weights(PRESET, step)), tg.rotary_geometry(replace(PRESET, model=DOUBLE), index, 97, CPU)
         for slot, start in enumerate(starts, step * tg.CHUNKS):
             pieces = tg.cut_documents(stream.read(start, stage.chunk_tokens + 1), stage.document_cap_tokens)
