@@ -1221,18 +1221,20 @@ class MatrixBank(Owner):
                     self.config.muon_weight_decay, self.config.second_moment_decay, self.config.cautious_decay)
 
 
+@dataclass(eq=False)
 class Adam(Owner):
     """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates."""
+    role: str
+    shard: Tensor
+    rule: AdamRule
+    config: OptimizerConfig
+    ranks: Ranks
+    ops: Ops
 
-    def __init__(self, role: str, shard: Tensor, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.role = role
-        self.shard = shard
-        self.rule = rule
-        self.config = config
-        self.ranks = ranks
-        self.exp_avg = torch.zeros_like(shard)
-        self.exp_avg_sq = torch.zeros_like(shard)
-        self.update = ops.compile(adam_update)
+    def __post_init__(self) -> None:
+        self.exp_avg = torch.zeros_like(self.shard)
+        self.exp_avg_sq = torch.zeros_like(self.shard)
+        self.update = self.ops.compile(adam_update)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
         wait, received = self.pending_reduce
@@ -1491,7 +1493,7 @@ class Optimizer:
 
 # ==== 6. Training =====================================================================================================
 def state_hash(state: dict[str, Tensor]) -> str:
-    """A checksum of named tensors, computed on the device. It depends on every value and on its place.
+    """A checksum of named tensors, most of it computed on the device. It depends on every value and on its place.
 
     It serves only to tell whether two states are equal."""
     digest = hashlib.sha256()
@@ -1501,9 +1503,9 @@ def state_hash(state: dict[str, Tensor]) -> str:
             words = words.view(torch.int64)
 
         table = words.view(-1, math.gcd(len(words), 4096))
-        # The sums from each place to the end add up to 1 x_1 + 2 x_2 + ...: each entry counts with its place.
-        sums = [int(table.sum(axis, dtype=torch.int64).flip(0).cumsum(0).sum()) for axis in (0, 1)]
-        digest.update(f"{name}:{sums};".encode())
+        digest.update(name.encode())
+        for axis in (0, 1):  # a change of one entry changes a sum of each kind, at its place
+            digest.update(table.sum(axis, dtype=torch.int64).cpu().numpy())
     return digest.hexdigest()[:16]
 
 
@@ -1594,18 +1596,20 @@ def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list, str, s
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
 class Trainer:
     """One compiled model, its optimizer and its data: what several runs of a process share."""
+    preset: Preset
+    ranks: Ranks
+    ops: Ops
+    clock: Clock
+    folder: Path  # of the shards
 
-    def __init__(self, preset: Preset, ranks: Ranks, ops: Ops, clock: Clock, data: Path):
-        self.preset = preset
-        self.ranks = ranks
-        self.ops = ops
-        self.clock = clock
-        self.device = ranks.device
+    def __post_init__(self) -> None:
+        self.device = self.ranks.device
         self.warm = False
 
-        ranks.agree("data", lambda: self._open_data(data), "copy the shards of one node to the others")
+        self.ranks.agree("data", self._open_data, "copy the shards of one node to the others")
         self._build_model()
         self._prepare_schedule()
 
@@ -1613,12 +1617,12 @@ class Trainer:
         # The pool of the graphs' memory is the last attribute of the three because it must outlive the graphs.
         self.inputs = {}
         self.graphs = {}
-        self.graph_pool = torch.cuda.MemPool() if ops.graphs else None
+        self.graph_pool = torch.cuda.MemPool() if self.ops.graphs else None
 
-    def _open_data(self, folder: Path) -> str:
+    def _open_data(self) -> str:
         """Open the training stream, and pack this rank's share of the validation windows. Returns the data's hash."""
         preset = self.preset
-        self.stream, windows, self.validation_hash, self.data_hash = open_corpus(preset, folder)
+        self.stream, windows, self.validation_hash, self.data_hash = open_corpus(preset, self.folder)
         self.validation = [pack({0: pieces}, preset.model, self.ranks.on_gpu)
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
         return self.data_hash
@@ -2582,11 +2586,11 @@ def head_loss_reference(x, weight, targets, cap=Softcap(), chunk_rows=4096):
     return total
 
 
-def embedding_grad_reference(grad, tokens, vocab_rows, dtype=None):
+def embedding_grad_reference(grad, tokens, vocab_rows):
     """Dense gradient [vocab_rows, D] of `table[tokens]` from grad [T, D]: float32 (or wider) sums, rounded once."""
     wide = grad.to(wide_dtype(grad))
     dense = wide.new_zeros(vocab_rows, grad.shape[1])
-    return dense.index_add_(0, tokens.long(), wide).to(dtype or grad.dtype)
+    return dense.index_add_(0, tokens.long(), wide).to(grad.dtype)
 
 
 def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale,
@@ -3033,12 +3037,11 @@ def attention_tiles(device, head_dim_qk=128):
     benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps of 32 tokens are for
     narrow keys and, since the backward would spill registers, where shared memory is small or there is no TMA.
     """
-    forward = dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    backward = dict(forward)
-    if (9, 0) <= capability(device) < (12, 0):
-        forward.update(BLOCK_N=64 if head_dim_qk > 64 else 32, num_stages=3)
-        backward.update(BLOCK_N=64)
-    return forward, backward
+    tile = dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+    if not (9, 0) <= capability(device) < (12, 0):
+        return tile, tile
+    forward = dict(tile, BLOCK_N=64 if head_dim_qk > 64 else 32, num_stages=3)
+    return forward, dict(tile, BLOCK_N=64)
 
 
 def with_aligned_rows(x):
@@ -4324,7 +4327,7 @@ class Ranks:
         self.copy_stream = None  # on which `fetch` copies, where memory can be shared
         self.peers = {}  # address of a shared tensor or part -> its handle, and every rank's version of it
         self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if self.on_gpu else []
-        self.processes = [os.getpid()]
+        self.processes = []  # numbers of the processes of several ranks
         self.nodes = [""] * world  # on which node each rank is, in words for messages if there are several
         self.stop_asked = False
         self.heartbeat = lambda *_: None  # the watchdog's, while one watches
@@ -4535,6 +4538,7 @@ class Ranks:
         dist.destroy_process_group()
 
 
+@dataclass
 class Watchdog:
     """Ends this process with exit code 4 when nothing progresses for `limit_s`.
 
@@ -4547,14 +4551,14 @@ class Watchdog:
     Two cases escape it: a deadlock in the warm-up while some other Python thread goes on, and whatever stands still
     outside of train_once, except collectives, which have a time limit of their own (see Ranks.start).
     """
+    ranks: Ranks
+    limit_s: float
+    log: RunLog
 
-    def __init__(self, ranks: Ranks, limit_s: float, log: RunLog):
-        self.ranks = ranks
-        self.limit_s = limit_s
-        self.log = log
+    def __post_init__(self) -> None:
         self.events = collections.deque()
         self.done = threading.Event()
-        ranks.heartbeat = self.heartbeat
+        self.ranks.heartbeat = self.heartbeat
         self.heartbeat("the start")
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -4632,12 +4636,12 @@ def aligned(size: int) -> int:
     return -(-size // 4) * 4
 
 
-def process_fields(process: int | str) -> list[str]:
+def process_fields(process: str) -> list[str]:
     """Fields of Linux's /proc/PID/stat after the name: state at [0], start at [19]. OSError where there is none."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
-def process_stopped(process: int | str) -> bool:
+def process_stopped(process: str) -> bool:
     """Whether a process has ended or stands still: Linux calls it dead (X), zombie (Z), stopped (T) or traced (t)."""
     try:
         return process_fields(process)[0] in "XZTt"
@@ -4724,18 +4728,18 @@ class RunLog:
 
     def _work(self) -> None:
         while (item := self.queue.get()) is not None:
-            if isinstance(item, str):
-                self._show(item)
-            elif self.file is not None:
-                self._append(json.dumps(item))
+            if isinstance(item, dict):
+                self._append(item)
+                continue
+            try:
+                print(item, end="", flush=True)
+            except OSError:  # nobody reads any more, or the disk is full: the log goes on
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def _show(self, text: str) -> None:
-        try:
-            print(text, end="", flush=True)
-        except OSError:  # nobody reads any more, or the disk is full: the log goes on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    def _append(self, text: str) -> None:
+    def _append(self, event: dict[str, Any]) -> None:
+        if self.file is None:
+            return
+        text = json.dumps(event)
         self.chain = hashlib.sha256((self.chain + text).encode()).hexdigest()[:16]
         try:
             self.file.write(f'{text[:-1]}, "chain": "{self.chain}"}}\n')

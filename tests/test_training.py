@@ -318,7 +318,7 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
     """The lookups that make their table's gradient themselves, as on the GPU but for their kernel: the same training but for rounding, here to float64."""
     def launch(kernel, grad, tokens, order, starts, rows, dense, ADD):
         assert kernel is tg.embedding_grad_kernel and order.equal(torch.argsort(tokens, stable=True)) and (rows, int(starts[-1])) == (len(dense), len(tokens))
-        found = tg.embedding_grad_reference(grad, tokens, len(dense), dense.dtype)
+        found = tg.embedding_grad_reference(grad, tokens, len(dense)).to(dense.dtype)
         return dense.add_(found) if ADD else dense.copy_(found)
 
     monkeypatch.setattr(tg, "launch_groups", launch)
