@@ -952,24 +952,6 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 # CPU               There are no streams: everything happens as it is called.
 
 
-def flatten_into(parameters: list[nn.Parameter], weights: Tensor, grads: Tensor) -> None:
-    """Move parameters into the buffer `weights`, one after another, each at an aligned place.
-
-    The same part of the buffer `grads` becomes the parameter's `info.grad_view`. Compiled code, perhaps another
-    process's, takes it for granted that parameters are aligned as they were when it was compiled: so all are.
-    Matrices follow one another without a gap, since their sizes are multiples of 4.
-    """
-    weights = weights.view(-1)
-    grads = grads.view(-1)
-    start = 0
-    for parameter in parameters:
-        part = slice(start, start + parameter.numel())
-        weights[part].copy_(parameter.detach().view(-1))
-        parameter.data = weights[part].view_as(parameter)
-        parameter.info.grad_view = grads[part].view_as(parameter)
-        start += aligned(parameter.numel())
-
-
 def join_float32(high: Tensor, low_bits: Tensor) -> Tensor:
     """The float32 that rounds to `high` (bfloat16); its other bits, a signed difference, are `low_bits` (int16)."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low_bits.to(torch.int32)).view(torch.float32)
@@ -1080,6 +1062,23 @@ class Owner:
     average = None  # of matrices and dense tables, see average_
     pending_gather = None  # the wait for what gather_ has asked for
 
+    def flatten(self) -> None:
+        """Move the `parameters` into the buffer `weights`, one after another, each at an aligned place.
+
+        The same part of the buffer `grads` becomes the parameter's `info.grad_view`. Compiled code, perhaps another
+        process's, takes it for granted that parameters are aligned as they were when it was compiled: so all are.
+        Matrices follow one another without a gap, since their sizes are multiples of 4.
+        """
+        weights = self.weights.view(-1)
+        grads = self.grads.view(-1)
+        start = 0
+        for parameter in self.parameters:
+            part = slice(start, start + parameter.numel())
+            weights[part].copy_(parameter.detach().view(-1))
+            parameter.data = weights[part].view_as(parameter)
+            parameter.info.grad_view = grads[part].view_as(parameter)
+            start += aligned(parameter.numel())
+
     def gather_(self, barrier: bool = True) -> None:
         self.pending_gather = self.ranks.all_gather(self.weights, barrier)
 
@@ -1118,7 +1117,7 @@ class MatrixGroup(Owner):
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        flatten_into(self.parameters, self.weights, self.grads)
+        self.flatten()
         for parameter in self.parameters:
             parameter.info.owner = self
 
@@ -1224,7 +1223,7 @@ class MatrixBank(Owner):
 @dataclass(eq=False)
 class Adam(Owner):
     """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates."""
-    role: str
+    parameters: list[nn.Parameter]
     shard: Tensor
     rule: AdamRule
     config: OptimizerConfig
@@ -1232,6 +1231,7 @@ class Adam(Owner):
     ops: Ops
 
     def __post_init__(self) -> None:
+        self.role = self.parameters[0].info.role
         self.exp_avg = torch.zeros_like(self.shard)
         self.exp_avg_sq = torch.zeros_like(self.shard)
         self.update = self.ops.compile(adam_update)
@@ -1243,6 +1243,8 @@ class Adam(Owner):
         self.update(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
                     rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon,
                     self.config.cautious_decay)
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 class AdamTable(Adam):
@@ -1256,7 +1258,7 @@ class AdamTable(Adam):
     def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
         self.parameter = parameter
         self.weights = parameter.data = ranks.shared(parameter.data)
-        super().__init__(parameter.info.role, ranks.shard(self.weights), rule, config, ranks, ops)
+        super().__init__([parameter], ranks.shard(self.weights), rule, config, ranks, ops)
 
         # A gradient that others read needs a fixed place in shared memory; otherwise it stays where it was made.
         if ranks.copy_stream:
@@ -1283,10 +1285,6 @@ class AdamTable(Adam):
             else:
                 grad = self.grads.copy_(grad)  # nothing to copy if kernels wrote it there
             self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
-
-    def compute_(self, rates: dict[str, Tensor]) -> None:
-        super().compute_(rates)
-        self.parameter.grad = None
 
 
 class SparseTable(Owner):
@@ -1357,18 +1355,15 @@ class AdamScalars(Adam):
     """All small parameters of a role in one flat float32 buffer, which every rank updates alike after an all-reduce."""
 
     def __init__(self, parameters: list[nn.Parameter], rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.parameters = parameters
         self.weights = torch.zeros(sum(aligned(p.numel()) for p in parameters), device=ranks.device)
         self.grads = torch.zeros_like(self.weights)
-        flatten_into(parameters, self.weights, self.grads)
-        super().__init__(parameters[0].info.role, self.weights, rule, config, ranks, ops)
+        super().__init__(parameters, self.weights, rule, config, ranks, ops)
+        self.flatten()
 
     def reduce_(self) -> None:
         views = [p.info.grad_view for p in self.parameters]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         torch._foreach_copy_(views, grads)
-        for parameter in self.parameters:
-            parameter.grad = None
         self.pending_reduce = self.ranks.all_reduce_mean(self.grads), self.grads[None]
 
 
@@ -2067,7 +2062,7 @@ def open_shard(path: Path, vocabulary: int) -> np.ndarray:
         fail(f"{path}: magic number", SHARD_MAGIC, magic, "fetch this file again")
     if version != SHARD_VERSION:
         fail(f"{path}: version", SHARD_VERSION, version, "fetch the llm.c version 1 shards")
-    expected_size = SHARD_HEADER_BYTES + 2 * max(count, 0)
+    expected_size = SHARD_HEADER_BYTES + 2 * count
     if count < 1 or size != expected_size:
         fail(f"{path}: size of {count} tokens", f"{expected_size} bytes", f"{size} bytes", "fetch this file again")
 
