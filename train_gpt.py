@@ -2827,7 +2827,7 @@ def orthogonalize(matrices, recipe, dtype=torch.bfloat16):
 #     delta[i] = dgate[i] = dout[i].out[i] / gate[i]       lse[i] = log2 (sum_j 2^(scale log2(e) q[i].k[j]) / gate[i])
 #     dv[j] = sum_i p[i, j] dout[i]                        ds[i, j] = p[i, j] (dout[i].v[j] - delta[i])
 #     dk[j] = scale sum_i ds[i, j] q[i]                    dq[i] = scale sum_j ds[i, j] k[j]
-# So p[i] is the softmax times gate[i], and its sum is gate[i]: the gate is part of lse. Without gates it is 1.
+# So p[i] is the softmax times gate[i], and its sum is gate[i]: the gate is part of lse.
 #
 # Tiles lie on the flat token axis, because documents (median 391 tokens) are hardly longer than a tile: one
 # tile may hold many. A program owns BLOCK_M tokens of one head and visits the other side in steps of BLOCK_N
@@ -2917,7 +2917,7 @@ def attention_forward_kernel(
 ):
     """out [T, H, HEAD_DIM_V] and lse [H, T] of BLOCK_M queries of one head; no running maximum.
 
-    q, k [T, H, HEAD_DIM_QK], v as out, gates [T, H] or None. The grid is [heads, tiles], so that the heads
+    q, k [T, H, HEAD_DIM_QK], v as out, gates [T, H]. The grid is [heads, tiles], so that the heads
     of a tile run side by side. A visible pair takes 2 (HEAD_DIM_QK + HEAD_DIM_V) flops.
     Reference: attention_reference.
     """
@@ -2941,9 +2941,8 @@ def attention_forward_kernel(
         accumulator = tl.dot(p.to(v.dtype), v, accumulator)
 
     inside = queries < tokens
-    if gates_ptr is not None:
-        gates_ptrs = gates_ptr + queries * tl.num_programs(0) + head
-        row_sum /= tl.load(gates_ptrs, inside, other=1.0).to(tl.float32)
+    gates_ptrs = gates_ptr + queries * tl.num_programs(0) + head
+    row_sum /= tl.load(gates_ptrs, inside, other=1.0).to(tl.float32)
     tl.store(lse_ptr + head * tokens + queries, tl.log2(row_sum), inside)
     store_tile(out_ptr, accumulator / row_sum[:, None], start, head, tl.num_programs(0), tokens)
 
@@ -2953,9 +2952,9 @@ def attention_delta_kernel(
     out_ptr, dout_ptr, gates_ptr, delta_ptr, dgates_ptr, tokens, stride_dout_row,
     HEAD_DIM_V: constexpr, BLOCK_M: constexpr,
 ):
-    """delta[h, i] = out[i, h] . dout[i, h] [/ gates[i, h]] for BLOCK_M queries of one head.
+    """delta[h, i] = out[i, h] . dout[i, h] / gates[i, h] for BLOCK_M queries of one head.
 
-    out, dout [T, H, HEAD_DIM_V], delta [H, T]. With gates [T, H] it is also their gradient, dgates [T, H].
+    out, dout [T, H, HEAD_DIM_V], delta [H, T]. It is also the gradient of gates [T, H], dgates [T, H].
     The grid is [heads, tiles]. Reference: the gradients of attention_reference.
     """
     head = tl.program_id(0)
@@ -2967,9 +2966,8 @@ def attention_delta_kernel(
     delta = tl.sum(out * dout, 1)
 
     inside = queries < tokens
-    if gates_ptr is not None:
-        delta /= tl.load(gates_ptr + queries * heads + head, inside, other=1.0).to(tl.float32)
-        tl.store(dgates_ptr + queries * heads + head, delta, inside)
+    delta /= tl.load(gates_ptr + queries * heads + head, inside, other=1.0).to(tl.float32)
+    tl.store(dgates_ptr + queries * heads + head, delta, inside)
     tl.store(delta_ptr + head * tokens + queries, delta, inside)
 
 
@@ -3073,15 +3071,14 @@ class PackedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, positions, remaining, window, scale, gates=None):
+    def forward(ctx, q, k, v, positions, remaining, window, scale, gates):
         tokens, heads, width = q.shape
         if scale * width >= 60:
             raise ValueError(
                 "attention without running maximum: expected scale * head width < 60, "
                 f"found {scale:g} * {width}")
         q, k, v = map(with_aligned_rows, (q, k, v))
-        if gates is not None:
-            gates = gates.contiguous()
+        gates = gates.contiguous()
         out = v.new_empty(v.shape)
         lse = q.new_empty(heads, tokens, dtype=torch.float32)
 
@@ -3103,7 +3100,7 @@ class PackedAttention(torch.autograd.Function):
         tokens, heads, width = out.shape
         dout = with_aligned_rows(dout)  # it may be the expanded gradient of a sum
         delta = torch.empty_like(lse)
-        dgates = None if gates is None else torch.empty_like(gates)
+        dgates = torch.empty_like(gates)
         attention_delta_kernel[heads, triton.cdiv(tokens, 64)](
             out, dout, gates, delta, dgates, tokens, dout.stride(0),
             HEAD_DIM_V=width, BLOCK_M=64)

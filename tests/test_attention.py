@@ -71,6 +71,8 @@ def gates_of(tokens, heads=2, dtype=torch.float32, device="cpu", least=2.0**-20)
 
 
 def attention(q, k, v, lengths, window, scale, *gates):
+    """Without `gates` all are 1."""
+    gates = gates or (torch.ones(q.shape[:2], dtype=q.dtype, device=q.device),)
     return tg.PackedAttention.apply(q, k, v, *distances(lengths, q.device), window, scale, *gates)
 
 
@@ -193,7 +195,7 @@ def test_gates_in_half_precision(kind, tiles):
 @pytest.mark.parametrize("gate", [1.0, 2.0**-20])
 @pytest.mark.slow
 def test_gates_all_alike(gate, tiles):
-    """With gates of 1 every bit is as without; small ones make everything small, but for their own gradients."""
+    """Against gates of 1: small ones make everything small, but for their own gradients."""
     lengths, window = LAYOUTS["many_in_a_tile"]
     q, k, v, dout = operands(sum(lengths))
     run = lambda *gates: gradients(lambda *x: attention(*x[:3], lengths, window, 0.3, *x[3:]), q, k, v, dout, *gates)
@@ -416,7 +418,8 @@ def test_gpu_graph_follows_documents():
     first, second = [100, 200, 212], [512]
     documents = distances(first, "cuda")
     q, k, v, dout = operands(512, 6, 128, 128, torch.bfloat16, "cuda")
-    run = lambda: gradients(lambda q, k, v: tg.PackedAttention.apply(q, k, v, *documents, 64, 0.1), q, k, v, dout)
+    gates = gates_of(512, 6, torch.bfloat16, "cuda")
+    run = lambda: gradients(lambda q, k, v: tg.PackedAttention.apply(q, k, v, *documents, 64, 0.1, gates), q, k, v, dout)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         run()
