@@ -1099,9 +1099,9 @@ class Owner:
         self.average.lerp_(w, rate)
         if share:
             mixed = w.lerp(self.average, share)
-            norm, mixed_norm = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (w, mixed))
+            scale = w.norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True).clamp_min(1e-30)
             # The low bits stay those of the weights before: this is the last step, nothing reads them again.
-            self.shard.copy_(mixed * (norm / mixed_norm))
+            self.shard.copy_(mixed * scale)
 
 
 @dataclass(eq=False)
@@ -1408,8 +1408,8 @@ class Optimizer:
 
     def start_step(self, ids: list[Tensor]) -> None:
         """Start a step, given the rows [T, K] of sparse tables that each of its micro-batches will read."""
-        self.last_micro_batch = False  # the caller sets it
-        self.pending_grads = self.grad_counts.copy()  # how many gradients each owner still has to get
+        # How many gradients each owner still has to get: every micro-batch brings one of each parameter.
+        self.pending_grads = {owner: count * len(ids) for owner, count in self.grad_counts.items()}
         self.reduced = []  # the owners whose gradients have left, in that order
 
         # Phase 1: gather. After the first barrier every rank has updated all its shards.
@@ -1422,12 +1422,11 @@ class Optimizer:
 
     def _ready(self, parameter: nn.Parameter) -> None:
         """Phase 3: a backward hook, which reduces an owner when its last gradient of the step is there."""
-        if self.last_micro_batch:
-            owner = parameter.info.owner
-            self.pending_grads[owner] -= 1
-            if not self.pending_grads[owner]:
-                owner.reduce_()
-                self.reduced.append(owner)
+        owner = parameter.info.owner
+        self.pending_grads[owner] -= 1
+        if not self.pending_grads[owner]:
+            owner.reduce_()
+            self.reduced.append(owner)
 
     @torch.no_grad()
     def step(self, rates: dict[str, Tensor]) -> None:
@@ -1681,8 +1680,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
 
         self.optimizer.start_step([documents.ngrams for documents in micro_batches])
-        for number, documents in enumerate(micro_batches, 1):
-            self.optimizer.last_micro_batch = number == len(micro_batches)
+        for documents in micro_batches:
             loss = self.model(documents, self.geometries[index], target_weights)
             # The optimizer averages over the ranks: with this factor the gradient is the mean over all batch chunks.
             (loss * (self.ranks.world / CHUNKS)).backward()
@@ -4768,18 +4766,18 @@ def files_hash(paths: Sequence[Path]) -> str:
 
     Fails if a file differs from what a SHA256SUMS beside it states.
     """
-    lines = []
+    combined = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         line = f"{digest}  {path.name}\n"
-        lines.append(line)
+        combined.update(line.encode())
 
         sums = path.with_name("SHA256SUMS")
         stated = sums.read_text(errors="replace") if sums.exists() else ""
         if f"  {path.name}\n" in stated and line not in stated:
             fail(f"{path}: SHA-256", "what SHA256SUMS states", digest, "fetch this file again")
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return combined.hexdigest()
 
 
 # ==== 13. Afterwards: save, load, evaluate, sample ====================================================================
@@ -5075,8 +5073,8 @@ def check_versions(ranks: Ranks) -> str:
     if torch.__version__ >= "2.16.0a0" and ranks.rank == 0:  # every test has passed with versions up to there, on a CPU
         print(f"train_gpt: torch {torch.__version__}: newer than any that was tried; if it fails: "
               "pip install -r requirements.txt", file=sys.stderr)
-    found = getattr(triton, "__version__", "none")
-    return f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}, Triton {found}"
+    return (f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}, "
+            f"Triton {triton.__version__ if triton else 'none'}")
 
 
 def check_memory(preset: Preset, ranks: Ranks, ops: Ops) -> str:
@@ -5090,8 +5088,8 @@ def check_memory(preset: Preset, ranks: Ranks, ops: Ops) -> str:
 
 def check_data(preset: Preset, folder: Path) -> str:
     stream, *_, digest = open_corpus(preset, folder)
-    consumed = stream.consumed(preset.stages)
-    return f"{consumed:,} of {stream.length:,} training tokens in {len(stream.paths)} shards, SHA-256 {digest[:16]}"
+    return (f"{stream.consumed(preset.stages):,} of {stream.length:,} training tokens in {len(stream.paths)} shards, "
+            f"SHA-256 {digest[:16]}")
 
 
 def check_folder(folder: Path, needed_mb: int) -> str:

@@ -132,7 +132,6 @@ def train_and_validate(preset: tg.Preset, stages: list[int]) -> None:
         batch = documents(stage, preset.model)
         geometry = tg.rotary_geometry(preset, index, stage.document_cap_tokens, meta)
         optimizer.start_step([batch.ngrams])
-        optimizer.last_micro_batch = True
         model(batch, geometry, torch.empty(len(stage.targets[0]), device=meta)).backward()
         optimizer.step({name: torch.empty((), device=meta) for name in tg.step_rates(preset, 0)})
     with torch.no_grad():
