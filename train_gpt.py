@@ -1567,8 +1567,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
     logits = 4 * most_classes  # bfloat16, and their gradient
     for recompute in (False, True):
         token_bytes = logits + (RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]])
-        most_tokens = max(largest_chunk, int(room_bytes - state) // token_bytes)
-        most_tokens = min(most_tokens, USEFUL_MICRO_BATCH_TOKENS)
+        most_tokens = min(int(room_bytes - state) // token_bytes, USEFUL_MICRO_BATCH_TOKENS)
         tokens = max(micro_batch_chunks(stage, ranks, most_tokens) * stage.chunk_tokens for stage in preset.stages)
         needed = state + max(tokens * token_bytes, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
         if needed <= room_bytes:
