@@ -952,8 +952,12 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 # CPU               There are no streams: everything happens as it is called.
 
 
-def join_float32(high: Tensor, low_bits: Tensor) -> Tensor:
-    """The float32 that rounds to `high` (bfloat16); its other bits, a signed difference, are `low_bits` (int16)."""
+def join_float32(high: Tensor, low_bits: Tensor | None) -> Tensor:
+    """The float32 that rounds to `high` (bfloat16); its other bits, a signed difference, are `low_bits` (int16).
+
+    Without low bits it is `high`."""
+    if low_bits is None:
+        return high.float()
     return ((high.view(torch.int16).to(torch.int32) << 16) + low_bits.to(torch.int32)).view(torch.float32)
 
 
@@ -1002,7 +1006,7 @@ def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, seco
         square_after = (mean_square * scale.square()).sum(other_axis, keepdim=True)
         update = update * (scale * (square_before / square_after.clamp_min(1e-30)).sqrt())
 
-    value = weight if low_bits is None else join_float32(weight, low_bits)
+    value = join_float32(weight, low_bits)
     step_size = lr * multiplier
     wd = weight_decay * lr * step_size
     if cautious:
@@ -1095,7 +1099,7 @@ class Owner:
 
         A `share`, after the last step, also sets w = lerp(w, average, share), with the norm of each row restored.
         """
-        w = self.shard.float() if self.low_bits is None else join_float32(self.shard, self.low_bits)
+        w = join_float32(self.shard, self.low_bits)
         self.average.lerp_(w, rate)
         if share:
             mixed = w.lerp(self.average, share)
@@ -1223,14 +1227,14 @@ class MatrixBank(Owner):
 @dataclass(eq=False)
 class Adam(Owner):
     """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates."""
-    parameters: list[nn.Parameter]
-    shard: Tensor
+    parameters: list[nn.Parameter]  # of one role
     rule: AdamRule
     config: OptimizerConfig
     ranks: Ranks
     ops: Ops
 
     def __post_init__(self) -> None:
+        """Make the moments. Those of each kind make the weights and the shard before."""
         self.role = self.parameters[0].info.role
         self.exp_avg = torch.zeros_like(self.shard)
         self.exp_avg_sq = torch.zeros_like(self.shard)
@@ -1255,10 +1259,13 @@ class AdamTable(Adam):
     """
     grads = received = None  # places in shared memory, if there is any
 
-    def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+    def __post_init__(self) -> None:
+        ranks = self.ranks
+        (parameter,) = self.parameters
         self.parameter = parameter
         self.weights = parameter.data = ranks.shared(parameter.data)
-        super().__init__([parameter], ranks.shard(self.weights), rule, config, ranks, ops)
+        self.shard = ranks.shard(self.weights)
+        super().__post_init__()
 
         # A gradient that others read needs a fixed place in shared memory; otherwise it stays where it was made.
         if ranks.copy_stream:
@@ -1287,18 +1294,16 @@ class AdamTable(Adam):
             self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
 
 
-class SparseTable(Owner):
-    """A table [rows, width] of which a step reads few rows. Every rank has all of it.
+class SparseTable(Adam):
+    """One table [rows, width] of which a step reads few rows. Every rank has all of it.
 
     The ranks gather the gradients of all lookups, and each rank updates those rows alike: Adam without a first
     moment and with a second moment of one number a row (record 92).
     """
 
-    def __init__(self, parameter: nn.Parameter, rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.ranks = ranks
-        self.ops = ops
-        self.config = config
-        self.rule = rule
+    def __post_init__(self) -> None:
+        ranks = self.ranks
+        (parameter,) = self.parameters
         self.role = parameter.info.role
         self.weights = parameter.data
         self.exp_avg_sq = torch.zeros(len(parameter), device=ranks.device)
@@ -1354,11 +1359,12 @@ class SparseTable(Owner):
 class AdamScalars(Adam):
     """All small parameters of a role in one flat float32 buffer, which every rank updates alike after an all-reduce."""
 
-    def __init__(self, parameters: list[nn.Parameter], rule: AdamRule, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        self.weights = torch.zeros(sum(aligned(p.numel()) for p in parameters), device=ranks.device)
+    def __post_init__(self) -> None:
+        size = sum(aligned(p.numel()) for p in self.parameters)
+        self.weights = self.shard = torch.zeros(size, device=self.ranks.device)
         self.grads = torch.zeros_like(self.weights)
-        super().__init__(parameters, self.weights, rule, config, ranks, ops)
         self.flatten()
+        super().__post_init__()
 
     def reduce_(self) -> None:
         views = [p.info.grad_view for p in self.parameters]
@@ -1382,9 +1388,9 @@ class Optimizer:
             if isinstance(rule, MuonRule):
                 matrices[parameter.info.matrix_shape].append(parameter)
             elif rule.sharded:
-                self.dense.append(AdamTable(parameter, rule, config, ranks, ops))
+                self.dense.append(AdamTable([parameter], rule, config, ranks, ops))
             elif rule.sparse:
-                self.sparse.append(SparseTable(parameter, rule, config, ranks, ops))
+                self.sparse.append(SparseTable([parameter], rule, config, ranks, ops))
             else:
                 scalars[parameter.info.role].append(parameter)
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in matrices.values()]

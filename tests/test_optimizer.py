@@ -169,7 +169,7 @@ def test_running_average(dtype):
     matrix = tg.make_param("mlp_up", torch.zeros(2 * 12, 8, dtype=dtype), (12, 8))
     table = tg.make_param("lm_head", torch.zeros(16, 8, dtype=dtype))
     bank = tg.MatrixBank([matrix], RULES, tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
-    owners = bank, tg.AdamTable(table, RULES["lm_head"], tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
+    owners = bank, tg.AdamTable([table], RULES["lm_head"], tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
     for owner in owners:
         owner.average = torch.zeros_like(owner.shard, dtype=torch.float32)
     averages = [0.0, 0.0]
@@ -218,7 +218,7 @@ def adam_owner(role, rule, config):
     parameters, ranks = [tg.make_param(role, torch.randn(16, 4)) for _ in range(1 if rule.sharded else 3)], tg.Ranks(0, 1, CPU)
     if not rule.sharded:
         return parameters, tg.AdamScalars(parameters, rule, config, ranks, OPS)
-    return parameters, tg.AdamTable(parameters[0], rule, config, ranks, OPS)
+    return parameters, tg.AdamTable(parameters, rule, config, ranks, OPS)
 
 
 def update(owner, parameters, preset, step):
@@ -401,7 +401,7 @@ def test_sparse_table():
     rule = tg.AdamRule(20.0, (0.0, 0.9), decay=0.3, sparse=True)
     parameter = tg.make_param("ngram", torch.randn(12, 4))
     want = parameter.detach().double().clone(), torch.zeros(12), torch.zeros(12)
-    table = tg.SparseTable(parameter, rule, replace(tg.OptimizerConfig(), adam_epsilon=1e-3), tg.Ranks(0, 1, CPU), OPS)
+    table = tg.SparseTable([parameter], rule, replace(tg.OptimizerConfig(), adam_epsilon=1e-3), tg.Ranks(0, 1, CPU), OPS)
     for step in (1, 2, 3):
         ids, grad = torch.randint(12, (5, 2)).int(), torch.randn(5, 4)
         table.start_step([ids])
