@@ -2303,7 +2303,8 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
         first_pieces = row_pieces * (model.ngram_rows + matches)
         ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(row_pieces)).ravel()])
 
-    targets = [np.concatenate([piece[1:] for piece in pieces]) for pieces in chunks.values()]
+    # What the head has to predict, see Targets: the next token's class, and a sampled softmax's classes.
+    targets = [np.concatenate([piece[1:] for piece in own]) for own in chunks.values()]
     fields = {
         "tokens": tokens,
         "order": order,
