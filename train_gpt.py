@@ -2341,8 +2341,9 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunk
     """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
 
     The batch chunks follow each other in the stream without a gap. Of each step the rank takes the chunks rank,
-    rank + world, ... of CHUNKS.
+    rank + world, ... of CHUNKS. Fails if the shards hold too few tokens.
     """
+    stream.require(stages)
     own = range(ranks.rank, CHUNKS, ranks.world)
     start = stream.first  # of a step's tokens in the stream
     number = 0  # of the step's first batch chunk in the whole run
