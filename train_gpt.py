@@ -1752,14 +1752,6 @@ class Trainer:
 
 
 # ---- what a run reports ----------------------------------------------------------------------------------------------
-class RunOptions(NamedTuple):
-    """What the command line asks of each run."""
-    steps: int
-    val_every: int | None
-    profile: tuple[int, int] | None  # first and last step of a trace
-    profile_path: Path
-
-
 def training_work(trainer: Trainer, steps: int) -> tuple[int, int]:
     """What the first `steps` steps amount to on all ranks together: (tokens, floating-point operations).
 
@@ -1903,28 +1895,14 @@ def peak_memory_mib(ranks: Ranks) -> int | None:
     return (torch.cuda.max_memory_allocated(ranks.device) + shared) >> 20
 
 
-def stop_profiler(profiler: torch.profiler.profile, path: Path, log: RunLog) -> None:
-    """Write the Chrome trace, and say what the ten largest kernels were."""
-    profiler.stop()  # waits for the device
-    profiler.export_chrome_trace(str(path))
-    log.say(f"trace in {path}" if path.exists() else
-            f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
-    with contextlib.suppress(OSError):
-        path.with_name(f"{path.name}.tmp").unlink()  # torch leaves it where there is no room, and says nothing
-
-    sort_by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    log.say(profiler.key_averages().table(sort_by=sort_by, row_limit=10))
-
-
 # ---- a run -----------------------------------------------------------------------------------------------------------
-def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
-    """All steps, on the clock. Returns the digest of this rank's training tokens."""
+def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None = None) -> int:
+    """The first `steps` steps, on the clock; validations are off it. Returns the digest of this rank's tokens."""
     preset = trainer.preset
     ranks = trainer.ranks
     clock = trainer.clock
-    meter = Meter(log, trainer, options.steps)
+    meter = Meter(log, trainer, steps)
     batches = prefetched(training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks))
-    first_traced, last_traced = options.profile or (None, None)
     digest = 0
     ends_stage = True  # whether the step before did
 
@@ -1932,13 +1910,7 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
     clock.switch("training")
     meter.restart()
     with contextlib.closing(batches):
-        for step in range(options.steps):
-            if step == first_traced:
-                # All ranks start together. Otherwise the trace's first collective would show which of them was late.
-                ranks.gather_objects(None)
-                profiler = torch.profiler.profile()
-                profiler.start()
-
+        for step in range(steps):
             index = stage_index(preset, step)
             stage = preset.stages[index]
             if ends_stage:
@@ -1954,20 +1926,17 @@ def timed_loop(trainer: Trainer, log: RunLog, options: RunOptions) -> int:
             done = step + 1
             ranks.heartbeat(f"step {done}")
 
-            ends_stage = done == options.steps or stage_index(preset, done) != index
-            validates = options.val_every and done % options.val_every == 0 and done < options.steps
+            ends_stage = done == steps or stage_index(preset, done) != index
+            validates = val_every and done % val_every == 0 and done < steps
             if step == 0 or ends_stage or validates or done % preset.log_every_steps == 0:
                 meter.record(done, loss, stage)
-            if step == last_traced:
-                ranks.heartbeat("the trace", 10)
-                stop_profiler(profiler, options.profile_path, log)
 
             if validates:
                 trainer.optimizer.gather()
                 clock.switch("validation")
                 value = trainer.validate(trainer.geometries[index])
                 log.line("val", step=done, loss=round(value, 6), final=False)
-                log.say(f"step {done:5d}/{options.steps}   val loss {value:.4f} (windows of the moment)")
+                log.say(f"step {done:5d}/{steps}   val loss {value:.4f} (windows of the moment)")
                 clock.switch("training")
                 meter.restart()
 
@@ -1995,7 +1964,7 @@ def prepare(trainer: Trainer, seed: int, log: RunLog) -> None:
              graphs=compiled_graphs(), state=state, peak_memory_mib=peak_memory_mib(trainer.ranks))
 
 
-def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, settings: dict) -> float:
+def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int | None, settings: dict) -> float:
     """One run from a seed: warm-up (once a process), the timed loop, the final validation. All of it is logged.
 
     Returns the validation loss in nats a token."""
@@ -2019,22 +1988,22 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     ranks.gather_objects(None)  # nobody's clock starts before the last rank has compiled
 
     log.say(f"first timed step {clock.since_start():.1f} s after the process started")
-    digest = timed_loop(trainer, log, options)
+    digest = timed_loop(trainer, log, steps, val_every)
     elapsed_ms = clock.milliseconds()
     recompiled = compiled_graphs() - compiled
     loss = trainer.validate(trainer.final_geometry)
     if not math.isfinite(loss):
         fail("validation loss", "a finite number", loss, "lower the learning rate or report this seed", EXIT_NUMERICS)
 
-    log.line("val", step=options.steps, loss=round(loss, 6), final=True)
+    log.line("val", step=steps, loss=round(loss, 6), final=True)
     for interval in clock.intervals:
         log.line("clock", **interval)
 
     state = "ok"
     if recompiled:
         state = "no record: compiled in the timed run"
-    elif settings.keys() & {"profile", "stop_after"}:
-        state = "no record: shortened or profiled"
+    elif "stop_after" in settings:
+        state = "no record: shortened"
     memory_mib = peak_memory_mib(ranks)
     log.line("end", state=state, loss=round(loss, 6), ms=round(elapsed_ms, 1), peak_memory_mib=memory_mib,
              train_hash=f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", val_hash=trainer.validation_hash,
@@ -2043,7 +2012,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, options: RunOptions, setting
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
     log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
             f"{ranks.world} rank(s){memory}; {state}\n"
-            f"{speed(trainer, elapsed_ms, options.steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
+            f"{speed(trainer, elapsed_ms, steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
     return loss
 
 
@@ -5018,12 +4987,6 @@ def sample_text(path: str, prompt: str, device: torch.device) -> None:
 
 
 # ==== 14. Main ========================================================================================================
-def step_span(text: str) -> tuple[int, int]:
-    """First and last step of "A:B"."""
-    first, last = map(int, text.split(":"))
-    return first, last
-
-
 def within(kind: type, least: float, most: float = math.inf) -> Callable:
     """A reader of option values: numbers of a kind, from `least` to `most`."""
     def number(text):
@@ -5044,7 +5007,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=within(int, 0, 2**62), help="fixes the initial weights; drawn and logged without it")
     add("--runs", type=positive, default=1, help="train this many times, seeds counting up, one log each")
     add("--val-every", type=positive, metavar="N", help="validate every N steps too, off the clock")
-    add("--profile", type=step_span, metavar="A:B", help="write a Chrome trace of steps A to B; no record")
     add("--stop-after", type=positive, metavar="N", help="end after N steps of the schedule; no record")
     add("--log-dir", type=Path, default=Path("logs"))
     add("--eager", action="store_true", help="without torch.compile")
@@ -5192,15 +5154,13 @@ def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps
     """One run under a watchdog, with a log that says how it ended. Returns the validation loss."""
     ranks = trainer.ranks
     name = f"{trainer.preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
-    trace = arguments.log_dir / f"{name}-rank{ranks.rank}.trace.json"
-    options = RunOptions(steps, arguments.val_every, arguments.profile, trace)
     defaults = vars(parse_arguments([]))
     settings = {option: str(value) for option, value in vars(arguments).items() if value != defaults[option]}
 
     log = RunLog(arguments.log_dir / f"{name}.jsonl" if ranks.rank == 0 else None)
     watchdog = Watchdog(ranks, arguments.stall_limit, log)
     try:
-        return train(trainer, seed, log, options, settings)
+        return train(trainer, seed, log, steps, arguments.val_every, settings)
     except BaseException as error:
         cause = explained(error, ranks) or error
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}"
@@ -5225,11 +5185,6 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
     ops = select_ops(ranks.device, fast, compile=not arguments.eager, fp8=fp8, graphs=not arguments.no_graphs)
 
     steps = min(preset.steps, arguments.stop_after or preset.steps)
-    if arguments.profile:
-        first, last = arguments.profile
-        if not 0 <= first <= last < steps:
-            fail("--profile A:B", f"0 <= A <= B <= {steps - 1}", f"{first}:{last}", "name steps that the run has")
-
     network = check_network(ranks)
     if ranks.rank == 0:
         announce(preset, ranks, ops, network)

@@ -1,7 +1,7 @@
 """Times of a step on one rank of several, on one GPU: what does not shrink with the number of ranks; not a test.
 
-    python benchmarks/bench_ranks.py 8 --preset sprint --data FOLDER --profile 20:24 --stop-after 50      the steps of rank 0 of eight
-    python benchmarks/bench_ranks.py 8 --preset smoke --stop-after 4                                      on a CPU: proves that it runs through
+    python benchmarks/bench_ranks.py 8 --preset sprint --data FOLDER --stop-after 50      the steps of rank 0 of eight
+    python benchmarks/bench_ranks.py 8 --preset smoke --stop-after 4                      on a CPU: proves that it runs through
 
 Takes the options of train_gpt.py. Collectives are left out, so times are those of a rank that never waits, and the losses mean nothing: of
 each step this rank sees its own slots alone. For the update of sparse tables the other ranks' gradients are copies of its own, and their ids

@@ -21,7 +21,8 @@ import torch
 import helpers
 from helpers import CPU, MODEL, PRESET, only, read_log, tg
 
-sys.path.append(str(helpers.ROOT / "records"))
+sys.path += [str(helpers.ROOT / "records"), str(helpers.ROOT / "benchmarks")]
+import bench_trace  # noqa: E402
 import record  # noqa: E402
 
 
@@ -187,9 +188,9 @@ def test_nothing_is_read_or_written_on_the_clock(run, monkeypatch):
 
 def test_an_unwritable_log_folder(run, corpus, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    code = tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path / "file" / "logs"), "--profile", "1:2"])
+    code = tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path / "file" / "logs")])
     out, err = capsys.readouterr()
-    assert code == 0 and "val loss" in out and "trace: expected to write" in out
+    assert code == 0 and "val loss" in out
     assert err.count("\n") == 1 and re.match(r"run log: expected to write .*, found '.*Not a directory.*'; fix: .* UNLOGGED", err)
 
 
@@ -306,23 +307,20 @@ def test_stopping_after_more_than_everything(run):
     assert only(log, "val")[0]["step"] == 5
 
 
-def test_a_trace_for_which_there_is_no_room(run, tmp_path, monkeypatch):
-    """torch leaves a part under another name and says nothing."""
-    def export(_, path):
-        open(f"{path}.tmp", "w").close()
-
-    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
-    result = run("--seed", 3, "--profile", "1:2")
-    assert result.code == 0 and re.search(r"trace: expected to write .*rank0\.trace\.json, found no room there; fix: free or permit that folder\n", result.out)
-    assert not list((tmp_path / "logs").glob("*trace*"))
-
-
-def test_profile_writes_a_trace(run, tmp_path):
-    result = run("--seed", 3, "--profile", "1:2")
-    trace = json.loads(next((tmp_path / "logs").glob("*.trace.json")).read_text())
-    names = {event.get("name") for event in trace["traceEvents"]}
-    assert "reduce lm_head" in names and any("Backward" in str(name) for name in names)
-    assert result.logs[0][-1]["state"].startswith("no record") and "Self CPU" in result.out
+def test_a_trace_of_some_steps(corpus, tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tg, "timed_loop", tg.timed_loop)  # the script replaces it
+    options = ["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path), "--seed", "3", "--stop-after", "4"]
+    monkeypatch.setattr(sys, "argv", ["bench_trace.py", "1:2", *options])
+    assert bench_trace.main() == 0
+    trace = json.loads((tmp_path / "trace-rank0.trace.json").read_text())
+    names = [event.get("name") for event in trace["traceEvents"]]
+    assert names.count("reduce lm_head") == 2 and any("Backward" in str(name) for name in names)
+    assert "Self CPU" in capsys.readouterr().out
+    for span in ("2:1", "3:4", "x"):
+        monkeypatch.setattr(sys, "argv", ["bench_trace.py", span, *options])
+        with pytest.raises(SystemExit):
+            bench_trace.main()
 
 
 def test_a_longer_and_a_shorter_schedule(run):
@@ -343,7 +341,7 @@ def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
     assert re.fullmatch(r"train_gpt: training tokens: expected 40,961 for the schedule, found 15,\d{3} in 3 shards; fix: .*\n", result.err)
 
 
-@pytest.mark.parametrize("options", [["--preset", "huge"], ["--runs", "0"], ["--stop-after", "-1"], ["--profile", "x"], ["--sed", "1"],
+@pytest.mark.parametrize("options", [["--preset", "huge"], ["--runs", "0"], ["--stop-after", "-1"], ["--sed", "1"],
                                      ["--length", "0"], ["--length", "101"], ["--length", "nan"], ["--length", "x"]])
 def test_wrong_options_exit_with_2(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:

@@ -1,0 +1,64 @@
+"""Train a few steps and write a Chrome trace of some, one file a rank, with the largest kernels on standard output; not a test.
+
+    python benchmarks/bench_trace.py 20:24 --preset sprint --data FOLDER --stop-after 30                               steps 20 to 24, counted from 0
+    torchrun --standalone --nproc_per_node=8 benchmarks/bench_trace.py 20:24 --preset sprint --stop-after 30
+    python benchmarks/bench_trace.py 1:2 --preset smoke --stop-after 4                                                 on a CPU: proves that it runs through
+
+Takes the first and last step, then the options of train_gpt.py. The traces are trace-rank0.trace.json and so on in the current folder, for
+https://ui.perfetto.dev. Replayed CUDA graphs show kernels and collectives; with --no-graphs the operators that launched them are there as well.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent))
+import train_gpt as tg
+
+
+def finish(profiler: torch.profiler.profile, rank: int) -> None:
+    """Write the trace, and print the ten largest kernels."""
+    profiler.stop()  # waits for the device
+    path = Path(f"trace-rank{rank}.trace.json")
+    profiler.export_chrome_trace(str(path))
+    print(f"trace in {path}" if path.exists() else f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
+    Path(f"{path}.tmp").unlink(missing_ok=True)  # torch leaves it where there is no room, and says nothing
+    if rank == 0:
+        sort_by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        print(profiler.key_averages().table(sort_by=sort_by, row_limit=10))
+
+
+def main() -> int:
+    try:
+        first, last = map(int, sys.argv[1].split(":"))
+    except (IndexError, ValueError):
+        sys.exit(__doc__)
+    options = tg.parse_arguments(sys.argv[2:])
+    if options.stop_after is None or not 0 <= first <= last < options.stop_after:  # shortened, so that no log of it looks like a record's
+        sys.exit(f"bench_trace: expected 0 <= A <= B < N, found {sys.argv[1]} and --stop-after {options.stop_after}; fix: name steps that the run has")
+
+    timed_loop, training_step, profiler = tg.timed_loop, tg.Trainer.training_step, torch.profiler.profile()
+
+    def traced_loop(trainer, *rest):
+        """Only the steps of the timed loop count: the warm-up makes some too."""
+        def step(step, batches):
+            if step == first:
+                # All ranks start together. Otherwise the trace's first collective would show which of them was late.
+                trainer.ranks.gather_objects(None)
+                profiler.start()
+            loss = training_step(trainer, step, batches)
+            if step == last:
+                trainer.ranks.heartbeat("the trace", 10)
+                finish(profiler, trainer.ranks.rank)
+            return loss
+
+        trainer.training_step = step
+        return timed_loop(trainer, *rest)
+
+    tg.timed_loop = traced_loop
+    return tg.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
