@@ -82,6 +82,7 @@ FP8_PARTS = {"attention": {"qkv": 7.0}, "head": {"lm_head": 3.2}, "mlp": {"up": 
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
 NEW_TOKEN_ROWS = 32  # rows that it shares out among tokens without a match
+NORM_EPSILON = 1e-6  # added to a mean square
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
@@ -128,6 +129,9 @@ class ModelConfig:
     # The factor of products of normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels
     # the loss is 0.005 lower at 0.13 than at 0.1; 0.16 and 0.2 give the same.
     attention_scale: float = 0.1
+    # What attention's projection and the MLPs read holds so many earlier tokens too, see `mixed`. 2 lowered the loss of
+    # a sprint by 0.0103, with slower kernels than today's, which have not been timed yet. 0: none.
+    input_taps: int = 0
     longest_suffix_match: bool = True  # adds a row of what followed the same tokens, see that function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
     # The factor of products of its normalised queries and keys. This value, a window of 4096 and not 2048 tokens and a
@@ -531,10 +535,50 @@ def enter_layer(x, mlp_out, injected, resid_lambda, skip, skip_weight):
     return (scaled(resid_lambda, x) + injected).to(injected.dtype)
 
 
-def attention_in(attn_scale, gate, value, *entry):
-    """A layer up to its projection, given the operands of enter_layer as `entry`: the stream and
-    its norm [T, width], the gates [T, H] of the heads' outputs and of the value embedding. gate [H,
-    inputs], or [2 H, inputs] for both.
+def mixed(h, taps, positions):
+    """h[t] + taps[0] h[t-1] + taps[1] h[t-2] + ... within a document, by channel; h [T, width], taps
+    [K, width] or None, positions [T]."""
+    if taps is None:
+        return h
+    total = h
+    for distance, tap in enumerate(taps, 1):
+        earlier = F.pad(h, (0, 0, distance, 0))[:len(h)]
+        total = total + torch.where(positions[:, None] >= distance, earlier, 0) * tap
+    return total.to(h.dtype)
+
+
+class Deferred(torch.autograd.Function):
+    """Stands for h [T, width], which the operator that reads it makes while it rounds to FP8: holds nothing, and only
+    takes the gradient back. So no region writes h. `sample` is what the taps add to rows 3, 7, 11, ... of h."""
+    @staticmethod
+    def forward(ctx, h, sample):
+        return h.new_empty(1).expand_as(h)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, 4 * grad[3::4]
+
+
+def product_input(x, h, positions, taps, fp8):
+    """What a product reads, mixed(h, taps, positions) of the stream's norm h, and None. In FP8: what stands for it,
+    and the inverse RMS [T] of the stream x, with which the operator makes it. Up to 3 taps."""
+    if not (fp8 and torch.is_grad_enabled()):
+        return mixed(h, taps, positions), None
+    sample = h.detach()
+    if taps is not None:
+        # For the taps' gradient, which would take 2 % of a step from all tokens. Without padding, so that the backward
+        # pass makes it again from x, and nothing is kept.
+        after = positions[3::4, None]
+        sample = sum(torch.where(after >= distance, sample[3 - distance::4][:len(after)], 0) * tap
+                     for distance, tap in enumerate(taps, 1))
+        h = mixed(h, taps.detach(), positions)
+    return Deferred.apply(h, sample), torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
+
+
+def attention_in(attn_scale, gate, value, positions, taps, fp8, *entry):
+    """A layer up to its projection, given the operands of enter_layer as `entry`: the stream, the
+    two results of product_input, the gates [T, H] of the heads' outputs and of the value embedding.
+    gate [H, inputs], or [2 H, inputs] for both.
 
     attn_scale multiplies the gates of the outputs: on weights (record 47) it would take passes over
     them. Attention's backward pass divides by these gates, so they are kept from zero."""
@@ -552,20 +596,21 @@ def attention_in(attn_scale, gate, value, *entry):
     if value is not None:
         gates, value_gates = gates.chunk(2, dim=1)
         value_gates = 4 * value_gates
-    return x, h, scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20), value_gates
+    gates = scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20)
+    return x, *product_input(x, h, positions, taps, fp8), gates, value_gates
 
 
-def attention_out(x, y, out):
-    """The stream after attention, x + y out, and its norm for the MLP; y [T, H, D] gated heads, out
-    [H D, width]."""
+def attention_out(x, y, out, *mix):
+    """The stream after attention, x + y out, and product_input of it for the MLP; y [T, H, D] gated
+    heads, out [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
-    return x, norm(x)
+    return x, *product_input(x, norm(x), *mix)
 
 
-def mlp_in(*entry):
-    """A layer without attention up to its MLP: the stream and its norm, both [T, width]."""
+def mlp_in(positions, taps, fp8, *entry):
+    """A layer without attention up to its MLP: the stream and product_input of it."""
     x = enter_layer(*entry)
-    return x, norm(x)
+    return x, *product_input(x, norm(x), positions, taps, fp8)
 
 
 def final_states(x, mlp_out, x0, ngram, gate):
@@ -645,6 +690,7 @@ class Block(nn.Module):
 
         self.scalars = make_param("scalar", empty(4, dtype=torch.float32))  # LayerScalars
         self.skip_weight = None
+        self.attention_taps = self.mlp_taps = None  # of `mixed`
         if layer.skip_from is not None:
             self.skip_weight = make_param("scalar", empty((), dtype=torch.float32))
         if layer.attention:
@@ -660,6 +706,12 @@ class Block(nn.Module):
             shape = config.mlp_width, width
             self.up = make_param("mlp_up", empty(shape), shape)
             self.down = make_param("mlp_down", empty(shape), shape)
+        if config.input_taps:
+            shape = config.input_taps, width
+            if layer.attention:
+                self.attention_taps = make_param("gate", empty(shape, dtype=torch.float32))
+            if layer.mlp:
+                self.mlp_taps = make_param("gate", empty(shape, dtype=torch.float32))
 
         self.attention_in = ops.compile(attention_in)
         self.attention_out = ops.compile(attention_out)
@@ -686,28 +738,31 @@ class Block(nn.Module):
         region adds:
 
             x = resid_lambda (x + mlp_out + σ(skip_weight) skip) + injected
-            x = x + attn_scale attention(norm(x)) out
-            mlp_out = mlp(norm(x))
+            x = x + attn_scale attention(mixed(norm(x))) out
+            mlp_out = mlp(mixed(norm(x)))
 
         `value` [T, attention_width or more] is what attention adds to V, if anything.
         """
         layer = self.layer
         entry = x, mlp_out, injected, scalars.resid_lambda, skip, self.skip_weight
+        attention_mix = documents.positions, self.attention_taps
+        mlp_mix = documents.positions, self.mlp_taps
 
         if layer.attention:
-            x, h, gates, value_gates = self.attention_in(scalars.attn_scale, self.gate, value, *entry)
+            x, h, inverse_rms, gates, value_gates = self.attention_in(
+                scalars.attn_scale, self.gate, value, *attention_mix, self.ops.attention_fp8, *entry)
             q, k, v = self.ops.project_heads(
-                h, gathered(self.qkv), value, value_gates, documents.positions, geometry.cos, geometry.sin,
-                self.heads, layer.key_offset)
+                h, (x.detach(), inverse_rms, *attention_mix), gathered(self.qkv), value, value_gates,
+                documents.positions, geometry.cos, geometry.sin, self.heads, layer.key_offset)
             window = geometry.windows[layer.window]
             y = self.ops.attention(q, k, v, documents, window, geometry.scale, gates)
-            x, h = self.attention_out(x, y, gathered(self.out))
+            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), *mlp_mix, self.ops.mlp_fp8)
         else:
-            x, h = self.mlp_in(*entry)
+            x, h, inverse_rms = self.mlp_in(*mlp_mix, self.ops.mlp_fp8, *entry)
 
         mlp_out = None
         if layer.mlp:
-            mlp_out = self.ops.mlp(h, gathered(self.up), gathered(self.down))
+            mlp_out = self.ops.mlp(h, (x.detach(), inverse_rms, *mlp_mix), gathered(self.up), gathered(self.down))
         return x, mlp_out
 
 
@@ -2381,7 +2436,7 @@ def wide_dtype(x):
 
 def norm(x):
     """RMSNorm over the last dimension, without parameters."""
-    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON)
 
 
 def rotate(x, cos, sin):
@@ -3230,13 +3285,14 @@ def to_fp8_bits(x, FORMAT, PTX):
 
 @jit
 def quantize_kernel(
-    x_ptr, out_ptr, out_t_ptr, height, width, inverse_scale,
-    FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, height, width, inverse_scale,
+    TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """out = x * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
+    """out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
 
-    x and out are [height, width], out_t is [width, height]. An entry of bf16 costs 2 bytes read and 2
-    written. With a BLOCK_M of 128 every tile writes whole cache lines of out_t. Reference: x *
+    h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [height, width],
+    out_t is [width, height]. An entry of bf16 costs 2 bytes read and 2 written; those of earlier rows are
+    in the cache. With a BLOCK_M of 128 every tile writes whole cache lines of out_t. Reference: h *
     inverse_scale, clamped and cast.
     """
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -3244,8 +3300,16 @@ def quantize_kernel(
     inside = (row < height)[:, None] & (column < width)[None, :]
     offsets = row[:, None].to(tl.int64) * width + column[None, :]
 
-    x = tl.load(x_ptr + offsets, inside, other=0.0).to(tl.float32) * inverse_scale
-    out = to_fp8_bits(x, FORMAT, PTX)
+    h = tl.load(x_ptr + offsets, inside, other=0.0).to(tl.float32)
+    if inverse_rms_ptr is not None:
+        h *= load_vector(inverse_rms_ptr, row, height)[:, None]
+        position = load_vector(positions_ptr, row, height, other=0)
+        for distance in tl.static_range(1, TAPS + 1):
+            begun = position >= distance
+            earlier = tl.load(x_ptr + offsets - distance * width, inside & begun[:, None], other=0.0).to(tl.float32)
+            earlier *= tl.load(inverse_rms_ptr + row - distance, begun, other=0.0)[:, None]
+            h += earlier * load_vector(taps_ptr, column, width, distance - 1)[None, :]
+    out = to_fp8_bits(h * inverse_scale, FORMAT, PTX)
     tl.store(out_ptr + offsets, out, inside)
 
     tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * height + row[None, :]
@@ -3253,13 +3317,16 @@ def quantize_kernel(
     tl.store(tile_t_ptr, tl.trans(out), inside_t)
 
 
-def quantize_both(x, scale, dtype=torch.float8_e4m3fn):
-    """FP8 copies of x / scale in both layouts, contiguous: [height, width] like x, and [width, height]."""
+def quantize_both(x, scale, dtype=torch.float8_e4m3fn, inverse_rms=None, positions=None, taps=None):
+    """FP8 copies of x / scale in both layouts, contiguous: [height, width] like x, and [width, height].
+
+    Given x's inverse RMS: of mixed(norm(x), taps, positions) / scale."""
     height, width = x.shape
     out = x.new_empty(height, width, dtype=dtype)
     out_t = out.new_empty(width, height)
     quantize_kernel[triton.cdiv(width, 64), triton.cdiv(height, 128)](
-        x.contiguous(), out.view(torch.int8), out_t.view(torch.int8), height, width, 1.0 / scale,
+        x.contiguous(), inverse_rms, positions, taps, out.view(torch.int8), out_t.view(torch.int8),
+        height, width, 1.0 / scale, TAPS=0 if taps is None else len(taps),
         FORMAT="e4m3" if dtype == torch.float8_e4m3fn else "e5m2", PTX=x.is_cuda,
         BLOCK_M=128, BLOCK_N=64, num_warps=8)
     return out, out_t
@@ -3286,15 +3353,15 @@ def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum, out=None):
                             out_dtype=torch.bfloat16, use_fast_accum=fast_accum, out=out)
 
 
-def linear_forward(x, weight, scales):
+def linear_forward(x, weight, scales, copies=None):
     """x [T, D] times weight [N, D] transposed, and what linear_backward needs of x and weight.
 
     Without `scales` the product has the operands' dtype. With them it is FP8, and the backward pass needs
-    only the transposed copies.
+    only the transposed copies; quantize_both has made those of x if `copies` are given.
     """
     if scales is None:
         return x @ weight.T, x, weight
-    x8, x8_t = quantize_both(x, scales.x)
+    x8, x8_t = copies or quantize_both(x, scales.x)
     weight8, weight8_t = quantize_both(weight, scales.weight)
     return fp8_matmul_nt(x8, weight8, scales.x, scales.weight, fast_accum=True), x8_t, weight8_t
 
@@ -3509,8 +3576,8 @@ def split_heads_grad_kernel(
 class ProjectHeads(torch.autograd.Function):
     """split_heads_reference of a projection, in kernels.
 
-    `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, heads, key_offset, scales)`; h
-    [T, width], weight [H (2 Dk + Dv), width]. With `scales` the products are FP8, with the limits of
+    `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, heads, key_offset, scales, *copies)`;
+    h [T, width], weight [H (2 Dk + Dv), width]. With `scales` the products are FP8, with the limits of
     Fp8Mlp; else they are in the operands' dtype. ValueError if value has too few channels.
     """
     @staticmethod
@@ -3525,11 +3592,12 @@ class ProjectHeads(torch.autograd.Function):
             KEY_OFFSET=key_offset, BLOCK_M=block_m, num_warps=block_m // 8)
 
     @staticmethod
-    def forward(ctx, h, weight, value, value_gates, positions, cos, sin, heads, key_offset=False, scales=None):
+    def forward(ctx, h, weight, value, value_gates, positions, cos, sin, heads, key_offset=False, scales=None,
+                *copies):
         ctx.parameter = weight
         ctx.scales = scales
         ctx.flags = dict(heads=heads, key_offset=key_offset)
-        qkv, h, weight = linear_forward(h, weight, scales)
+        qkv, h, weight = linear_forward(h, weight, scales, copies)
         q = qkv.new_empty(len(qkv), heads, 2 * cos.size(1))
         k = torch.empty_like(q)
         v = qkv[:, 2 * q[0].numel():].unflatten(1, (heads, -1))
@@ -3571,7 +3639,7 @@ class ProjectHeads(torch.autograd.Function):
             launch(
                 dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, block_m=64)
         dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, dweight)
-        return dh, dweight, dvalue, dgates, *(None,) * 6
+        return dh, dweight, dvalue, dgates, *(None,) * 8
 
 
 # ---- head and loss ---------------------------------------------------------------------------------------------------
@@ -3911,16 +3979,15 @@ def mlp_product(a, b, factor, hidden8=None):
 
 
 class Fp8Mlp(torch.autograd.Function):
-    """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales)`.
+    """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales, h8, h8_t)`.
 
-    h [T, D] is RMS-normed; up and down are [H, D]; all are bf16, and T, D and H are multiples of 16. The
-    products are e4m3 by e4m3 forward, e5m2 by e4m3 without fast accumulation backward. What takes part in
-    two needs two layouts.
+    h [T, D] is RMS-normed, h8 and h8_t are its copies by quantize_both; up and down are [H, D]; all are bf16,
+    and T, D and H are multiples of 16. The products are e4m3 by e4m3 forward, e5m2 by e4m3 without fast
+    accumulation backward. What takes part in two needs two layouts.
     """
     @staticmethod
-    def forward(ctx, h, up, down, scales=MlpScales()):
+    def forward(ctx, h, up, down, scales, h8, h8_t):
         # By the scales: pre = product of FP8 values * x * weight, and hidden8 = relu(pre)^2 / hidden.
-        h8, h8_t = quantize_both(h, scales.x)
         up8, up8_t = quantize_both(up, scales.weight)
         down8, down8_t = quantize_both(down, scales.weight)
         hidden8, hidden8_t = mlp_product(h8, up8, (scales.x * scales.weight) ** 2 / scales.hidden)
@@ -3940,14 +4007,7 @@ class Fp8Mlp(torch.autograd.Function):
         dpre8, dpre8_t = mlp_product(grad8, down8, factor, hidden8)
         dh, dup = linear_backward(dpre8, dpre8_t, h8_t, up8_t, scales, dup)
         fp8_matmul_nt(hidden8_t, grad8_t, scales.hidden, scales.grad, fast_accum=False, out=ddown)
-        return dh, dup, ddown, None
-
-
-def fp8_mlp(h, up, down):
-    """Fp8Mlp in training; validation computes what the reference computes, as head_loss_eval does."""
-    if torch.is_grad_enabled():
-        return Fp8Mlp.apply(h, up, down)
-    return F.linear(h, up).relu_().square_() @ down  # in place, because windows are long
+        return dh, dup, ddown, None, None, None
 
 
 # ---- embedding gradient, sparse update -------------------------------------------------------------------------------
@@ -4151,10 +4211,13 @@ class Ops:
     pointer: Callable  # (queries and keys [T, 2, Dk], documents, window, scale) -> log_copy [T] of Targets
     embed: Callable  # (table [rows, width], documents) -> [T, width]
     sparse_adam: Callable  # see sparse_adam_reference
-    project_heads: Callable  # (x [T, width], weight, ...) -> q, k, v: see split_heads_reference
-    mlp: Callable  # (x [T, width], up, down [mlp_width, width]) -> [T, width]
+    # The next two read h [T, width] of product_input; `source` is (x, its inverse RMS, positions, taps).
+    project_heads: Callable  # (h, source, weight, ...) -> q, k, v: see split_heads_reference
+    mlp: Callable  # (h, source, up, down [mlp_width, width]) -> [T, width]
     orthogonalize: Callable  # (matrices [N, rows, columns], recipe) -> the same shape
     compile: Callable  # (function of tensors) -> the same function, faster
+    attention_fp8: bool  # whether project_heads multiplies in FP8
+    mlp_fp8: bool
     graphs: bool  # whole steps as CUDA graphs
     names: dict[str, str]  # what was chosen, for the log
 
@@ -4190,13 +4253,17 @@ def reference_ops() -> Ops:
     def embed(table, documents):
         return F.embedding(documents.tokens, table)
 
-    def project_heads(x, weight, *rest):
-        return split_heads_reference(F.linear(x, weight), *rest)
+    def project_heads(h, _, weight, *rest):
+        return split_heads_reference(F.linear(h, weight), *rest)
+
+    def mlp(h, _, up, down):
+        return relu_squared_mlp(h, up, down)
 
     names = dict.fromkeys(("attention", "head", "mlp", "embedding", "orthogonalize"), "reference")
     names |= {"compile": "off", "graphs": "off"}
     return Ops(attention, head_loss_reference, head_loss_reference, pointer, embed, sparse_adam_reference,
-               project_heads, relu_squared_mlp, orthogonalize_reference, compile=uncompiled, graphs=False, names=names)
+               project_heads, mlp, orthogonalize_reference, compile=uncompiled, attention_fp8=False, mlp_fp8=False,
+               graphs=False, names=names)
 
 
 def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = tuple(FP8_PARTS),
@@ -4210,8 +4277,9 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     version = capability(device)
     hopper_class = (9, 0) <= version < (12, 0)  # has TMA, and 208 KB of shared memory or more
     fits = {"attention": hopper_class, "head": version >= (8, 9), "mlp": hopper_class}
-    precision = {part: "fp8" if fits[part] and part in fp8 else "bf16" for part in FP8_PARTS}
-    head_scales = HeadScales() if precision["head"] == "fp8" else None
+    fp8 = [part for part in fp8 if fits[part]]
+    precision = {part: "fp8" if part in fp8 else "bf16" for part in FP8_PARTS}
+    head_scales = HeadScales() if "head" in fp8 else None
     region = compile_dynamic if compile else uncompiled
     torch._dynamo.config.recompile_limit = 64  # regions x (attention variants, gradients on or off)
 
@@ -4227,16 +4295,31 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     def embed(table, documents):
         return EmbeddingLookup.apply(F.embedding, table, documents.tokens, documents.order, documents.starts)
 
-    def project_heads(*operands):
-        in_fp8 = precision["attention"] == "fp8" and torch.is_grad_enabled()
-        return ProjectHeads.apply(*operands, MlpScales() if in_fp8 else None)
+    def fp8_operands(x, inverse_rms, *mix):
+        """The last operands of ProjectHeads and Fp8Mlp; none in bf16 and in validation."""
+        if inverse_rms is None:
+            return ()
+        scales = MlpScales()
+        return scales, *quantize_both(x, scales.x, torch.float8_e4m3fn, inverse_rms, *mix)
 
-    mlp = fp8_mlp if precision["mlp"] == "fp8" else region(relu_squared_mlp)
+    def project_heads(h, source, *operands):
+        return ProjectHeads.apply(h, *operands, *fp8_operands(*source))
+
+    bf16_mlp = region(relu_squared_mlp)
+
+    def mlp(h, source, up, down):
+        fp8_mlp = fp8_operands(*source)
+        if fp8_mlp:
+            return Fp8Mlp.apply(h, up, down, *fp8_mlp)
+        if torch.is_grad_enabled():
+            return bf16_mlp(h, up, down)
+        return F.linear(h, up).relu_().square_() @ down  # in place, because windows of the validation are long
+
     names = precision | {"attention": f"triton ({precision['attention']} projection)", "embedding": "triton",
                          "orthogonalize": "triton", "compile": "inductor" if compile else "off",
                          "graphs": "cuda" if graphs else "off"}
     return Ops(attention, head_loss, head_loss_eval, pointer, embed, sparse_adam, project_heads, mlp, orthogonalize,
-               compile=region, graphs=graphs, names=names)
+               compile=region, attention_fp8="attention" in fp8, mlp_fp8="mlp" in fp8, graphs=graphs, names=names)
 
 
 # ==== 11. Runtime =====================================================================================================
@@ -4923,39 +5006,40 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     return total / validation["tokens"]
 
 
-def remembered(earlier: list[Tensor], part: Tensor) -> Tensor:
-    """`part` [T, ...] after the `earlier` ones, which it joins. Its first row repeats the last one of those."""
-    earlier.append(part[1:] if earlier else part)
-    return torch.cat(earlier)
-
-
-def attention_with_memory(keys, values, q, k, v, documents, *settings):
-    """Attention of the last tokens of a document to all of it, given the keys and values of the tokens before them."""
-    # next_tokens cuts `positions` but not `remaining`, which reversed is 0, 1, 2, ... for all tokens of one document.
-    positions = documents.remaining.flip(0)
-    return attention_reference(q, remembered(keys, k), remembered(values, v), positions, *settings)
-
-
 def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tensor]:
     """GPT.next_token of a document, time and again, while the caller appends tokens to its `ids`.
 
-    Only new tokens pass through the model, and the one before them, because key_offset takes a part of a key from
-    there; `remembered` drops its row again. The keys and values of all others stay, so the model serves nothing else
-    from then on.
+    The keys and values of earlier tokens stay, so the model serves nothing else from then on. Only new tokens pass
+    through it, and those before them that they read otherwise: one, because key_offset takes a part of a key from
+    there, and as many as all layers together mix in.
     """
+    reach = 1 + 2 * model.config.input_taps * len(model.blocks)
+    first = 0  # of the tokens that pass
+
+    def remembered(earlier, part):
+        """`part` [T, ...] of the tokens that pass after the `earlier` ones, which it joins where it goes on."""
+        known = sum(map(len, earlier))
+        earlier.append(part[known - first:])
+        return torch.cat(earlier)
+
+    def attention(keys, values, q, k, v, documents, *settings):
+        # `positions` are those that pass, but not `remaining`, which reversed is 0, 1, 2, ... for a whole document.
+        positions = documents.remaining.flip(0)
+        return attention_reference(q, remembered(keys, k), remembered(values, v), positions, *settings)
+
     for block in model.blocks.values():
-        block.ops = replace(model.ops, attention=functools.partial(attention_with_memory, [], []))
+        block.ops = replace(model.ops, attention=functools.partial(attention, [], []))
     pointed = []
     model.pointer_in = lambda *operands: remembered(pointed, pointer_in(*operands))
 
-    first = 0
     while True:
         document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
         whole = pack({0: [document]}, model.config, pin=False).to(model.lm_head.device)
         new = replace(whole, tokens=whole.tokens[first:], positions=whole.positions[first:],
                       ngrams=whole.ngrams[first * model.config.ngram_pieces:])
-        first = len(ids) - 1
-        yield model.next_token(new, geometry)
+        p = model.next_token(new, geometry)
+        first = max(0, len(ids) - reach)
+        yield p
 
 
 def sample_text(path: str, prompt: str, device: torch.device) -> None:

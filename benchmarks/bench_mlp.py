@@ -167,6 +167,11 @@ def spread(values, scale, dtype):
         flushed.sum() / (values > 0).sum().clamp_min(1), (values[flushed].square().sum() / norm.clamp_min(1e-45)).sqrt())]
 
 
+def fp8_mlp(h, up, down):
+    """Fp8Mlp of a norm h. In a training its two copies are made from the stream, which takes as many bytes."""
+    return tg.Fp8Mlp.apply(h, up, down, SCALES, *tg.quantize_both(h.detach(), SCALES.x))
+
+
 class Watch:
     """Stands in for ops.mlp and ops.project_heads, computes the same and, in chosen steps of the timed loop, what their FP8 scales would meet."""
 
@@ -176,9 +181,12 @@ class Watch:
     def note(self, layer, name, values, scale, dtype):
         self.rows[self.step, name, layer] = spread(values, scale, dtype), scale * torch.finfo(dtype).max
 
-    def wrap(self, mlp):
-        def watched(h, up, down):
-            out = mlp(h, up, down)
+    def wrap(self, mlp, in_fp8):
+        def watched(h, source, up, down):
+            if in_fp8 and torch.is_grad_enabled():
+                out = fp8_mlp(h, up, down)
+            else:
+                out = mlp(h, source, up, down)
             layer, self.calls = self.calls, self.calls + 1
             if self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.layers:
                 h, up, down = h.detach(), up.detach(), down.detach()
@@ -194,12 +202,14 @@ class Watch:
             return out
         return watched
 
-    def wrap_projection(self, project_heads):
+    def wrap_projection(self, project_heads, in_fp8):
         """In chosen steps the reference instead: its projection has a gradient that can be looked at."""
-        def watched(h, weight, *rest):
+        def watched(h, source, weight, *rest):
             layer, self.projections = self.projections, self.projections + 1
             if not (self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.attentions):
-                return project_heads(h, weight, *rest)
+                if in_fp8 and torch.is_grad_enabled():
+                    return tg.ProjectHeads.apply(h, weight, *rest, SCALES, *tg.quantize_both(h.detach(), SCALES.x))
+                return project_heads(h, source, weight, *rest)
 
             def backward(grad):
                 cos, heads = rest[3], rest[5]
@@ -218,7 +228,8 @@ class Watch:
 
         def watched_ops(*args, **options):
             ops = select_ops(*args, **options)
-            return replace(ops, mlp=self.wrap(ops.mlp), project_heads=self.wrap_projection(ops.project_heads))
+            projection = self.wrap_projection(ops.project_heads, ops.attention_fp8)
+            return replace(ops, mlp=self.wrap(ops.mlp, ops.mlp_fp8), project_heads=projection, attention_fp8=False, mlp_fp8=False)  # regions write h, to look at
 
         def watched_loop(trainer, *rest):
             self.live, self.layers = True, sum(layer.mlp for layer in trainer.preset.model.layers)
@@ -285,7 +296,7 @@ def main():
         parser.error(f"unknown: {' '.join(training)}")
 
     compiled = (lambda function: function) if DRY else tg.compile_dynamic
-    applies = {"bf16, compiled": compiled(tg.relu_squared_mlp), "**fp8**": tg.Fp8Mlp.apply}
+    applies = {"bf16, compiled": compiled(tg.relu_squared_mlp), "**fp8**": fp8_mlp}
     columns, paths = {}, {}
     for T in options.tokens:
         operands, grad = make_operands(T)

@@ -110,7 +110,11 @@ def main():
     begin = time.perf_counter()
     print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {HEADS} heads of {WIDTH}, keys of {KEYS}")
     if not options.sweep:
-        paths = {"**fp8**": lambda *operands: tg.ProjectHeads.apply(*operands, tg.MlpScales()), "bf16": tg.ProjectHeads.apply}
+        def fp8(h, *operands):
+            scales = tg.MlpScales()
+            return tg.ProjectHeads.apply(h, *operands, scales, *tg.quantize_both(h.detach(), scales.x))
+
+        paths = {"**fp8**": fp8, "bf16": tg.ProjectHeads.apply}
         if options.compiled:
             torch._dynamo.config.recompile_limit = 64
             paths["bf16, torch.compile"] = reference if DRY else tg.compile_dynamic(reference)

@@ -53,6 +53,10 @@ def make_mlp(T, D, H, seed=0):
     return [guarded(t.bfloat16()).requires_grad_() for t in (h, up, down)], guarded(grad.bfloat16())
 
 
+def fp8_mlp(h, up, down, scales=SCALES):
+    return tg.Fp8Mlp.apply(h, up, down, scales, *tg.quantize_both(h.detach(), scales.x))
+
+
 def run(apply, operands, grad):
     """(out, dh, dup, ddown)."""
     for tensor in operands:
@@ -170,13 +174,85 @@ def test_input_scale_never_saturates(width):
     assert ((h8.double() * SCALES.x - h).abs() <= bound).all() and h.max() > 0.99 * width ** 0.5
 
 
+# ---- what the products read ------------------------------------------------------------------------------------------
+def documents_of(*lengths):
+    """Positions of tokens in documents of these lengths."""
+    return torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]).to(DEVICE)
+
+
+def slowly_mixed(h, taps, lengths):
+    """A token's own row and, tap by tap, those of the tokens before it in its document."""
+    rows = []
+    for document in h.split(lengths):
+        for t in range(len(document)):
+            rows.append(document[t] + sum(tap * document[t - k] for k, tap in enumerate(taps, 1) if k <= t))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_mixed(count):
+    """Results and gradients in float64; documents of 1 and 2 tokens are shorter than the taps."""
+    lengths = [1, 5, 2, 1, 7]
+    h, taps = (normal(*shape, seed=count, dtype=torch.float64).to(DEVICE).requires_grad_() for shape in ((16, 8), (count, 8)))
+    positions, grad = documents_of(*lengths), normal(16, 8, seed=9, dtype=torch.float64).to(DEVICE)
+    found, want = tg.mixed(h, taps, positions), slowly_mixed(h, taps, lengths)
+    torch.testing.assert_close(found, want)
+    for a, b in zip(torch.autograd.grad(found, (h, taps), grad), torch.autograd.grad(want, (h, taps), grad)):
+        torch.testing.assert_close(a, b)
+    assert tg.mixed(h, None, positions) is h
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=("eager", "compiled"))
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_input_that_its_operator_makes(monkeypatch, count, compiled):
+    """The stream gets the gradient of mixed(norm(x)) exactly, the taps four times that of every fourth token; one compilation serves any number of tokens."""
+    monkeypatch.undo()  # no kernel runs here, and guards cannot be compiled
+    taps = normal(count, 8, seed=1, dtype=torch.float32).to(DEVICE).requires_grad_() if count else None
+    region = tg.compile_dynamic(tg.product_input) if compiled else tg.product_input
+    before = tg.compiled_graphs()
+    for tokens in (16, 24, 41):
+        x = normal(tokens, 8, seed=tokens, dtype=torch.float32).to(DEVICE).requires_grad_()
+        positions, grad = documents_of(1, 5, 2, tokens - 8), normal(tokens, 8, seed=3, dtype=torch.float32).to(DEVICE)
+        h, inverse_rms = region(x, tg.norm(x), positions, taps, True)
+        assert h.shape == x.shape and h.stride() == (0, 0) and not inverse_rms.requires_grad
+        torch.testing.assert_close(x * inverse_rms[:, None], tg.norm(x))
+
+        want = tg.mixed(tg.norm(x), taps, positions)
+        found = torch.autograd.grad(h, (x, taps) if count else x, grad)
+        torch.testing.assert_close(found[0], torch.autograd.grad(want, x, grad, retain_graph=True)[0])
+        if count:
+            sample = torch.zeros_like(grad)
+            sample[3::4] = 4 * grad[3::4]
+            torch.testing.assert_close(found[1], torch.autograd.grad(want, taps, sample)[0])
+    assert tg.compiled_graphs() - before == compiled
+    with torch.no_grad():
+        h, inverse_rms = tg.product_input(x, tg.norm(x), positions, taps, True)
+    assert inverse_rms is None and torch.equal(h, want)
+
+
+@pytest.mark.parametrize("T, D", [(16, 16), (144, 64), (300, 80)])
+@pytest.mark.parametrize("count", [0, 2])
+def test_copies_of_the_mix(count, T, D):
+    """What the kernel makes of the stream, to the last bit that float32 leaves certain, and its transpose; document by document."""
+    x = guarded(normal(T, D))
+    inverse_rms = guarded((x.float().square().mean(-1) + tg.NORM_EPSILON).rsqrt())
+    taps = guarded(normal(count, D, seed=1, dtype=torch.float32)) if count else None
+    lengths = [1, 2, 7, T - 10]
+    h8, h8_t = tg.quantize_both(x, SCALES.x, E4M3, inverse_rms, documents_of(*lengths), taps)
+    assert torch.equal(h8.view(torch.int8).T, h8_t.view(torch.int8))
+    h = slowly_mixed(x.double() * inverse_rms.double()[:, None], () if taps is None else taps.double(), lengths)
+    want = quantized(h, SCALES.x, E4M3)
+    same = h8.view(torch.int8) == want.view(torch.int8)
+    assert same.double().mean() > 0.999 and relative(h8.double(), want.double()) < 1e-3
+
+
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("T, D, H", [(32, 48, 64), *SIZES[1:]])
 def test_fp8_mlp(T, D, H):
     """As near to float64 as FP8 rounding allows: the error of an exact emulation is the yardstick, not a constant."""
     operands, grad = make_mlp(T, D, H)
-    want, model, got = exact_mlp(operands, grad), fp8_model(operands, grad), run(tg.Fp8Mlp.apply, operands, grad)
+    want, model, got = exact_mlp(operands, grad), fp8_model(operands, grad), run(fp8_mlp, operands, grad)
     for name, a, b, exactly in zip(("out", "dh", "dup", "ddown"), got, model, want):
         assert a.dtype == torch.bfloat16 and a.shape == exactly.shape
         errors = relative(a, exactly), relative(b, exactly), relative(a, b)
@@ -190,16 +266,16 @@ def test_scales_are_arguments():
     """Other scales change the rounding and nothing else."""
     operands, grad = make_mlp(32, 48, 64)
     scales = tg.MlpScales(2.0 ** -3, 2.0 ** -6, 2.0 ** -1, 2.0 ** -8)
-    got, model = run(lambda *mlp: tg.Fp8Mlp.apply(*mlp, scales), operands, grad), fp8_model(operands, grad, scales)
+    got, model = run(lambda *mlp: fp8_mlp(*mlp, scales), operands, grad), fp8_model(operands, grad, scales)
     assert max(relative(a, b) for a, b in zip(got, model)) < 2.0 ** (-8 if INTERPRETED else -4)
-    assert min(relative(a, b) for a, b in zip(got, run(tg.Fp8Mlp.apply, operands, grad))) > 0
+    assert min(relative(a, b) for a, b in zip(got, run(fp8_mlp, operands, grad))) > 0
 
 
 def test_zero_weights_start():
     """Training begins with down = 0: no output, no gradient but down's own, and no NaN."""
     operands, grad = make_mlp(32, 48, 64)
     operands[2].detach().zero_()
-    out, dh, dup, ddown = run(tg.Fp8Mlp.apply, operands, grad)
+    out, dh, dup, ddown = run(fp8_mlp, operands, grad)
     assert not out.any() and not dh.any() and not dup.any()
     assert relative(ddown, fp8_model(operands, grad)[3]) < 2.0 ** -6
 
@@ -208,28 +284,34 @@ def test_everything_saturates_and_stays_finite():
     operands, grad = make_mlp(32, 48, 64)
     operands[1].detach().mul_(1e4)
     operands[2].detach().mul_(1e4)
-    results = run(tg.Fp8Mlp.apply, operands, (grad * 1e7).detach())
+    results = run(fp8_mlp, operands, (grad * 1e7).detach())
     assert all(result.isfinite().all() and result.any() for result in results)
 
 
 def test_expanded_gradient():
     """A sum's gradient is one number with strides of zero."""
     operands, grad = make_mlp(32, 48, 64)
-    tg.Fp8Mlp.apply(*operands).sum().backward()
+    fp8_mlp(*operands).sum().backward()
     model = fp8_model(operands, torch.ones_like(grad))
     assert max(relative(tensor.grad, b) for tensor, b in zip(operands, model[1:])) < 2.0 ** (-8 if INTERPRETED else -4)
 
 
 def test_gradients_come_to_their_places():
     operands, grad = make_mlp(32, 48, 64)
-    helpers.check_grad_views(lambda: tg.Fp8Mlp.apply(*operands).backward(grad), operands[1:])
+    helpers.check_grad_views(lambda: fp8_mlp(*operands).backward(grad), operands[1:])
 
 
-def test_validation_is_the_reference():
-    operands, _ = make_mlp(32, 48, 64)
+def test_validation_is_the_reference(monkeypatch):
+    """In training it computes in FP8 from the stream and its inverse RMS; without gradients in bf16, from the norm."""
+    monkeypatch.setattr(tg, "capability", lambda device: (9, 0))
+    mlp = tg.select_ops(torch.device("cuda"), compile=False).mlp
+    (x, *weights), _ = make_mlp(32, 48, 64)
+    h = tg.norm(x).detach()
+    inverse_rms = (x.detach().float().square().mean(-1) + tg.NORM_EPSILON).rsqrt()
     with torch.no_grad():
-        assert torch.equal(tg.fp8_mlp(*operands), tg.relu_squared_mlp(*operands))
-    assert torch.equal(tg.fp8_mlp(*operands), tg.Fp8Mlp.apply(*operands))
+        assert torch.equal(mlp(h, (x, None, None, None), *weights), tg.relu_squared_mlp(h, *weights))
+    empty = torch.full_like(h, torch.nan).requires_grad_()
+    assert relative(mlp(empty, (x.detach(), inverse_rms, torch.arange(32, device=DEVICE), None), *weights), fp8_mlp(h, *weights)) < 0.05
 
 
 @pytest.mark.parametrize("capability, head, mlp", [((8, 0), "bf16", "bf16"), ((8, 9), "fp8", "bf16"), ((9, 0), "fp8", "fp8"), ((10, 3), "fp8", "fp8"),
@@ -252,8 +334,14 @@ def test_model_with_fp8_mlps():
     assert len(documents.positions) == 128  # a multiple of 16
     geometry = tg.rotary_geometry(helpers.PRESET, 0, 56, device)
     results = []
-    for mlp in (tg.relu_squared_mlp, lambda h, up, down: tg.fp8_mlp(h, up.bfloat16(), down.bfloat16())):
-        model = tg.GPT(helpers.MODEL, replace(tg.select_ops(device, fast=False), mlp=mlp), device)
+    reference = tg.select_ops(device, fast=False)
+
+    def in_fp8(h, source, *weights):
+        copies = tg.quantize_both(source[0], SCALES.x, E4M3, *source[1:])
+        return tg.Fp8Mlp.apply(h, *(weight.bfloat16() for weight in weights), SCALES, *copies)
+
+    for ops in (reference, replace(reference, mlp_fp8=True, mlp=in_fp8)):
+        model = tg.GPT(helpers.MODEL, ops, device)
         helpers.randomise(model, seed=1, size=0.15)  # where a draw's gradients nearly cancel, errors are up to .39 (seed 0)
         model.ngram.info.receive_grad = lambda *_: None  # an optimizer's part
         loss = model(documents, geometry, torch.ones(1, device=device))

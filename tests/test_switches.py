@@ -25,6 +25,7 @@ SWITCHES = {
     "plain decay": {"cautious_decay": False},
     "whole rows": {"ngram_pieces": 1},
     "no pooling": {"ngram_pooling": 0.0},
+    "no taps": {"input_taps": 0},
     "plain Muon": {"second_moment_decay": None, "orthogonalization": "quintic"},
 }
 SWITCHES["no table"] = SWITCHES["no n-grams"] | SWITCHES["no longest suffix match"]
@@ -66,6 +67,7 @@ def test_parameters_and_state_are_gone(name):
     assert ("ngram" in names) == (hashed + suffix > 0) and model.config.table_rows == hashed + suffix
     pieces = off.get("ngram_pieces", 2)
     assert not hashed + suffix or model.ngram.shape == (pieces * (hashed + suffix), MODEL.width / pieces)
+    assert {n.rpartition(".")[2] for n in names if n.endswith("taps")} == (set() if "input_taps" in off else {"attention_taps", "mlp_taps"})
     assert len(model.final_gate) == 1 + (hashed + suffix > 0)
     # The last layer's values are the n-grams, where there are any: then it has a second gate for each head.
     assert len(model.blocks["6"].gate) == (MODEL.heads * 2 if hashed else MODEL.heads)

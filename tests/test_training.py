@@ -81,11 +81,12 @@ REACHES = {  # how far a table of layers sees with windows of 3 and 7
 @pytest.mark.parametrize("layers, reach", REACHES.values(), ids=REACHES)
 @pytest.mark.fast
 def test_windows_bound_what_is_seen(tiny, layers, reach, monkeypatch):
-    """The reach of the network is the sum of its layers', and two for the token triples; what is recalled may lie anywhere before."""
+    """The reach of the network is the sum of its layers', two for the token triples and the taps of each product; what is recalled may lie anywhere before."""
     monkeypatch.setattr(tg, "longest_suffix_match", lambda tokens, positions, vocabulary: 0 * positions)
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
     seen = influence(replace(DOUBLE, layers=layers, value_embeddings=1, ngram_rows=2**16), [40], windows=(3, 7))  # no two triples in one row
-    assert seen.equal((distance >= 0) & (distance <= reach + 2))
+    taps = MODEL.input_taps * sum(layer.attention + layer.mlp for layer in layers)
+    assert seen.equal((distance >= 0) & (distance <= reach + 2 + taps))
 
 
 @pytest.mark.fast
@@ -158,6 +159,13 @@ def plain_features(model, documents, geometry):
     def norm(x):
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
+    def mixed(h, taps):
+        """Token by token."""
+        rows = []
+        for t, position in enumerate(documents.positions.tolist()):
+            rows.append(h[t] + sum(taps[k - 1] * h[t - k] for k in range(1, 1 + min(position, len(taps)))))
+        return torch.stack(rows)
+
     config, tokens, heads, after = model.config, documents.tokens.long(), model.config.heads, {}
     x = x0 = norm(model.embedding[tokens])
     ngram = model.ngram[documents.ngrams.long()].sum(1).view(len(tokens), -1)
@@ -173,12 +181,12 @@ def plain_features(model, documents, geometry):
             value = None if of is None else ngram if of == tg.NGRAMS else model.value_embeddings[of][tokens]
             read = h[:, :2 * half] if value is None else torch.cat([h[:, :half], value[:, :half].detach()], dim=1)
             gates = (read @ block.gate.to(x.dtype).T).sigmoid()
-            q, k, v = tg.split_heads_reference(h @ block.qkv.T, value, 4 * gates[:, heads:], documents.positions, geometry.cos, geometry.sin,
-                                               heads, layer.key_offset)
+            qkv = mixed(h, block.attention_taps) @ block.qkv.T
+            q, k, v = tg.split_heads_reference(qkv, value, 4 * gates[:, heads:], documents.positions, geometry.cos, geometry.sin, heads, layer.key_offset)
             y = tg.attention_reference(q, k, v, documents.positions, geometry.windows[layer.window], geometry.scale)
             x = x + ((block.scalars[3].abs() * gates[:, :heads])[:, :, None] * y).flatten(1) @ block.out
         if layer.mlp:
-            x = x + (norm(x) @ block.up.T).relu().square() @ block.down
+            x = x + (mixed(norm(x), block.mlp_taps) @ block.up.T).relu().square() @ block.down
         after[slot] = x
     weights = norm(x)[:, :config.gate_inputs] @ model.final_gate.to(x.dtype).T
     return norm(x + weights[:, :1] * x0 + weights[:, 1:] * ngram)
@@ -513,7 +521,9 @@ def compare(corpus, preset, validate=False):
     torch._dynamo.reset()
     eager = tg.select_ops(CPU)
     expected_losses, expected, _ = three_steps(corpus, eager, preset, validate)
-    losses, state, counts = three_steps(corpus, replace(eager, compile=tg.compile_dynamic, mlp=tg.compile_dynamic(tg.relu_squared_mlp)), preset, validate)
+    mlp = tg.compile_dynamic(tg.relu_squared_mlp)
+    compiled = replace(eager, compile=tg.compile_dynamic, mlp=lambda h, _, *weights: mlp(h, *weights))
+    losses, state, counts = three_steps(corpus, compiled, preset, validate)
     torch._dynamo.reset()
     differences = {name: relative(state[name], expected[name]) for name in expected}
     differences |= {f"loss {i}": relative(a, b) for i, (a, b) in enumerate(zip(losses, expected_losses))}
@@ -533,8 +543,8 @@ def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
     differences, counts = compare(corpus, SHORT)
     assert max(differences.values()) < 1e-5, differences
     # N-grams; norm at the start and, of a sum, at the end; layer inputs; before attention: with a value embedding after a stream with and without an
-    # update, with a skip besides, and with nothing; after it; into the MLP without it; MLP; pointer.
-    model = 1 + 2 + 1 + 4 + 1 + 1 + 1 + 1
+    # update, with a skip besides, and with nothing; after it, with an MLP's taps and without; into the MLP without it; MLP; pointer.
+    model = 1 + 2 + 1 + 4 + 2 + 1 + 1 + 1
     optimizer = 3 + 2 + len({rule.betas for _, rule in PRESET.optimizer.rules if isinstance(rule, tg.AdamRule) and not rule.sparse})
     assert counts == [model + optimizer, 0, 0]
 
