@@ -953,10 +953,9 @@ def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int
                     device: torch.device) -> Geometry:
     """Geometry with cosines and sines for `positions` positions; the stationary dims get angle
     0."""
-    angle = np.outer(np.arange(positions), np.pad(frequency, (0, len(frequency))))
-    cos = torch.from_numpy(np.cos(angle)).to(device, dtype)
-    sin = torch.from_numpy(np.sin(angle)).to(device, dtype)
-    return Geometry(dict(zip(("short", "long"), windows)), scale, cos, sin)
+    frequencies = torch.tensor(np.pad(frequency, (0, len(frequency))), device=device)
+    angle = torch.arange(positions, device=device)[:, None] * frequencies
+    return Geometry(dict(zip(("short", "long"), windows)), scale, angle.cos().to(dtype), angle.sin().to(dtype))
 
 
 def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device,
