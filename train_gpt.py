@@ -690,7 +690,6 @@ class Block(nn.Module):
 
         self.scalars = make_param("scalar", empty(4, dtype=torch.float32))  # LayerScalars
         self.skip_weight = None
-        self.attention_taps = self.mlp_taps = None  # of `mixed`
         if layer.skip_from is not None:
             self.skip_weight = make_param("scalar", empty((), dtype=torch.float32))
         if layer.attention:
@@ -706,12 +705,14 @@ class Block(nn.Module):
             shape = config.mlp_width, width
             self.up = make_param("mlp_up", empty(shape), shape)
             self.down = make_param("mlp_down", empty(shape), shape)
-        if config.input_taps:
-            shape = config.input_taps, width
-            if layer.attention:
-                self.attention_taps = make_param("gate", empty(shape, dtype=torch.float32))
-            if layer.mlp:
-                self.mlp_taps = make_param("gate", empty(shape, dtype=torch.float32))
+
+        def taps(wanted):
+            """For `mixed`, if there are any."""
+            if wanted and config.input_taps:
+                return make_param("gate", empty(config.input_taps, width, dtype=torch.float32))
+
+        self.attention_taps = taps(layer.attention)
+        self.mlp_taps = taps(layer.mlp)
 
         self.attention_in = ops.compile(attention_in)
         self.attention_out = ops.compile(attention_out)
@@ -783,6 +784,9 @@ class GPT(nn.Module):
         pieces = config.ngram_pieces
         if pieces not in range(1, 5) or width % pieces:
             fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
+
+        if config.input_taps not in range(4):  # see product_input
+            fail("input_taps", "0 to 3", config.input_taps, "mix in fewer tokens")
 
         self.ngram = None
         if config.table_rows:
@@ -1950,7 +1954,7 @@ def peak_memory_mib(ranks: Ranks) -> int | None:
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
-def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None = None) -> int:
+def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None) -> int:
     """The first `steps` steps, on the clock; validations are off it. Returns the digest of this rank's tokens."""
     preset = trainer.preset
     ranks = trainer.ranks

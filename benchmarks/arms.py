@@ -206,7 +206,7 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
         log_path = Path(f"{options.out}.{arm['name']}.jsonl")
         log = tg.RunLog(log_path)
         try:
-            tg.timed_loop(trainer, log, preset.steps)
+            tg.timed_loop(trainer, log, preset.steps, None)
         finally:
             log.close()
         seconds = clock.milliseconds() / 1e3

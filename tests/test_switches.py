@@ -57,6 +57,13 @@ def test_pieces_that_do_not_fit_get_a_line(pieces):
         tg.GPT(replace(MODEL, ngram_pieces=pieces), tg.select_ops(CPU), CPU)
 
 
+@pytest.mark.parametrize("taps", [-1, 4])
+def test_taps_that_do_not_fit_get_a_line(taps):
+    """The sample that gives their gradient begins with the fourth token."""
+    with pytest.raises(tg.Failure, match=f"input_taps.*0 to 3.*{taps}.*mix in fewer tokens"):
+        tg.GPT(replace(MODEL, input_taps=taps), tg.select_ops(CPU), CPU)
+
+
 @each_switch
 def test_parameters_and_state_are_gone(name):
     model = tg.GPT(switched(name).model, tg.select_ops(CPU), CPU)
