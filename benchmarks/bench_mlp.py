@@ -229,7 +229,8 @@ class Watch:
         def watched_ops(*args, **options):
             ops = select_ops(*args, **options)
             projection = self.wrap_projection(ops.project_heads, ops.attention_fp8)
-            return replace(ops, mlp=self.wrap(ops.mlp, ops.mlp_fp8), project_heads=projection, attention_fp8=False, mlp_fp8=False)  # regions write h, to look at
+            # Regions believe that nothing is FP8: so they write h, to look at.
+            return replace(ops, mlp=self.wrap(ops.mlp, ops.mlp_fp8), project_heads=projection, attention_fp8=False, mlp_fp8=False)
 
         def watched_loop(trainer, *rest):
             self.live, self.layers = True, sum(layer.mlp for layer in trainer.preset.model.layers)

@@ -35,14 +35,17 @@ def main() -> int:
     except (IndexError, ValueError):
         sys.exit(__doc__)
     options = tg.parse_arguments(sys.argv[2:])
-    if options.stop_after is None or not 0 <= first <= last < options.stop_after:  # shortened, so that no log of it looks like a record's
-        sys.exit(f"bench_trace: expected 0 <= A <= B < N, found {sys.argv[1]} and --stop-after {options.stop_after}; fix: name steps that the run has")
+    if options.stop_after is None:
+        sys.exit("bench_trace: expected --stop-after N, found none; fix: shorten the run, so that its log does not look like a record's")
+    steps = min(options.stop_after, tg.scaled_preset(tg.PRESETS[options.preset], options.length).steps)
+    if not 0 <= first <= last < steps:
+        sys.exit(f"bench_trace: expected 0 <= A <= B <= {steps - 1}, found {sys.argv[1]}; fix: name steps that the run has")
 
     timed_loop, training_step, profiler = tg.timed_loop, tg.Trainer.training_step, torch.profiler.profile()
 
     def traced_loop(trainer, *rest):
         """Only the steps of the timed loop count: the warm-up makes some too."""
-        def step(step, batches):
+        def traced_step(step, batches):
             if step == first:
                 # All ranks start together. Otherwise the trace's first collective would show which of them was late.
                 trainer.ranks.gather_objects(None)
@@ -53,7 +56,7 @@ def main() -> int:
                 finish(profiler, trainer.ranks.rank)
             return loss
 
-        trainer.training_step = step
+        trainer.training_step = traced_step
         return timed_loop(trainer, *rest)
 
     tg.timed_loop = traced_loop

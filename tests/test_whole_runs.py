@@ -310,14 +310,14 @@ def test_stopping_after_more_than_everything(run):
 def test_a_trace_of_some_steps(corpus, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tg, "timed_loop", tg.timed_loop)  # the script replaces it
-    options = ["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path), "--seed", "3", "--stop-after", "4"]
+    options = ["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path), "--seed", "3", "--stop-after", "9"]
     monkeypatch.setattr(sys, "argv", ["bench_trace.py", "1:2", *options])
     assert bench_trace.main() == 0
     trace = json.loads((tmp_path / "trace-rank0.trace.json").read_text())
     names = [event.get("name") for event in trace["traceEvents"]]
     assert names.count("reduce lm_head") == 2 and any("Backward" in str(name) for name in names)
     assert "Self CPU" in capsys.readouterr().out
-    for span in ("2:1", "3:4", "x"):
+    for span in ("2:1", "3:5", "x"):  # the preset has 5 steps
         monkeypatch.setattr(sys, "argv", ["bench_trace.py", span, *options])
         with pytest.raises(SystemExit):
             bench_trace.main()
