@@ -129,9 +129,10 @@ class ModelConfig:
     # The factor of products of normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels
     # the loss is 0.005 lower at 0.13 than at 0.1; 0.16 and 0.2 give the same.
     attention_scale: float = 0.1
-    # What attention's projection and the MLPs read holds so many earlier tokens too, see `mixed`. 2 lowered the loss of
-    # a sprint by 0.0103, with slower kernels than today's, which have not been timed yet. 0: none.
-    input_taps: int = 0
+    # What an MLP reads holds two earlier tokens too, see `mixed`: -0.0071 in a sprint, -0.002 to -0.004 after 243 M
+    # tokens, for 0.7 % of a step. Before attention too: a further -0.0019 of the sprint, not worth its time. A third
+    # earlier token gives nothing.
+    mlp_taps: bool = False
     longest_suffix_match: bool = True  # adds a row of what followed the same tokens, see that function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
     # The factor of products of its normalised queries and keys. This value, a window of 4096 and not 2048 tokens and a
@@ -278,7 +279,7 @@ LAYERS = (
 # For one pass over 243 M tokens and more (records/LOG.md). A table of 2^25 rows takes 48 GiB.
 GPT_SMALL = ModelConfig(
     width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2560, layers=LAYERS, value_embeddings=3,
-    ngram_rows=2**25, ngram_pieces=4)
+    ngram_rows=2**25, ngram_pieces=4, mlp_taps=True)
 
 # One pass over 94 M tokens wants less: half the heads, layers 3 and 8 empty, and no attention in layer 5.
 GPT_SPRINT = replace(
@@ -542,40 +543,41 @@ def mixed(h, taps, positions):
         return h
     total = h
     for distance, tap in enumerate(taps, 1):
-        earlier = F.pad(h, (0, 0, distance, 0))[:len(h)]
+        earlier = h.roll(distance, 0)
         total = total + torch.where(positions[:, None] >= distance, earlier, 0) * tap
     return total.to(h.dtype)
 
 
 class Deferred(torch.autograd.Function):
     """Stands for h [T, width], which the operator that reads it makes while it rounds to FP8: holds nothing, and only
-    takes the gradient back. So no region writes h. `sample` is what the taps add to rows 3, 7, 11, ... of h."""
+    takes the gradient back. So no region writes h. `sample` is what the taps add to rows 15, 31, 47, ... of h."""
     @staticmethod
     def forward(ctx, h, sample):
         return h.new_empty(1).expand_as(h)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, 4 * grad[3::4]
+        return grad, 16 * grad[15::16]
 
 
-def product_input(x, h, positions, taps, fp8):
+def product_input(x, h, fp8, positions=None, taps=None):
     """What a product reads, mixed(h, taps, positions) of the stream's norm h, and None. In FP8: what stands for it,
-    and the inverse RMS [T] of the stream x, with which the operator makes it. Up to 3 taps."""
+    and the inverse RMS [T] of the stream x, with which the operator makes it."""
     if not (fp8 and torch.is_grad_enabled()):
         return mixed(h, taps, positions), None
+    inverse_rms = torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
     sample = h.detach()
     if taps is not None:
-        # For the taps' gradient, which would take 2 % of a step from all tokens. Without padding, so that the backward
-        # pass makes it again from x, and nothing is kept.
-        after = positions[3::4, None]
-        sample = sum(torch.where(after >= distance, sample[3 - distance::4][:len(after)], 0) * tap
+        # The taps' gradient from every 16th token: 0.3 % of a step. From every fourth it took 1.8 %.
+        norms = x.detach() * inverse_rms[:, None]
+        after = positions[15::16, None]
+        sample = sum(torch.where(after >= distance, norms[15 - distance::16][:len(after)], 0) * tap
                      for distance, tap in enumerate(taps, 1))
         h = mixed(h, taps.detach(), positions)
-    return Deferred.apply(h, sample), torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
+    return Deferred.apply(h, sample), inverse_rms
 
 
-def attention_in(attn_scale, gate, value, positions, taps, fp8, *entry):
+def attention_in(attn_scale, gate, value, fp8, *entry):
     """A layer up to its projection, given the operands of enter_layer as `entry`: the stream, the
     two results of product_input, the gates [T, H] of the heads' outputs and of the value embedding.
     gate [H, inputs], or [2 H, inputs] for both.
@@ -597,20 +599,20 @@ def attention_in(attn_scale, gate, value, positions, taps, fp8, *entry):
         gates, value_gates = gates.chunk(2, dim=1)
         value_gates = 4 * value_gates
     gates = scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20)
-    return x, *product_input(x, h, positions, taps, fp8), gates, value_gates
+    return x, *product_input(x, h, fp8), gates, value_gates
 
 
-def attention_out(x, y, out, *mix):
+def attention_out(x, y, out, fp8, *mix):
     """The stream after attention, x + y out, and product_input of it for the MLP; y [T, H, D] gated
     heads, out [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
-    return x, *product_input(x, norm(x), *mix)
+    return x, *product_input(x, norm(x), fp8, *mix)
 
 
 def mlp_in(positions, taps, fp8, *entry):
     """A layer without attention up to its MLP: the stream and product_input of it."""
     x = enter_layer(*entry)
-    return x, *product_input(x, norm(x), positions, taps, fp8)
+    return x, *product_input(x, norm(x), fp8, positions, taps)
 
 
 def final_states(x, mlp_out, x0, ngram, gate):
@@ -705,14 +707,10 @@ class Block(nn.Module):
             shape = config.mlp_width, width
             self.up = make_param("mlp_up", empty(shape), shape)
             self.down = make_param("mlp_down", empty(shape), shape)
+        self.mlp_taps = None
+        if layer.mlp and config.mlp_taps:
+            self.mlp_taps = make_param("gate", empty(2, width, dtype=torch.float32))
 
-        def taps(wanted):
-            """For `mixed`, if there are any."""
-            if wanted and config.input_taps:
-                return make_param("gate", empty(config.input_taps, width, dtype=torch.float32))
-
-        self.attention_taps = taps(layer.attention)
-        self.mlp_taps = taps(layer.mlp)
 
         self.attention_in = ops.compile(attention_in)
         self.attention_out = ops.compile(attention_out)
@@ -739,31 +737,30 @@ class Block(nn.Module):
         region adds:
 
             x = resid_lambda (x + mlp_out + σ(skip_weight) skip) + injected
-            x = x + attn_scale attention(mixed(norm(x))) out
+            x = x + attn_scale attention(norm(x)) out
             mlp_out = mlp(mixed(norm(x)))
 
         `value` [T, attention_width or more] is what attention adds to V, if anything.
         """
         layer = self.layer
         entry = x, mlp_out, injected, scalars.resid_lambda, skip, self.skip_weight
-        attention_mix = documents.positions, self.attention_taps
-        mlp_mix = documents.positions, self.mlp_taps
+        mix = documents.positions, self.mlp_taps
 
         if layer.attention:
             x, h, inverse_rms, gates, value_gates = self.attention_in(
-                scalars.attn_scale, self.gate, value, *attention_mix, self.ops.attention_fp8, *entry)
+                scalars.attn_scale, self.gate, value, self.ops.attention_fp8, *entry)
             q, k, v = self.ops.project_heads(
-                h, (x.detach(), inverse_rms, *attention_mix), gathered(self.qkv), value, value_gates,
+                h, (x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
                 documents.positions, geometry.cos, geometry.sin, self.heads, layer.key_offset)
             window = geometry.windows[layer.window]
             y = self.ops.attention(q, k, v, documents, window, geometry.scale, gates)
-            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), *mlp_mix, self.ops.mlp_fp8)
+            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), self.ops.mlp_fp8, *mix)
         else:
-            x, h, inverse_rms = self.mlp_in(*mlp_mix, self.ops.mlp_fp8, *entry)
+            x, h, inverse_rms = self.mlp_in(*mix, self.ops.mlp_fp8, *entry)
 
         mlp_out = None
         if layer.mlp:
-            mlp_out = self.ops.mlp(h, (x.detach(), inverse_rms, *mlp_mix), gathered(self.up), gathered(self.down))
+            mlp_out = self.ops.mlp(h, (x.detach(), inverse_rms, *mix), gathered(self.up), gathered(self.down))
         return x, mlp_out
 
 
@@ -785,8 +782,6 @@ class GPT(nn.Module):
         if pieces not in range(1, 5) or width % pieces:
             fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
 
-        if config.input_taps not in range(4):  # see product_input
-            fail("input_taps", "0 to 3", config.input_taps, "mix in fewer tokens")
 
         self.ngram = None
         if config.table_rows:
@@ -3266,20 +3261,27 @@ class PointerLogCopy(torch.autograd.Function):
 
 # ---- FP8 copies and products -----------------------------------------------------------------------------------------
 @jit
+def convert_four(x, FORMAT):
+    """The FP8 bits of four numbers in a word, by PTX written by hand: of four neighbours in one tensor, as int8, or of
+    one entry in each of four tensors, as int32. See to_fp8_bits."""
+    dtype = tl.int8 if len(x) == 1 else tl.int32
+    return tl.inline_asm_elementwise(
+        "{.reg .b16 a, b; cvt.rn.satfinite." + FORMAT + "x2.f32 a, $2, $1; "
+        "cvt.rn.satfinite." + FORMAT + "x2.f32 b, $4, $3; mov.b32 $0, {a, b};}",
+        "=r,f,f,f,f", x, dtype, is_pure=True, pack=4 // len(x))
+
+
+@jit
 def to_fp8_bits(x, FORMAT, PTX):
     """x in FORMAT, "e4m3" or "e5m2", saturated, as int8; a NaN stays a NaN.
 
     Triton converts two numbers at once into a 16-bit register. Where the two bytes of such a pair are stored apart, as
     in a transposed store, ptxas 12.8 and 12.9 (of Triton 3.6 to 3.8, sm_90; 13.1 is right) can read one of them from
     the stack pointer, or from a register that nothing has written: whatever the last kernel left there (Triton's
-    issue 11111). The PTX written by hand here uses 32-bit registers instead; tests/test_fp8_machine_code.py looks for
-    the fault.
+    issue 11111). convert_four uses 32-bit registers instead; tests/test_fp8_machine_code.py looks for the fault.
     """
     if PTX:
-        return tl.inline_asm_elementwise(
-            "{.reg .b16 a, b; cvt.rn.satfinite." + FORMAT + "x2.f32 a, $2, $1; "
-            "cvt.rn.satfinite." + FORMAT + "x2.f32 b, $4, $3; mov.b32 $0, {a, b};}",
-            "=r,f,f,f,f", [x], tl.int8, is_pure=True, pack=4)
+        return convert_four((x,), FORMAT)
     elif FORMAT == "e4m3":
         return tl.clamp(x, -448.0, 448.0, tl.PropagateNan.ALL).to(tl.float8e4nv).to(tl.int8, bitcast=True)
     else:
@@ -3287,51 +3289,72 @@ def to_fp8_bits(x, FORMAT, PTX):
 
 
 @jit
+def words_of_rows(rows, FORMAT, PTX):
+    """to_fp8_bits of four tensors, in the bytes of one of int32: as they follow one another in a transposed copy."""
+    if PTX:
+        words = convert_four(rows, FORMAT)
+    else:
+        words = tl.zeros_like(rows[0]).to(tl.int32)
+        for k in tl.static_range(4):
+            words |= (to_fp8_bits(rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
+    return words
+
+
+@jit
 def quantize_kernel(
-    x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, height, width, inverse_scale,
+    x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, groups, width, inverse_scale,
     TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
 
-    h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [height, width],
-    out_t is [width, height]. An entry of bf16 costs 2 bytes read and 2 written; those of earlier rows are
-    in the cache. With a BLOCK_M of 128 every tile writes whole cache lines of out_t. Reference: h *
+    h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [4 groups, width],
+    out_t is [width, groups] in words of four rows. A thread holds four rows: they are one another's
+    earlier rows, and only words change threads for the transposed copy. An entry of bf16 costs 2 bytes read
+    and 2 written. With 4 BLOCK_M of 128 every tile writes whole cache lines of out_t. Reference: h *
     inverse_scale, clamped and cast.
     """
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    group = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (row < height)[:, None] & (column < width)[None, :]
-    offsets = row[:, None].to(tl.int64) * width + column[None, :]
+    inside = (group < groups)[:, None] & (column < width)[None, :]
+    offsets = 4 * group[:, None].to(tl.int64) * width + column[None, :]
 
-    h = tl.load(x_ptr + offsets, inside, other=0.0).to(tl.float32)
-    if inverse_rms_ptr is not None:
-        h *= load_vector(inverse_rms_ptr, row, height)[:, None]
-        position = load_vector(positions_ptr, row, height, other=0)
+    rows = ()  # of h * inverse_scale before the mix: TAPS before the group, and its four
+    for k in tl.static_range(-TAPS, 4):
+        exists = (4 * group + k >= 0) & (group < groups)
+        row = tl.load(x_ptr + offsets + k * width, exists[:, None] & (column < width)[None, :], other=0.0)
+        factor = inverse_scale
+        if inverse_rms_ptr is not None:
+            factor *= tl.load(inverse_rms_ptr + 4 * group + k, exists, other=0.0)[:, None]
+        rows += (row.to(tl.float32) * factor,)
+
+    mixed_rows = ()
+    for k in tl.static_range(4):
+        h = rows[TAPS + k]
         for distance in tl.static_range(1, TAPS + 1):
-            begun = position >= distance
-            earlier = tl.load(x_ptr + offsets - distance * width, inside & begun[:, None], other=0.0).to(tl.float32)
-            earlier *= tl.load(inverse_rms_ptr + row - distance, begun, other=0.0)[:, None]
+            begun = tl.load(positions_ptr + 4 * group + k, group < groups, other=0) >= distance
+            earlier = tl.where(begun[:, None], rows[TAPS + k - distance], 0.0)
             h += earlier * load_vector(taps_ptr, column, width, distance - 1)[None, :]
-    out = to_fp8_bits(h * inverse_scale, FORMAT, PTX)
-    tl.store(out_ptr + offsets, out, inside)
+        mixed_rows += (h,)
 
-    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * height + row[None, :]
-    inside_t = (column < width)[:, None] & (row < height)[None, :]
-    tl.store(tile_t_ptr, tl.trans(out), inside_t)
+    for k in tl.static_range(4):
+        tl.store(out_ptr + offsets + k * width, to_fp8_bits(mixed_rows[k], FORMAT, PTX), inside)
+    words = words_of_rows(mixed_rows, FORMAT, PTX)
+    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * groups + group[None, :]
+    tl.store(tile_t_ptr, tl.trans(words), tl.trans(inside))
 
 
 def quantize_both(x, scale, dtype=torch.float8_e4m3fn, inverse_rms=None, positions=None, taps=None):
     """FP8 copies of x / scale in both layouts, contiguous: [height, width] like x, and [width, height].
 
-    Given x's inverse RMS: of mixed(norm(x), taps, positions) / scale."""
+    Given x's inverse RMS: of mixed(norm(x), taps, positions) / scale. RuntimeError if height is no multiple of 4."""
     height, width = x.shape
     out = x.new_empty(height, width, dtype=dtype)
     out_t = out.new_empty(width, height)
     quantize_kernel[triton.cdiv(width, 64), triton.cdiv(height, 128)](
-        x.contiguous(), inverse_rms, positions, taps, out.view(torch.int8), out_t.view(torch.int8),
-        height, width, 1.0 / scale, TAPS=0 if taps is None else len(taps),
+        x.contiguous(), inverse_rms, positions, taps, out.view(torch.int8), out_t.view(torch.int32),
+        height // 4, width, 1.0 / scale, TAPS=0 if taps is None else len(taps),
         FORMAT="e4m3" if dtype == torch.float8_e4m3fn else "e5m2", PTX=x.is_cuda,
-        BLOCK_M=128, BLOCK_N=64, num_warps=8)
+        BLOCK_M=32, BLOCK_N=64, num_warps=8)
     return out, out_t
 
 
@@ -4214,7 +4237,8 @@ class Ops:
     pointer: Callable  # (queries and keys [T, 2, Dk], documents, window, scale) -> log_copy [T] of Targets
     embed: Callable  # (table [rows, width], documents) -> [T, width]
     sparse_adam: Callable  # see sparse_adam_reference
-    # The next two read h [T, width] of product_input; `source` is (x, its inverse RMS, positions, taps).
+    # The next two read h [T, width] of product_input; `source` is (x, its inverse RMS), and for
+    # the MLP (positions, taps) besides.
     project_heads: Callable  # (h, source, weight, ...) -> q, k, v: see split_heads_reference
     mlp: Callable  # (h, source, up, down [mlp_width, width]) -> [T, width]
     orthogonalize: Callable  # (matrices [N, rows, columns], recipe) -> the same shape
@@ -5014,9 +5038,9 @@ def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tens
 
     The keys and values of earlier tokens stay, so the model serves nothing else from then on. Only new tokens pass
     through it, and those before them that they read otherwise: one, because key_offset takes a part of a key from
-    there, and as many as all layers together mix in.
+    there, and two a layer, as many as its MLP mixes in.
     """
-    reach = 1 + 2 * model.config.input_taps * len(model.blocks)
+    reach = 1 + 2 * len(model.blocks)
     first = 0  # of the tokens that pass
 
     def remembered(earlier, part):

@@ -214,7 +214,7 @@ def test_the_layers_gates_are_positive(embedded, scale):
     gate = torch.full((heads * (1 + embedded), inputs), -30.0)
     gate[1] = 1
     entry = x, None, x, torch.ones(tokens), None, None  # injected, resid_lambda, no skip
-    *_, gates, value_gates = tg.attention_in(torch.full((tokens,), scale), gate, value if embedded else None, None, None, False, *entry)
+    *_, gates, value_gates = tg.attention_in(torch.full((tokens,), scale), gate, value if embedded else None, False, *entry)
     assert gates.shape == (tokens, heads) and (gates >= 2.0**-20).all() and (value_gates is not None) == embedded
 
 

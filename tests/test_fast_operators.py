@@ -84,7 +84,8 @@ def test_a_step_with_fast_operators_is_the_reference_step(hopper, corpus, unwrit
 @pytest.mark.parametrize("fp8", [[], list(tg.FP8_PARTS)], ids=["bfloat16", "fp8"])
 def test_a_step_as_on_a_gpu_is_near_the_reference_step(hopper, corpus, unwritten_is_nan, exact_products, fp8):
     """bfloat16 moves gradients by 2 to 4 %. FP8's scales are for wider models: here it moves them by half, but the loss by .2 %."""
-    shape = dict(tokens=384, dtype="bfloat16")
+    # In FP8 every 16th token gives the taps' gradient, which is too few of these.
+    shape = dict(tokens=384, dtype="bfloat16", mlp_taps=not fp8)
     want_loss, want = one_step(tg.select_ops(CPU), corpus, **shape)
     loss, got = unwritten_is_nan(one_step, tg.select_ops(torch.device("cuda"), compile=False, graphs=False, fp8=fp8), corpus, **shape)
     torch.testing.assert_close(loss, want_loss, rtol=5e-3 if fp8 else 1e-4, atol=0)
@@ -92,4 +93,4 @@ def test_a_step_as_on_a_gpu_is_near_the_reference_step(hopper, corpus, unwritten
         error = (tensor.float() - want[name].float()).norm() / want[name].float().norm().clamp_min(1e-6)
         assert error.isfinite(), name
         if name.endswith(("momentum", "exp_avg")):
-            assert error < (1.2 if fp8 else 0.06), f"{name}: {float(error)}"  # 1.01 of the taps, whose gradient is of every fourth token
+            assert error < (1.2 if fp8 else 0.06), f"{name}: {float(error)}"

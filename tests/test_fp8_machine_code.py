@@ -77,8 +77,8 @@ def test_no_kernel_of_a_step_has_the_fault():
 @pytest.mark.parametrize("capability", CONVERTING)
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 def test_copies_in_both_layouts(kind, capability):
-    given = dict(x_ptr="*bf16", out_ptr="*i8", out_t_ptr="*i8")
-    constants = dict(FORMAT=kind, PTX=True, BLOCK_M=128, BLOCK_N=64)
+    given = dict(x_ptr="*bf16", out_ptr="*i8", out_t_ptr="*i32")
+    constants = dict(FORMAT=kind, PTX=True, BLOCK_M=32, BLOCK_N=64)
     plain = dict(inverse_rms_ptr=None, positions_ptr=None, taps_ptr=None, TAPS=0)
     assert not misuses(tg.quantize_kernel, capability, 8, given, constants | plain)
     given |= dict(inverse_rms_ptr="*fp32", positions_ptr="*i32", taps_ptr="*fp32")

@@ -205,15 +205,15 @@ def test_mixed(count):
 @pytest.mark.parametrize("compiled", [False, True], ids=("eager", "compiled"))
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_input_that_its_operator_makes(monkeypatch, count, compiled):
-    """The stream gets the gradient of mixed(norm(x)) exactly, the taps four times that of every fourth token; one compilation serves any number of tokens."""
+    """The stream gets the gradient of mixed(norm(x)) exactly, the taps 16 times that of every 16th token; one compilation serves any number of tokens."""
     monkeypatch.undo()  # no kernel runs here, and guards cannot be compiled
     taps = normal(count, 8, seed=1, dtype=torch.float32).to(DEVICE).requires_grad_() if count else None
     region = tg.compile_dynamic(tg.product_input) if compiled else tg.product_input
     before = tg.compiled_graphs()
-    for tokens in (16, 24, 41):
+    for tokens in (32, 48, 79):
         x = normal(tokens, 8, seed=tokens, dtype=torch.float32).to(DEVICE).requires_grad_()
-        positions, grad = documents_of(1, 5, 2, tokens - 8), normal(tokens, 8, seed=3, dtype=torch.float32).to(DEVICE)
-        h, inverse_rms = region(x, tg.norm(x), positions, taps, True)
+        positions, grad = documents_of(1, 14, 2, tokens - 17), normal(tokens, 8, seed=3, dtype=torch.float32).to(DEVICE)
+        h, inverse_rms = region(x, tg.norm(x), True, positions, taps)
         assert h.shape == x.shape and h.stride() == (0, 0) and not inverse_rms.requires_grad
         torch.testing.assert_close(x * inverse_rms[:, None], tg.norm(x))
 
@@ -222,11 +222,11 @@ def test_an_input_that_its_operator_makes(monkeypatch, count, compiled):
         torch.testing.assert_close(found[0], torch.autograd.grad(want, x, grad, retain_graph=True)[0])
         if count:
             sample = torch.zeros_like(grad)
-            sample[3::4] = 4 * grad[3::4]
+            sample[15::16] = 16 * grad[15::16]
             torch.testing.assert_close(found[1], torch.autograd.grad(want, taps, sample)[0])
     assert tg.compiled_graphs() - before == compiled
     with torch.no_grad():
-        h, inverse_rms = tg.product_input(x, tg.norm(x), positions, taps, True)
+        h, inverse_rms = tg.product_input(x, tg.norm(x), True, positions, taps)
     assert inverse_rms is None and torch.equal(h, want)
 
 

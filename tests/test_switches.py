@@ -25,8 +25,8 @@ SWITCHES = {
     "plain decay": {"cautious_decay": False},
     "whole rows": {"ngram_pieces": 1},
     "no pooling": {"ngram_pooling": 0.0},
-    "no taps": {"input_taps": 0},
-    "plain Muon": {"second_moment_decay": None, "orthogonalization": "quintic"},
+    "no taps": {"mlp_taps": False},
+    "plain Muon": {"second_moment_decay": None},
 }
 SWITCHES["no table"] = SWITCHES["no n-grams"] | SWITCHES["no longest suffix match"]
 SWITCHES["everything off"] = {name: value for switch in SWITCHES.values() for name, value in switch.items()}
@@ -57,13 +57,6 @@ def test_pieces_that_do_not_fit_get_a_line(pieces):
         tg.GPT(replace(MODEL, ngram_pieces=pieces), tg.select_ops(CPU), CPU)
 
 
-@pytest.mark.parametrize("taps", [-1, 4])
-def test_taps_that_do_not_fit_get_a_line(taps):
-    """The sample that gives their gradient begins with the fourth token."""
-    with pytest.raises(tg.Failure, match=f"input_taps.*0 to 3.*{taps}.*mix in fewer tokens"):
-        tg.GPT(replace(MODEL, input_taps=taps), tg.select_ops(CPU), CPU)
-
-
 @each_switch
 def test_parameters_and_state_are_gone(name):
     model = tg.GPT(switched(name).model, tg.select_ops(CPU), CPU)
@@ -74,7 +67,7 @@ def test_parameters_and_state_are_gone(name):
     assert ("ngram" in names) == (hashed + suffix > 0) and model.config.table_rows == hashed + suffix
     pieces = off.get("ngram_pieces", 2)
     assert not hashed + suffix or model.ngram.shape == (pieces * (hashed + suffix), MODEL.width / pieces)
-    assert {n.rpartition(".")[2] for n in names if n.endswith("taps")} == (set() if "input_taps" in off else {"attention_taps", "mlp_taps"})
+    assert {n.rpartition(".")[2] for n in names if n.endswith("taps")} == (set() if "mlp_taps" in off else {"mlp_taps"})
     assert len(model.final_gate) == 1 + (hashed + suffix > 0)
     # The last layer's values are the n-grams, where there are any: then it has a second gate for each head.
     assert len(model.blocks["6"].gate) == (MODEL.heads * 2 if hashed else MODEL.heads)

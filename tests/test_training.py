@@ -81,11 +81,11 @@ REACHES = {  # how far a table of layers sees with windows of 3 and 7
 @pytest.mark.parametrize("layers, reach", REACHES.values(), ids=REACHES)
 @pytest.mark.fast
 def test_windows_bound_what_is_seen(tiny, layers, reach, monkeypatch):
-    """The reach of the network is the sum of its layers', two for the token triples and the taps of each product; what is recalled may lie anywhere before."""
+    """The reach of the network is the sum of its layers', two for the token triples and the taps of each MLP; what is recalled may lie anywhere before."""
     monkeypatch.setattr(tg, "longest_suffix_match", lambda tokens, positions, vocabulary: 0 * positions)
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
     seen = influence(replace(DOUBLE, layers=layers, value_embeddings=1, ngram_rows=2**16), [40], windows=(3, 7))  # no two triples in one row
-    taps = MODEL.input_taps * sum(layer.attention + layer.mlp for layer in layers)
+    taps = 2 * sum(layer.mlp for layer in layers)
     assert seen.equal((distance >= 0) & (distance <= reach + 2 + taps))
 
 
@@ -181,7 +181,7 @@ def plain_features(model, documents, geometry):
             value = None if of is None else ngram if of == tg.NGRAMS else model.value_embeddings[of][tokens]
             read = h[:, :2 * half] if value is None else torch.cat([h[:, :half], value[:, :half].detach()], dim=1)
             gates = (read @ block.gate.to(x.dtype).T).sigmoid()
-            qkv = mixed(h, block.attention_taps) @ block.qkv.T
+            qkv = h @ block.qkv.T
             q, k, v = tg.split_heads_reference(qkv, value, 4 * gates[:, heads:], documents.positions, geometry.cos, geometry.sin, heads, layer.key_offset)
             y = tg.attention_reference(q, k, v, documents.positions, geometry.windows[layer.window], geometry.scale)
             x = x + ((block.scalars[3].abs() * gates[:, :heads])[:, :, None] * y).flatten(1) @ block.out
@@ -223,7 +223,7 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
     (features[1] * weights).sum().backward()
     for name, parameter in want.named_parameters():
         if name not in ("lm_head", "pointer"):
-            assert relative(found[name], parameter.grad) < 1e-6, name  # gates and scalars, and their gradients, are float32
+            assert relative(found[name], parameter.grad) < 3e-6, name  # gates and scalars, and their gradients, are float32
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="step {}".format)
