@@ -187,14 +187,11 @@ class OptimizerConfig:
     momentum_warmup_fraction: float = 0.42  # of all steps; not tuned, like the next one
     momentum_cooldown_fraction: float = 0.07
     second_moment_decay: float | None = 0.95  # 0.98: +0.0008. None: plain Muon, the baseline arm
-    orthogonalization: str = "polar-express"
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
     adam_epsilon: float = 1e-10  # record 20
     # An n-gram row's second moment is mixed with so much of the mean over the tokens of the step, so that rows of small
     # gradients move less. 0: +0.0010.
     ngram_pooling: float = 0.5
-    # Weights decay only where the update shrinks them too (records 43, 50). False: everywhere, as in AdamW.
-    cautious_decay: bool = True
     cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
     # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
     final_learning_rate: float = 0.25
@@ -1038,14 +1035,13 @@ def nesterov_momentum(momentum_buffer: Tensor, received: Tensor, momentum: Tenso
 
 
 def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, second_moment: Tensor | None,
-                   multiplier: Tensor, lr: Tensor, weight_decay: float, beta2: float | None,
-                   cautious: bool = True) -> None:
+                   multiplier: Tensor, lr: Tensor, weight_decay: float, beta2: float | None) -> None:
     """Apply orthogonalised updates [..., rows, columns] to the weights, in place.
 
     NorMuon divides each line of a matrix by the running root mean square of its updates, then restores the norm of the
     whole matrix. Lines are those that the longer side counts: the rows of a tall or square matrix, the columns of a
     wide one. Without `second_moment` this is Muon.
-    Decay, if cautious, shrinks a weight only where the update shrinks it too.
+    Cautious decay shrinks a weight only where the update shrinks it too.
     Sources: NorMuon, arXiv 2510.05491; public records 41-43 and 48.
     """
     update = update.float()
@@ -1061,9 +1057,7 @@ def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, seco
 
     value = join_float32(weight, low_bits)
     step_size = lr * multiplier
-    wd = weight_decay * lr * step_size
-    if cautious:
-        wd = (update * value >= 0) * wd
+    wd = (update * value >= 0) * (weight_decay * lr * step_size)
     value = value - value * wd - update * step_size
     if low_bits is None:
         weight.copy_(value)
@@ -1074,11 +1068,11 @@ def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, seco
 
 
 def adam_update(weight: Tensor, received: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step_size: Tensor, wd: Tensor,
-                beta1: float, beta2: float, epsilon: float, cautious: bool = True) -> None:
+                beta1: float, beta2: float, epsilon: float) -> None:
     """One Adam step in place, computed in float32.
 
-    `step_size` is the learning rate with both bias corrections, see step_rates. The share `wd` of a weight decays;
-    if cautious, only where the update shrinks the weight too (record 50).
+    `step_size` is the learning rate with both bias corrections, see step_rates. The share `wd` of a weight decays, but
+    only where the update shrinks the weight too (record 50).
     """
     g = mean_gradient(received)
     m = torch.lerp(exp_avg.float(), g, 1 - beta1)
@@ -1087,9 +1081,7 @@ def adam_update(weight: Tensor, received: Tensor, exp_avg: Tensor, exp_avg_sq: T
     exp_avg_sq.copy_(v)
     update = step_size * m / (v.sqrt() + epsilon)
     value = weight.float()
-    decay = wd * value
-    if cautious:
-        decay = decay * (update * value > 0)
+    decay = wd * value * (update * value > 0)
     weight.copy_(value - update - decay)
 
 
@@ -1270,11 +1262,10 @@ class MatrixBank(Owner):
     def compute_(self, rates: dict[str, Tensor]) -> None:
         for group in self.groups:
             group.pending_reduce()
-        recipe = RECIPES[self.config.orthogonalization]
         update = self.nesterov(self.momentum, self.received, rates["momentum"])
-        update = self.ops.orthogonalize(update.flatten(0, 1), recipe).view(self.shard.shape)
+        update = self.ops.orthogonalize(update.flatten(0, 1)).view(self.shard.shape)
         self.update(update, self.shard, self.low_bits, self.second_moment, self.multiplier, rates["muon"],
-                    self.config.muon_weight_decay, self.config.second_moment_decay, self.config.cautious_decay)
+                    self.config.muon_weight_decay, self.config.second_moment_decay)
 
 
 @dataclass(eq=False)
@@ -1298,8 +1289,7 @@ class Adam(Owner):
         self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
         wait()
         self.update(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
-                    rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon,
-                    self.config.cautious_decay)
+                    rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon)
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -1406,7 +1396,7 @@ class SparseTable(Adam):
         self.ops.sparse_adam(grads, self.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
                              rates[self.role], rates[f"{self.role} decay"], self.rule.betas[1],
                              self.config.adam_epsilon, 1 / self.ranks.world,  # the gradient is the mean of the ranks'
-                             pooling=self.config.ngram_pooling, cautious=self.config.cautious_decay)
+                             pooling=self.config.ngram_pooling)
 
 
 class AdamScalars(Adam):
@@ -2616,7 +2606,7 @@ def embedding_grad_reference(grad, tokens, vocab_rows):
 
 
 def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale,
-                          pooling=0.0, cautious=True):
+                          pooling=0.0):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
 
     ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
@@ -2642,58 +2632,44 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     pooled = (1 - pooling) * v + pooling * typical
     update = lr * g / (pooled.sqrt() + epsilon)[:, None]
     value = weights[rows].to(wide)
-    decay = wd * value
-    if cautious:
-        decay = decay * (update * value > 0)
+    decay = wd * value * (update * value > 0)
     weights[rows] = (value - update - decay).to(weights.dtype)
     exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
     last_step[rows] = step
 
 
-class OrthogonalizeRecipe(NamedTuple):
-    """How singular values are driven to 1: divide by safety * ||X||_F, then apply a s + b s^3 + c s^5 in each step.
-
-    coefficients: one (a, b, c) a step. safety: room for rounding, since a polynomial explodes above its interval.
-    """
-    coefficients: tuple[tuple[float, float, float], ...]
-    safety: float = 1.0
-
-
+# How singular values are driven to 1: divide by SAFETY * ||X||_F, then apply a s + b s^3 + c s^5 in each step. Minimax
+# on [1e-3, 1], each step fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932). It diverges
+# above 1.02, hence the safety. Muon's first polynomial, 3.4445, -4.7750, 2.0315 five times, never settles at 1.
 # Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
-# values log-uniform in 1e-3..1: quintic .163 | .203 | .473, polar-express .096 | .123 | .354.
-RECIPES = {
-    # Muon's first polynomial is steep at 0 and never settles at 1 (singular values end in
-    # .68..1.20).
-    "quintic": OrthogonalizeRecipe(((3.4445, -4.7750, 2.0315),) * 5),
-    # Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves
-    # (arXiv 2505.16932). It diverges above 1.02: keep the safety.
-    "polar-express": OrthogonalizeRecipe((
-        (8.156554524902461, -22.48329292557795, 15.878769915207462),
-        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-    ), safety=1.02),
-}
+# values log-uniform in 1e-3..1: .096 | .123 | .354, of Muon's first .163 | .203 | .473.
+SAFETY = 1.02
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
 
 
-def frobenius_scale(X, safety, dtype):
-    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
+def frobenius_scale(X, dtype):
+    """X / (SAFETY ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
 
     The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
     harm, while a float32 copy of X would cost two passes over it.
     """
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
-    divisor = (safety * norm).clamp_min(torch.finfo(X.dtype).tiny)
+    divisor = (SAFETY * norm).clamp_min(torch.finfo(X.dtype).tiny)
     return (X / divisor.to(X.dtype)).to(dtype)
 
 
-def orthogonalize_reference(matrices, recipe):
+def orthogonalize_reference(matrices):
     """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
     if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
-        return orthogonalize_reference(matrices.mT, recipe).mT
-    X = frobenius_scale(matrices, recipe.safety, matrices.dtype)
-    for a, b, c in recipe.coefficients:
+        return orthogonalize_reference(matrices.mT).mT
+    X = frobenius_scale(matrices, matrices.dtype)
+    for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
     return X
@@ -2829,19 +2805,19 @@ def matrix_product(B, X, out, scale=1.0, x_scale=None, tiles=None):
     return out
 
 
-def orthogonalize(matrices, recipe, dtype=torch.bfloat16):
+def orthogonalize(matrices, dtype=torch.bfloat16):
     """Near-orthogonal factor of each matrix of [batch, M, N] (float32 or bf16), computed in dtype.
 
     It agrees with orthogonalize_reference up to rounding, and leaves the input as it is.
     """
     batch, rows, columns = matrices.shape
     if rows > columns:
-        return orthogonalize(matrices.mT, recipe, dtype).mT
+        return orthogonalize(matrices.mT, dtype).mT
     A, P = matrices.new_empty((2, batch, rows, rows), dtype=dtype)  # A = X X^T and P = b A + c A A
 
-    X = frobenius_scale(matrices, recipe.safety, dtype)
+    X = frobenius_scale(matrices, dtype)
     next_X = torch.empty_like(X)
-    for a, b, c in recipe.coefficients:
+    for a, b, c in POLAR_EXPRESS:
         matrix_product(None, X, out=A)
         matrix_product(None, A, out=P, scale=c, x_scale=b)
         matrix_product(P, X, out=next_X, x_scale=a)
@@ -4163,7 +4139,7 @@ def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
     step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, width,
     IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, CAUTIOUS: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
 
@@ -4190,9 +4166,7 @@ def sparse_adam_kernel(
         typical = (1 - beta2) * grad_scale * grad_scale * tl.load(mean_square_ptr)
         pooled = (1 - pooling) * exp_avg_sq + pooling * typical
         update = tl.load(lr_ptr) * grad / (tl.sqrt(pooled) + epsilon)
-        decaying = weights
-        if CAUTIOUS:  # weight decay applies where the update shrinks a weight, too
-            decaying = tl.where(update * weights > 0, weights, 0.0)
+        decaying = tl.where(update * weights > 0, weights, 0.0)  # where the update shrinks a weight, too
         weights -= update + tl.load(wd_ptr) * decaying
 
         tl.store(weights_ptr + column, weights, column < width)
@@ -4213,7 +4187,7 @@ def group_ids(ids):
     return ids, order, F.pad(starts, (0, 1), value=len(sorted_ids)), sorted_ids
 
 
-def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True, BLOCK_M=1, **options):
+def sparse_adam(grad, lookup, *state, pooling=0.0, BLOCK_M=1, **options):
     """sparse_adam_reference in kernels. A larger BLOCK_M is slower.
 
     With group_ids (under 0.1 ms) it took 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens on an H200, in whole
@@ -4222,7 +4196,7 @@ def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True, BLOCK_M=1, **o
     mean_square = torch.linalg.vector_norm(grad, dtype=torch.float32).square() / grad.numel()
     launch_groups(
         sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling,
-        per_program=1, BLOCK_M=BLOCK_M, CAUTIOUS=cautious, **options)
+        per_program=1, BLOCK_M=BLOCK_M, **options)
 
 
 # ==== 10. Operator selection ==========================================================================================
@@ -4241,7 +4215,7 @@ class Ops:
     # the MLP (positions, taps) besides.
     project_heads: Callable  # (h, source, weight, ...) -> q, k, v: see split_heads_reference
     mlp: Callable  # (h, source, up, down [mlp_width, width]) -> [T, width]
-    orthogonalize: Callable  # (matrices [N, rows, columns], recipe) -> the same shape
+    orthogonalize: Callable  # (matrices [N, rows, columns]) -> the same shape
     compile: Callable  # (function of tensors) -> the same function, faster
     attention_fp8: bool  # whether project_heads multiplies in FP8
     mlp_fp8: bool

@@ -1,6 +1,6 @@
 """Time and accuracy of orthogonalisation on a CUDA GPU; not a test.
 
-    python benchmarks/bench_orthogonalize.py                 every recipe, next to torch.bmm / baddbmm, and polar errors
+    python benchmarks/bench_orthogonalize.py                 next to torch.bmm / baddbmm, and polar errors
     python benchmarks/bench_orthogonalize.py --sweep         each kernel with every tile candidate, next to torch.bmm
     python benchmarks/bench_orthogonalize.py --compile       with the scaling compiled by torch.compile
     python benchmarks/bench_orthogonalize.py --cpu-dry-run   tiny sizes in Triton's interpreter: only proves that it runs
@@ -85,12 +85,12 @@ def microseconds(function, repeats=30, graph=True):
     return 1e3 * statistics.median(start.elapsed_time(end) for start, end in marks)
 
 
-def orthogonalize_torch(matrices, recipe):
-    """The same recipe through cuBLAS: full products, no kernels of ours."""
+def orthogonalize_torch(matrices):
+    """The same polynomial through cuBLAS: full products, no kernels of ours."""
     tall = matrices.size(1) > matrices.size(2)
     X = matrices.mT if tall else matrices
-    X = tg.frobenius_scale(X, recipe.safety, DTYPE)
-    for a, b, c in recipe.coefficients:
+    X = tg.frobenius_scale(X, DTYPE)
+    for a, b, c in tg.POLAR_EXPRESS:
         A = torch.bmm(X, X.mT)
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, P, X, beta=a)
@@ -112,31 +112,28 @@ def table(titles, rows):
         print("| " + " | ".join(str(cell) for cell in row) + " |")
 
 
-def bench_recipes():
+def bench_shapes():
     times, errors = [], []
     for full, rows, columns in BATCHES:
         for ranks in RANKS:
             batch = -(-full // ranks)
             matrices = torch.randn(batch, rows, columns, device=DEVICE)
             n, m = sorted((rows, columns))
-            for name, recipe in tg.RECIPES.items():
-                ours = lambda: tg.orthogonalize(matrices, recipe, DTYPE)  # noqa: E731
-                fast, eager = microseconds(ours), microseconds(ours, graph=False)
-                plain = microseconds(lambda: orthogonalize_torch(matrices, recipe))
-                flops = batch * len(recipe.coefficients) * (3 * n * n * m + n**3)
-                row = f"{fast:.0f}", f"{flops / fast / 1e6:.0f}", f"{flops / 790e6:.0f}", f"{eager:.0f}", f"{plain:.0f}", f"{plain / fast:.2f}"
-                times.append((f"{batch}x{rows}x{columns}", name, *row))
-        inputs = spectra(rows, columns)
-        for name, recipe in tg.RECIPES.items():
-            cells = []
-            for matrices, polar in inputs.values():
-                kernels = tg.orthogonalize(matrices.float(), recipe, DTYPE)
-                plain = orthogonalize_torch(matrices.float(), recipe)
-                for out in (kernels, plain, tg.orthogonalize_reference(matrices, recipe)):
-                    cells.append(f"{(out.double() - polar).norm() / polar.norm():.4f}")
-            errors.append((f"{rows}x{columns}", name, *(" / ".join(cells[i : i + 3]) for i in (0, 3))))
-    table(("batch", "recipe", "us", "TFLOP/s", "ceiling us", "eager us", "torch us", "speed-up"), times)
-    table(("polar error: kernels / torch / float64", "recipe", *inputs), errors)
+            ours = lambda: tg.orthogonalize(matrices, DTYPE)  # noqa: E731
+            fast, eager = microseconds(ours), microseconds(ours, graph=False)
+            plain = microseconds(lambda: orthogonalize_torch(matrices))
+            flops = batch * len(tg.POLAR_EXPRESS) * (3 * n * n * m + n**3)
+            row = f"{fast:.0f}", f"{flops / fast / 1e6:.0f}", f"{flops / 790e6:.0f}", f"{eager:.0f}", f"{plain:.0f}", f"{plain / fast:.2f}"
+            times.append((f"{batch}x{rows}x{columns}", *row))
+        inputs, cells = spectra(rows, columns), []
+        for matrices, polar in inputs.values():
+            kernels = tg.orthogonalize(matrices.float(), DTYPE)
+            plain = orthogonalize_torch(matrices.float())
+            for out in (kernels, plain, tg.orthogonalize_reference(matrices)):
+                cells.append(f"{(out.double() - polar).norm() / polar.norm():.4f}")
+        errors.append((f"{rows}x{columns}", *(" / ".join(cells[i : i + 3]) for i in (0, 3))))
+    table(("batch", "us", "TFLOP/s", "ceiling us", "eager us", "torch us", "speed-up"), times)
+    table(("polar error: kernels / torch / float64", *inputs), errors)
 
 
 def as_tiles(candidate):
@@ -180,6 +177,6 @@ if __name__ == "__main__":
     if args.compile:
         tg.frobenius_scale = torch.compile(tg.frobenius_scale, dynamic=False)
     with torch.no_grad():
-        sweep() if args.sweep else bench_recipes()
+        sweep() if args.sweep else bench_shapes()
     print(f"\n{'CPU, dry run' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, "
           f"{time.perf_counter() - started:.0f} s")  # fmt: skip

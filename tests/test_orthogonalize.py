@@ -1,4 +1,4 @@
-"""Orthogonalisation: kernels against float64 formulas, fast path against reference, recipes against the polar factor.
+"""Orthogonalisation: kernels against float64 formulas, fast path against reference, the composite polynomial against the polar factor.
 
 On a CPU the kernels run in Triton's interpreter, which has to be chosen before triton is imported: run this file in its
 own process. On a GPU: TRITON_INTERPRET=0 pytest tests/test_orthogonalize.py (all of it, compiled).
@@ -24,7 +24,6 @@ TILES = {
     "large": dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=2),
 }
 DTYPES = {torch.float32: 2e-6, torch.float16: 1e-3}  # dtype: largest error, relative to the largest entry
-recipes = pytest.mark.parametrize("recipe", tg.RECIPES.values(), ids=tg.RECIPES)
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -160,49 +159,43 @@ def test_product_does_not_assume_symmetry():
 
 
 @needs_kernels
-@pytest.mark.parametrize("shape, name", [(shape, "polar-express") for shape in [(1, 12), (12, 6), (65, 130), (130, 65), (70, 70)]] + [
-    ((12, 6), "quintic"), ((65, 130), "quintic")], ids=str)
-def test_fast_path_equals_reference(shape, name):
-    recipe, values = tg.RECIPES[name], gaussian(2, *shape).float().to(DEVICE)
+@pytest.mark.parametrize("shape", [(1, 12), (12, 6), (65, 130), (130, 65), (70, 70)], ids=str)
+def test_fast_path_equals_reference(shape):
+    values = gaussian(2, *shape).float().to(DEVICE)
     _, strided = inside_nan(values, torch.float32)
-    expected = tg.orthogonalize_reference(values, recipe)
-    for matrices in (values, strided) if name == "polar-express" else (values,):
-        out = tg.orthogonalize(matrices, recipe, torch.float32)
+    expected = tg.orthogonalize_reference(values)
+    for matrices in (values, strided):
+        out = tg.orthogonalize(matrices, torch.float32)
         assert out.shape == values.shape and out.dtype == torch.float32
         assert (out - expected).norm() / expected.norm() < 5e-5
         assert torch.equal(matrices, values)
 
 
 @needs_kernels
-@recipes
-def test_half_precision_stays_close_to_float64(recipe):
+def test_half_precision_stays_close_to_float64():
     values = gaussian(1, 65, 130)
-    out = tg.orthogonalize(values.float().to(DEVICE), recipe, torch.float16)
-    expected = tg.orthogonalize_reference(values, recipe)
+    out = tg.orthogonalize(values.float().to(DEVICE), torch.float16)
+    expected = tg.orthogonalize_reference(values)
     assert out.dtype == torch.float16
     assert (out.double().cpu() - expected).norm() / expected.norm() < 0.02
 
 
-# Composite of the five or four quintics where the smallest singular value is above .01 of the norm, as in any gaussian
+# Composite of the five quintics where the smallest singular value is above .01 of the norm, as in any gaussian
 # matrix of aspect 3, and the polar error of a gaussian one: aspect 3, square.
-BOUNDS = {
-    tg.RECIPES["quintic"]: ((0.68, 1.21), 0.22, 0.23),
-    tg.RECIPES["polar-express"]: ((0.85, 1.15), 0.11, 0.13),
-}
+BOUNDS = (0.85, 1.15), 0.11, 0.13
 
 
-@recipes
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64), (96, 96)], ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
 @pytest.mark.fast
-def test_close_to_polar_factor(path, shape, recipe):
+def test_close_to_polar_factor(path, shape):
     values = gaussian(1, *shape, seed=3)
     fast = path == "fast"
     matrices = values.float().to(DEVICE) if fast else values
-    out = tg.orthogonalize(matrices, recipe, torch.float32) if fast else tg.orthogonalize_reference(matrices, recipe)
+    out = tg.orthogonalize(matrices, torch.float32) if fast else tg.orthogonalize_reference(matrices)
     out = out.double().cpu()
     U, _, Vh = torch.linalg.svd(values, full_matrices=False)
-    (low, high), error_wide, error_square = BOUNDS[recipe]
+    (low, high), error_wide, error_square = BOUNDS
     error = (out - U @ Vh).norm() / (U @ Vh).norm()
     assert error < (error_square if shape[0] == shape[1] else error_wide)
     singular = torch.linalg.svdvals(out)
@@ -210,53 +203,49 @@ def test_close_to_polar_factor(path, shape, recipe):
     assert shape[0] == shape[1] or singular.min() > low
 
 
-@recipes
 @pytest.mark.fast
-def test_gain_and_room_above_one(recipe):
+def test_gain_and_room_above_one():
     """Slope at 0 of the composite as published; inputs 2 % above the norm, far more than bf16 adds, stay in bounds."""
-    gain = torch.tensor([a for a, _, _ in recipe.coefficients]).prod() / recipe.safety
-    assert gain == pytest.approx(485 if recipe is tg.RECIPES["quintic"] else 970, rel=2e-3)
-    x = torch.linspace(0.01, 1.02, 1000, dtype=torch.float64) / recipe.safety
-    for a, b, c in recipe.coefficients:
+    gain = torch.tensor([a for a, _, _ in tg.POLAR_EXPRESS]).prod() / tg.SAFETY
+    assert gain == pytest.approx(970, rel=2e-3)
+    x = torch.linspace(0.01, 1.02, 1000, dtype=torch.float64) / tg.SAFETY
+    for a, b, c in tg.POLAR_EXPRESS:
         x = a * x + b * x**3 + c * x**5
-    low, high = BOUNDS[recipe][0]
+    low, high = BOUNDS[0]
     assert low < x.min() and x.max() < high
 
 
-@recipes
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.fast
-def test_reference_applies_the_composite_polynomial(recipe, transposed):
+def test_reference_applies_the_composite_polynomial(transposed):
     """A diagonal matrix keeps its singular vectors, so every entry follows the scalar polynomial."""
     s = torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64)
     matrix = torch.zeros(4, 9, dtype=torch.float64)
     matrix[range(4), range(4)] = s
-    x = s / s.norm() / recipe.safety
-    for a, b, c in recipe.coefficients:
+    x = s / s.norm() / tg.SAFETY
+    for a, b, c in tg.POLAR_EXPRESS:
         x = a * x + b * x**3 + c * x**5
-    out = tg.orthogonalize_reference(7 * (matrix.T if transposed else matrix), recipe)
+    out = tg.orthogonalize_reference(7 * (matrix.T if transposed else matrix))
     out = out.T if transposed else out
     torch.testing.assert_close(out.diagonal(), x)
     assert out.sum().isclose(x.sum())
 
 
-@recipes
 @pytest.mark.parametrize("factor", [1e-6, 1e5])
 @pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
-def test_scale_invariance(path, recipe, factor):
+def test_scale_invariance(path, factor):
     values = gaussian(1, 20, 33).float().to(DEVICE)
     run = tg.orthogonalize_reference if path == "reference" else lambda *a: tg.orthogonalize(*a, torch.float32)
-    torch.testing.assert_close(run(factor * values, recipe), run(values, recipe), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(run(factor * values), run(values), rtol=1e-3, atol=1e-4)
 
 
-@recipes
 @pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
-def test_zero_matrix_and_zero_row(path, recipe):
+def test_zero_matrix_and_zero_row(path):
     values = gaussian(3, 6, 12).float().to(DEVICE)
     values[1] = 0
     values[2, 3] = 0
     run = tg.orthogonalize_reference if path == "reference" else lambda *a: tg.orthogonalize(*a, torch.float32)
-    out = run(values, recipe)
+    out = run(values)
     assert torch.isfinite(out).all()
     assert (out[1] == 0).all() and (out[2, 3] == 0).all() and out[0].norm() > 2
 
@@ -274,26 +263,24 @@ def test_tiles_fit_in_shared_memory():
 
 @pytest.mark.gpu
 @needs_gpu
-@recipes
 @pytest.mark.parametrize("shape", [(8, 768, 768), (3, 3072, 768), (8, 256, 768), (4, 6, 12), (2, 1, 12)], ids=str)
-def test_bf16_on_gpu(shape, recipe):
+def test_bf16_on_gpu(shape):
     values = gaussian(*shape).cuda()
-    out = tg.orthogonalize(values.float(), recipe)
-    expected = tg.orthogonalize_reference(values, recipe)
+    out = tg.orthogonalize(values.float())
+    expected = tg.orthogonalize_reference(values)
     assert out.dtype == torch.bfloat16
     assert (out.double() - expected).norm() / expected.norm() < 0.05
 
 
 @pytest.mark.gpu
 @needs_gpu
-@recipes
-def test_cuda_graph_replay(recipe):
+def test_cuda_graph_replay():
     values = gaussian(4, 256, 768).float().cuda()
-    expected = tg.orthogonalize(values, recipe)  # compiles the kernels, which a capture must not
+    expected = tg.orthogonalize(values)  # compiles the kernels, which a capture must not
     static = torch.zeros_like(values)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        out = tg.orthogonalize(static, recipe)
+        out = tg.orthogonalize(static)
     static.copy_(values)
     graph.replay()
     assert torch.equal(out, expected)

@@ -58,9 +58,7 @@ def fp8_launches(corpus, monkeypatch):
     trainer.initialise(helpers.SEED)
     helpers.randomise(trainer.model, size=0.15)
     batch = next(tg.training_batches(trainer.stream, preset.stages, trainer.micro_chunks, model, trainer.ranks))
-    name = preset.optimizer.orthogonalization
-    recipe = tg.RECIPES[name]
-    monkeypatch.setitem(tg.RECIPES, name, recipe._replace(coefficients=recipe.coefficients[:1]))  # one step is enough
+    monkeypatch.setattr(tg, "POLAR_EXPRESS", tg.POLAR_EXPRESS[:1])  # one step is enough
     before = {name: getattr(tg, name) for name in costs.OWN}
     with roofline.recorded_launches() as kernels:
         trainer.training_step(0, [batch])

@@ -22,7 +22,6 @@ SWITCHES = {
     "no n-grams": {"ngram_rows": 0},
     "no longest suffix match": {"longest_suffix_match": False},
     "no averages": {"averaged_share": 0.0},
-    "plain decay": {"cautious_decay": False},
     "whole rows": {"ngram_pieces": 1},
     "no pooling": {"ngram_pooling": 0.0},
     "no taps": {"mlp_taps": False},
@@ -209,63 +208,45 @@ def test_remembered_keys_and_values_change_nothing(corpus, tiny, tmp_path, name,
 
 # ---- decay -----------------------------------------------------------------------------------------------------------
 def plain(weight, update, shrink):
-    """AdamW's decoupled decay."""
+    """AdamW's decoupled decay, where the share to shrink by may differ by weight."""
     return (1 - shrink) * weight - update
 
 
-@pytest.mark.parametrize("cautious", [False, True])
-def test_decay_of_adam(cautious):
+def test_decay_of_adam():
     generator = torch.Generator().manual_seed(0)
     weight, gradient, mean, square = torch.randn(4, 8, 6, generator=generator)
     start, square = weight.clone(), square.abs()
     m, v = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient**2
-    tg.adam_update(weight, gradient[None], mean, square, torch.tensor(0.01), torch.tensor(0.1), 0.9, 0.95, 1e-8, cautious)
+    tg.adam_update(weight, gradient[None], mean, square, torch.tensor(0.01), torch.tensor(0.1), 0.9, 0.95, 1e-8)
     update = 0.01 * m / (v.sqrt() + 1e-8)
     shrinking = update * start > 0
-    expected = plain(start, update, 0.1 * shrinking if cautious else 0.1)
+    expected = plain(start, update, 0.1 * shrinking)
     assert relative(weight, expected) < 1e-6 and 10 < shrinking.sum() < 38
 
 
-@pytest.mark.parametrize("cautious", [False, True])
-def test_decay_of_normuon(cautious):
+def test_decay_of_normuon():
     generator = torch.Generator().manual_seed(1)
     weight, update = torch.randn(2, 3, 8, 6, generator=generator)
     start, multiplier = weight.clone(), torch.tensor([1.0, 2.0, 4.0])[:, None, None]
-    tg.normuon_update(update, weight, None, None, multiplier, torch.tensor(0.02), 1.5, None, cautious)
+    tg.normuon_update(update, weight, None, None, multiplier, torch.tensor(0.02), 1.5, None)
     eta = 0.02 * multiplier
     shrinking = update * start >= 0
-    expected = plain(start, eta * update, 1.5 * 0.02 * eta * (shrinking if cautious else 1))
+    expected = plain(start, eta * update, 1.5 * 0.02 * eta * shrinking)
     assert relative(weight, expected) < 1e-6 and 30 < shrinking.sum() < 114
 
 
-@pytest.mark.parametrize("cautious", [False, True])
-def test_decay_of_sparse_adam(cautious):
+def test_decay_of_sparse_adam():
     """The reference, by hand for one row; test_loss.py has the kernel against it."""
     weights, square, last = torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([4.0, 9.0]), torch.tensor([1.0, 0.0])
     lookup = tg.group_ids(torch.tensor([[0], [0]], dtype=torch.int32))
     gradient = torch.tensor([[1.0, 1.0], [2.0, 3.0]])
     step, rate, shrink = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(0.1)
-    tg.sparse_adam_reference(gradient, lookup, weights, square, last, step, rate, shrink, 0.9, 1e-8, 1.0, cautious=cautious)
+    tg.sparse_adam_reference(gradient, lookup, weights, square, last, step, rate, shrink, 0.9, 1e-8, 1.0)
     v = 0.9**2 * 4.0 + 0.1 * (3.0**2 + 4.0**2) / 2
     update = [0.5 * g / math.sqrt(v) for g in (3.0, 4.0)]
-    decay = [0.1 * 1.0, 0.0 if cautious else 0.1 * -2.0]  # the update shrinks the first weight, not the second
+    decay = [0.1 * 1.0, 0.0]  # the update shrinks the first weight, not the second
     assert weights[0].tolist() == pytest.approx([1.0 - decay[0] - update[0], -2.0 - decay[1] - update[1]], rel=1e-5)
     assert weights[1].tolist() == [3.0, 4.0] and square.tolist() == pytest.approx([v, 9.0])
-
-
-def test_the_preset_decides_for_every_parameter(corpus, tiny):
-    """One step with each decay, of all roles: every parameter of many entries has some that only the plain one shrinks."""
-    moved = {}
-    for name in (None, "plain decay"):
-        rules = tuple((role, replace(rule, decay=0.5) if isinstance(rule, tg.AdamRule) else rule) for role, rule in PRESET.optimizer.rules)
-        preset = replace(PRESET, optimizer=replace(PRESET.optimizer, rules=rules))
-        trainer = helpers.make_trainer(corpus, switched(name, preset) if name else preset)
-        trainer.initialise(0)
-        helpers.randomise(trainer.model, seed=1)
-        trainer.training_step(0, helpers.all_batches(trainer)[0])
-        moved[name] = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    different = {n for n in moved[None] if not moved[None][n].equal(moved["plain decay"][n])}
-    assert different >= {n for n, p in moved[None].items() if p.numel() > 1}, "matrices, tables, sparse rows, gates and scalars"
 
 
 if __name__ == "__main__":
