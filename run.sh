@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
-SPEEDRUN_GIB=62 SPRINT_GIB=21 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
+SPEEDRUN_GIB=62 SPRINT_GIB=22 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
