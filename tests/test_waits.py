@@ -163,10 +163,10 @@ MUTANTS = {
     "embedding": ("Optimizer.step", {"table.wait_gather()": "pass"}),
     "the last gather": ("Optimizer.gather", {"owner.wait_gather()": "pass"}),
     "late: gradients of matrices": ("MatrixBank.compute_", {
-        "group.pending_reduce()": "pass", "decay)": "decay)\n    for group in self.groups:\n        group.pending_reduce()"}),
-    "late: gradients of tables and scalars": ("Adam.compute_", {"wait()": "pass", "decay)": "decay)\n    wait()"}),
+        "group.pending_reduce()": "pass", "second_moment_decay)": "second_moment_decay)\n    for group in self.groups:\n        group.pending_reduce()"}),
+    "late: gradients of tables and scalars": ("Adam.compute_", {"wait()": "pass", "epsilon)": "epsilon)\n    wait()"}),
     "late: row numbers": ("SparseTable.start_step", {"wait()": "pass", "group_ids(full)": "group_ids(full)\n        wait()"}),
-    "late: gradients of rows": ("SparseTable.compute_", {"\n    wait()": "", "decay)": "decay)\n    wait()"}),
+    "late: gradients of rows": ("SparseTable.compute_", {"\n    wait()": "", "pooling)": "pooling)\n    wait()"}),
     "overwritten: gradients of matrices": ("MatrixGroup.reduce_", {"self.received)": "self.received); self.grads.zero_()"}),
     "overwritten: gradients of tables": ("AdamTable.reduce_", {"received), received": "received), received; grad.zero_()"}),
     "overwritten: gradients of scalars": ("AdamScalars.reduce_", {"self.grads[None]": "self.grads[None]; self.grads.zero_()"}),
