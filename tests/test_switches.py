@@ -249,6 +249,25 @@ def test_decay_of_sparse_adam():
     assert weights[1].tolist() == [3.0, 4.0] and square.tolist() == pytest.approx([v, 9.0])
 
 
+def test_decay_of_every_parameter(corpus, tiny):
+    """One step with decay and one without, of all roles: only entries that the update shrinks decay, in every parameter of many some."""
+    start, moved = None, []
+    for decay in (0.0, 0.5):
+        rules = tuple((role, replace(rule, decay=decay) if isinstance(rule, tg.AdamRule) else rule) for role, rule in PRESET.optimizer.rules)
+        optimizer = replace(PRESET.optimizer, rules=rules, muon_weight_decay=decay)
+        trainer = helpers.make_trainer(corpus, replace(PRESET, optimizer=optimizer))
+        trainer.initialise(0)
+        helpers.randomise(trainer.model, seed=1)
+        start = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        trainer.training_step(0, helpers.all_batches(trainer)[0])
+        moved.append({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
+    for name, before in start.items():
+        plain_step, decayed = (after[name] for after in moved)
+        shrinking = (before - plain_step) * before > 0
+        assert decayed[~shrinking].equal(plain_step[~shrinking]), name
+        assert before.numel() == 1 or not decayed.equal(plain_step), f"{name}: matrices, tables, sparse rows, gates and scalars"
+
+
 if __name__ == "__main__":
     helpers.PRESET = switched("everything off")
     sys.exit(helpers.fork_worlds(Path(sys.argv[1]), Path(sys.argv[2]), "", (1, 2)))
