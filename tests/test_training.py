@@ -218,12 +218,12 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
     assert block.qkv.shape == (2 * 2 * key_width + 32, 32) and block.qkv.info.matrix_shape == block.out.info.matrix_shape == (2 * key_width, 32)
     features = found.features(documents, geometry), plain_features(want, documents, geometry)
     assert relative(*features) < 1e-12
-    weights = torch.randn(features[0].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    weights = torch.randn(features[0].shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     found = plain_gradients_of(found, (features[0] * weights).sum())
     (features[1] * weights).sum().backward()
     for name, parameter in want.named_parameters():
         if name not in ("lm_head", "pointer"):
-            assert relative(found[name], parameter.grad) < 3e-6, name  # gates and scalars, and their gradients, are float32
+            assert relative(found[name], parameter.grad) < 1e-6, name  # gates and scalars, and their gradients, are float32
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="step {}".format)
