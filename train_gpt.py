@@ -129,9 +129,9 @@ class ModelConfig:
     # The factor of products of normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels
     # the loss is 0.005 lower at 0.13 than at 0.1; 0.16 and 0.2 give the same.
     attention_scale: float = 0.1
-    # What an MLP reads holds two earlier tokens too, see `mixed`: -0.0071 in a sprint, -0.002 to -0.004 after 243 M
-    # tokens, for 0.7 % of a step. Before attention too: a further -0.0019 of the sprint, not worth its time. A third
-    # earlier token gives nothing.
+    # What an MLP reads holds two earlier tokens too, see `mixed`: -0.0021 after 243 M tokens, for 0.7 % of a step. In a
+    # sprint -0.0071, with the gradient of every fourth token and not every 16th; then before attention too a further
+    # -0.0019, not worth its time, and a third earlier token nothing.
     mlp_taps: bool = False
     longest_suffix_match: bool = True  # adds a row of what followed the same tokens, see that function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
@@ -600,11 +600,11 @@ def attention_in(attn_scale, gate, value, fp8, *entry):
     return x, *product_input(x, h, fp8), gates, value_gates
 
 
-def attention_out(x, y, out, fp8, *mix):
+def attention_out(x, y, out, positions, taps, fp8):
     """The stream after attention, x + y out, and product_input of it for the MLP; y [T, H, D] gated
     heads, out [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
-    return x, *product_input(x, norm(x), fp8, *mix)
+    return x, *product_input(x, norm(x), fp8, positions, taps)
 
 
 def mlp_in(positions, taps, fp8, *entry):
@@ -705,7 +705,7 @@ class Block(nn.Module):
             shape = config.mlp_width, width
             self.up = make_param("mlp_up", empty(shape), shape)
             self.down = make_param("mlp_down", empty(shape), shape)
-        self.mlp_taps = None
+        self.mlp_taps = None  # of `mixed`
         if layer.mlp and config.mlp_taps:
             self.mlp_taps = make_param("gate", empty(2, width, dtype=torch.float32))
 
@@ -751,7 +751,7 @@ class Block(nn.Module):
                 documents.positions, geometry.cos, geometry.sin, self.heads, layer.key_offset)
             window = geometry.windows[layer.window]
             y = self.ops.attention(q, k, v, documents, window, geometry.scale, gates)
-            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), self.ops.mlp_fp8, *mix)
+            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), *mix, self.ops.mlp_fp8)
         else:
             x, h, inverse_rms = self.mlp_in(*mix, self.ops.mlp_fp8, *entry)
 
@@ -778,7 +778,6 @@ class GPT(nn.Module):
         pieces = config.ngram_pieces
         if pieces not in range(1, 5) or width % pieces:
             fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
-
 
         self.ngram = None
         if config.table_rows:
@@ -2638,12 +2637,12 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     last_step[rows] = step
 
 
-# How singular values are driven to 1: divide by SAFETY * ||X||_F, then apply a s + b s^3 + c s^5 in each step. Minimax
-# on [1e-3, 1], each step fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932). It diverges
-# above 1.02, hence the safety. Muon's first polynomial, 3.4445, -4.7750, 2.0315 five times, never settles at 1.
+# How singular values are driven to 1: divide by the safety times ||X||_F, then apply a s + b s^3 + c s^5 in each step.
+# Minimax on [1e-3, 1], each step fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932). It
+# diverges above 1.02, hence the safety. Muon's first polynomial, five times 3.4445, -4.7750, 2.0315, never settles.
 # Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
 # values log-uniform in 1e-3..1: .096 | .123 | .354, of Muon's first .163 | .203 | .473.
-SAFETY = 1.02
+POLAR_EXPRESS_SAFETY = 1.02
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -2654,13 +2653,13 @@ POLAR_EXPRESS = (
 
 
 def frobenius_scale(X, dtype):
-    """X / (SAFETY ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
+    """X / (POLAR_EXPRESS_SAFETY ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
 
     The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
     harm, while a float32 copy of X would cost two passes over it.
     """
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
-    divisor = (SAFETY * norm).clamp_min(torch.finfo(X.dtype).tiny)
+    divisor = (POLAR_EXPRESS_SAFETY * norm).clamp_min(torch.finfo(X.dtype).tiny)
     return (X / divisor.to(X.dtype)).to(dtype)
 
 

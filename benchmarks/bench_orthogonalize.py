@@ -1,6 +1,6 @@
 """Time and accuracy of orthogonalisation on a CUDA GPU; not a test.
 
-    python benchmarks/bench_orthogonalize.py                 next to torch.bmm / baddbmm, and polar errors
+    python benchmarks/bench_orthogonalize.py                 times next to torch.bmm / baddbmm's, and polar errors
     python benchmarks/bench_orthogonalize.py --sweep         each kernel with every tile candidate, next to torch.bmm
     python benchmarks/bench_orthogonalize.py --compile       with the scaling compiled by torch.compile
     python benchmarks/bench_orthogonalize.py --cpu-dry-run   tiny sizes in Triton's interpreter: only proves that it runs
