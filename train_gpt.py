@@ -186,7 +186,7 @@ class OptimizerConfig:
     muon_momentum: tuple[float, float] = (0.85, 0.93)
     momentum_warmup_fraction: float = 0.42  # of all steps; not tuned, like the next one
     momentum_cooldown_fraction: float = 0.07
-    second_moment_decay: float | None = 0.95  # 0.98: +0.0008. None: plain Muon, the baseline arm
+    second_moment_decay: float = 0.95  # 0.98: +0.0008
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
     adam_epsilon: float = 1e-10  # record 20
     # An n-gram row's second moment is mixed with so much of the mean over the tokens of the step, so that rows of small
@@ -275,7 +275,7 @@ LAYERS = (
 
 # For one pass over 243 M tokens and more (records/LOG.md). A table of 2^25 rows takes 48 GiB.
 GPT_SMALL = ModelConfig(
-    width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2560, layers=LAYERS, value_embeddings=3,
+    width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2816, layers=LAYERS, value_embeddings=3,
     ngram_rows=2**25, ngram_pieces=4, mlp_taps=True)
 
 # One pass over 94 M tokens wants less: half the heads, layers 3 and 8 empty, and no attention in layer 5.
@@ -526,12 +526,31 @@ def injections(x0, ngram, *lambdas):
     return injected
 
 
+class EnterStream(torch.autograd.Function):
+    """resid_lambda (x + injected), in the dtype of `injected`, where autograd would keep the sum: 1.5 % of a step.
+
+    The backward pass reads the result, as that of the norm does, so no region writes the sum; and x and `injected` have
+    one gradient."""
+    @staticmethod
+    def forward(ctx, resid_lambda, x, injected):
+        x = scaled(resid_lambda, x + injected).to(injected.dtype)
+        ctx.save_for_backward(resid_lambda, x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        resid_lambda, x = ctx.saved_tensors
+        grad_lambda = (scaled(1 / resid_lambda, x) * grad).sum(1)
+        grad = scaled(resid_lambda, grad).to(grad.dtype)
+        return grad_lambda, grad, grad
+
+
 def enter_layer(x, mlp_out, injected, resid_lambda, skip, skip_weight):
-    """x = resid_lambda (x + mlp_out + σ(skip_weight) skip) + injected."""
+    """x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected)."""
     x = add_mlp(x, mlp_out)
     if skip is not None:
         x = x + scaled(torch.sigmoid(skip_weight).expand(len(x)), skip)
-    return (scaled(resid_lambda, x) + injected).to(injected.dtype)
+    return EnterStream.apply(resid_lambda, x, injected)
 
 
 def mixed(h, taps, positions):
@@ -724,7 +743,7 @@ class Block(nn.Module):
 
         # resid_lambda: record 45; x0_lambda: record 9; ngram_lambda: record 62; attn_scale: record
         # 46, not tuned.
-        self.scalars.copy_(torch.tensor((1.1, 0.0, 0.1, 0.5)))
+        self.scalars.copy_(torch.tensor((1.1, 0.0, 0.09, 0.5)))
         if self.skip_weight is not None:
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
 
@@ -733,7 +752,7 @@ class Block(nn.Module):
         """The stream x [T, width] after attention and, apart, the MLP's output, which the next
         region adds:
 
-            x = resid_lambda (x + mlp_out + σ(skip_weight) skip) + injected
+            x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected)
             x = x + attn_scale attention(norm(x)) out
             mlp_out = mlp(mixed(norm(x)))
 
@@ -1033,26 +1052,24 @@ def nesterov_momentum(momentum_buffer: Tensor, received: Tensor, momentum: Tenso
     return (g + momentum * (average - g)).to(received.dtype)
 
 
-def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, second_moment: Tensor | None,
-                   multiplier: Tensor, lr: Tensor, weight_decay: float, beta2: float | None) -> None:
+def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, second_moment: Tensor,
+                   multiplier: Tensor, lr: Tensor, weight_decay: float, beta2: float) -> None:
     """Apply orthogonalised updates [..., rows, columns] to the weights, in place.
 
     NorMuon divides each line of a matrix by the running root mean square of its updates, then restores the norm of the
     whole matrix. Lines are those that the longer side counts: the rows of a tall or square matrix, the columns of a
-    wide one. Without `second_moment` this is Muon.
-    Cautious decay shrinks a weight only where the update shrinks it too.
+    wide one. Cautious decay shrinks a weight only where the update shrinks it too.
     Sources: NorMuon, arXiv 2510.05491; public records 41-43 and 48.
     """
     update = update.float()
-    if second_moment is not None:
-        axis, other_axis = (-1, -2) if update.size(-2) >= update.size(-1) else (-2, -1)
-        mean_square = update.square().mean(axis, keepdim=True)
-        average = second_moment + (1 - beta2) * (mean_square - second_moment)
-        second_moment.copy_(average)
-        scale = average.clamp_min(1e-10).rsqrt()
-        square_before = mean_square.sum(other_axis, keepdim=True)
-        square_after = (mean_square * scale.square()).sum(other_axis, keepdim=True)
-        update = update * (scale * (square_before / square_after.clamp_min(1e-30)).sqrt())
+    axis, other_axis = (-1, -2) if update.size(-2) >= update.size(-1) else (-2, -1)
+    mean_square = update.square().mean(axis, keepdim=True)
+    average = second_moment + (1 - beta2) * (mean_square - second_moment)
+    second_moment.copy_(average)
+    scale = average.clamp_min(1e-10).rsqrt()
+    square_before = mean_square.sum(other_axis, keepdim=True)
+    square_after = (mean_square * scale.square()).sum(other_axis, keepdim=True)
+    update = update * (scale * (square_before / square_after.clamp_min(1e-30)).sqrt())
 
     value = join_float32(weight, low_bits)
     step_size = lr * multiplier
@@ -1106,7 +1123,6 @@ class Owner:
     # The attributes that training changes; every owner has some of them.
     state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
     low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
-    second_moment = None  # of NorMuon's matrices
     average = None  # of matrices and dense tables, see average_
     pending_gather = None  # the wait for what gather_ has asked for
 
@@ -1248,9 +1264,8 @@ class MatrixBank(Owner):
         if self.weights.dtype == torch.bfloat16:
             self.low_bits = torch.zeros_like(self.shard, dtype=torch.int16)
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
-        if config.second_moment_decay is not None:
-            per_output = (rows, 1) if rows >= columns else (1, columns)
-            self.second_moment = torch.zeros(*self.shard.shape[:2], *per_output, device=ranks.device)
+        per_output = (rows, 1) if rows >= columns else (1, columns)
+        self.second_moment = torch.zeros(*self.shard.shape[:2], *per_output, device=ranks.device)
         self.nesterov = ops.compile(nesterov_momentum)
         self.update = ops.compile(normuon_update)
 
@@ -1326,14 +1341,13 @@ class AdamTable(Adam):
         launch_groups(embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=add)
 
     def reduce_(self) -> None:
-        with torch.profiler.record_function(f"reduce {self.role}"):
-            grad = self.parameter.grad
-            received = self.received
-            if received is None:
-                received = self.ranks.shard(grad)[None]
-            else:
-                grad = self.grads.copy_(grad)  # nothing to copy if kernels wrote it there
-            self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
+        grad = self.parameter.grad
+        received = self.received
+        if received is None:
+            received = self.ranks.shard(grad)[None]
+        else:
+            grad = self.grads.copy_(grad)  # nothing to copy if kernels wrote it there
+        self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
 
 
 class SparseTable(Adam):
@@ -1639,7 +1653,7 @@ def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list, str, s
 # ---- the trainer -----------------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Trainer:
-    """One compiled model, its optimizer and its data: what several runs of a process share."""
+    """One compiled model, its optimizer and its data."""
     preset: Preset
     ranks: Ranks
     ops: Ops
@@ -1648,8 +1662,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.device = self.ranks.device
-        self.warm = False
-
         self.ranks.agree("data", self._open_data, "copy the shards of one node to the others")
         self._build_model()
         self._prepare_schedule()
@@ -1989,17 +2001,14 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
 
 
 def prepare(trainer: Trainer, seed: int, log: RunLog) -> None:
-    """Make the initial state of a seed, equal on all ranks. The first run of a process also warms up, on that state.
+    """Make the initial state of a seed, equal on all ranks, and warm up.
 
     The hashes before and after prove that the warm-up leaves no trace."""
     state = trainer.initialise(seed)
     trainer.ranks.agree("initial state", lambda: state, "use GPUs of one kind", EXIT_HARDWARE)
-    if trainer.warm:
-        return
 
     started = trainer.clock.since_start()
     variants = trainer.warm_up()
-    trainer.warm = True
     if trainer.initialise(seed) != state:
         raise AssertionError("warm-up changed the training state")
     log.line("warm", seconds=round(trainer.clock.since_start() - started, 3), variants=variants,
@@ -2007,7 +2016,7 @@ def prepare(trainer: Trainer, seed: int, log: RunLog) -> None:
 
 
 def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int | None, settings: dict) -> float:
-    """One run from a seed: warm-up (once a process), the timed loop, the final validation. All of it is logged.
+    """One run from a seed: warm-up, the timed loop, the final validation. All of it is logged.
 
     Returns the validation loss in nats a token."""
     preset = trainer.preset
@@ -3264,18 +3273,6 @@ def to_fp8_bits(x, FORMAT, PTX):
 
 
 @jit
-def words_of_rows(rows, FORMAT, PTX):
-    """to_fp8_bits of four tensors, in the bytes of one of int32: as they follow one another in a transposed copy."""
-    if PTX:
-        words = convert_four(rows, FORMAT)
-    else:
-        words = tl.zeros_like(rows[0]).to(tl.int32)
-        for k in tl.static_range(4):
-            words |= (to_fp8_bits(rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
-    return words
-
-
-@jit
 def quantize_kernel(
     x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, groups, width, inverse_scale,
     TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
@@ -3313,7 +3310,14 @@ def quantize_kernel(
 
     for k in tl.static_range(4):
         tl.store(out_ptr + offsets + k * width, to_fp8_bits(mixed_rows[k], FORMAT, PTX), inside)
-    words = words_of_rows(mixed_rows, FORMAT, PTX)
+
+    # The four rows in the bytes of words, as they follow one another in the transposed copy.
+    if PTX:
+        words = convert_four(mixed_rows, FORMAT)
+    else:
+        words = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        for k in tl.static_range(4):
+            words |= (to_fp8_bits(mixed_rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
     tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * groups + group[None, :]
     tl.store(tile_t_ptr, tl.trans(words), tl.trans(inside))
 
@@ -4814,7 +4818,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "numpy": np.__version__,
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
-        "device": gpus[0].name if gpus else platform.processor() or platform.machine(),
+        "device": gpus[0].name if gpus else platform.machine(),
         "gpus": [gpu.name for gpu in gpus],
         "machine": hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16],
     }
@@ -4999,10 +5003,12 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     validation = content["validation"]
     shard = find_shards(data or Path(validation["data"]), "val")[0]
     windows, _ = validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary)
+    pieces = sum(windows, [])
     total = 0.0
-    for piece in itertools.chain(*windows):  # a whole window takes gigabytes, and its loss is their sum
-        batch = pack({0: [piece]}, config, pin=False).to(device)
-        total += float(model.evaluate(batch, saved_geometry(content, model, len(piece))))
+    for start in range(0, len(pieces), 8):  # documents one by one take minutes on a GPU, a whole window gigabytes
+        group = pieces[start:start + 8]
+        batch = pack({0: group}, config, pin=False).to(device)
+        total += float(model.evaluate(batch, saved_geometry(content, model, max(map(len, group)))))
     return total / validation["tokens"]
 
 
@@ -5089,7 +5095,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--data", type=Path, help="folder with *_train_*.bin and *_val_*.bin (default: the preset's)")
     add("--length", type=within(float, 0.001, 100), default=1.0, metavar="F", help="train F times the preset's steps")
     add("--seed", type=within(int, 0, 2**62), help="fixes the initial weights; drawn and logged without it")
-    add("--runs", type=positive, default=1, help="train this many times, seeds counting up, one log each")
     add("--val-every", type=positive, metavar="N", help="validate every N steps too, off the clock")
     add("--stop-after", type=positive, metavar="N", help="end after N steps of the schedule; no record")
     add("--log-dir", type=Path, default=Path("logs"))
@@ -5101,7 +5106,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--stall-limit", type=within(float, 0.1), default=120, metavar="SECONDS",
         help="exit code 4 if nothing progresses so long")
     add("--check", action="store_true", help="what a start would check, one line an item, then exit")
-    add("--save", type=Path, metavar="FILE", help="write the trained model of the last run")
+    add("--save", type=Path, metavar="FILE", help="write the trained model")
     add("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
     add("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
     add("--export", type=Path, nargs=2, metavar=("FILE", "TO"),
@@ -5256,7 +5261,7 @@ def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps
 
 
 def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    """Check what can be checked beforehand, then make every run that was asked for. Returns the exit code."""
+    """Check what can be checked beforehand, then train. Returns the exit code."""
     preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     seed = ranks.gather_objects(seed)[0]
@@ -5278,10 +5283,9 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
     check_model_file(arguments.save, preset.model)
 
     trainer = Trainer(preset, ranks, ops, Clock(ranks.device), arguments.data or Path(preset.data))
-    for run_seed in range(seed, seed + arguments.runs):
-        loss = train_once(arguments, trainer, run_seed, steps)
+    loss = train_once(arguments, trainer, seed, steps)
     if arguments.save and ranks.rank == 0:
-        save_model(arguments.save, trainer, loss, run_seed)
+        save_model(arguments.save, trainer, loss, seed)
     trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses
     return 0
 

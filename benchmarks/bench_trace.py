@@ -42,6 +42,12 @@ def main() -> int:
         sys.exit(f"bench_trace: expected 0 <= A <= B <= {steps - 1}, found {sys.argv[1]}; fix: name steps that the run has")
 
     timed_loop, training_step, profiler = tg.timed_loop, tg.Trainer.training_step, torch.profiler.profile()
+    reduce_ = tg.AdamTable.reduce_
+
+    def named_reduce(table):
+        """A hook reduces a table in the midst of the backward pass: its own event shows when."""
+        with torch.profiler.record_function(f"reduce {table.role}"):
+            reduce_(table)
 
     def traced_loop(trainer, *rest):
         """Only the steps of the timed loop count: the warm-up makes some too."""
@@ -60,6 +66,7 @@ def main() -> int:
         return timed_loop(trainer, *rest)
 
     tg.timed_loop = traced_loop
+    tg.AdamTable.reduce_ = named_reduce
     return tg.main(sys.argv[2:])
 
 

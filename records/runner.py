@@ -54,8 +54,7 @@ def local(folder: Folder, path: Path) -> str:
 
 
 def command(folder: Folder, key: str, data: Path) -> list[str]:
-    """One process a run. With the trainer's --runs an arm that comes twice in a row would start only once, but the second of these runs would come
-    without a warm-up of its own, and seeds would have to count up; kept caches save most of that start anyway."""
+    """One process a run, so that each has its own start and warm-up; kept caches save most of the start."""
     arm, _, seed = key.partition("-s")
     plan = folder.record["plan"]
     length = ["--length", str(plan["length"])] if "length" in plan else []

@@ -113,8 +113,10 @@ def all_batches(trainer):
 def randomise(model, seed=0, size=0.3):
     """Weights away from the zeros of the initialisation, so that every path carries a signal and a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+        if name.endswith(".scalars"):
+            parameter[0] += 1  # resid_lambda multiplies all that enters a layer: near 0 little but rounding would be left
 
 
 def gradient(parameter):

@@ -29,7 +29,7 @@ def at_step(number, action):
     step_of = tg.Trainer.training_step
 
     def step(trainer, step, *arguments):
-        if trainer.warm and step == number:
+        if trainer.clock.intervals and step == number:
             action(trainer)
         return step_of(trainer, step, *arguments)
 
@@ -41,7 +41,7 @@ def in_warm_up(action):
     step_of = tg.Trainer.training_step
 
     def step(trainer, step, *arguments):
-        if not trainer.warm and step:
+        if not trainer.clock.intervals and step:
             action(trainer)
         return step_of(trainer, step, *arguments)
 

@@ -95,7 +95,7 @@ def sampled(mixed):
 
 @pytest.mark.parametrize("fp8", [[], list(tg.FP8_PARTS)], ids=["bfloat16", "fp8"])
 def test_a_step_as_on_a_gpu_is_near_the_reference_step(hopper, corpus, unwritten_is_nan, exact_products, monkeypatch, fp8):
-    """bfloat16 moves gradients by 2 to 4 %. FP8's scales are for wider models: here it moves them by half, but the loss by .2 %."""
+    """bfloat16 moves gradients by 2 to 4 %. FP8's scales are for wider models: here it moves them by a third, but the loss by .2 %."""
     shape = dict(tokens=384, dtype="bfloat16")
     with monkeypatch.context() as patch:
         if fp8:
@@ -107,4 +107,4 @@ def test_a_step_as_on_a_gpu_is_near_the_reference_step(hopper, corpus, unwritten
         error = (tensor.float() - want[name].float()).norm() / want[name].float().norm().clamp_min(1e-6)
         assert error.isfinite(), name
         if name.endswith(("momentum", "exp_avg")):
-            assert error < (1.2 if fp8 else 0.06), f"{name}: {float(error)}"
+            assert error < (0.6 if fp8 else 0.06), f"{name}: {float(error)}"

@@ -25,7 +25,6 @@ SWITCHES = {
     "whole rows": {"ngram_pieces": 1},
     "no pooling": {"ngram_pooling": 0.0},
     "no taps": {"mlp_taps": False},
-    "plain Muon": {"second_moment_decay": None},
 }
 SWITCHES["no table"] = SWITCHES["no n-grams"] | SWITCHES["no longest suffix match"]
 SWITCHES["everything off"] = {name: value for switch in SWITCHES.values() for name, value in switch.items()}
@@ -139,7 +138,7 @@ def test_two_ranks_train_as_one(corpus, tmp_path):
     for name, expected in alone["state"].items():
         if name.endswith("weights"):
             found = first["state"][name][:len(expected)]
-            assert relative(found, expected[:len(found)]) < 1e-5, name
+            assert relative(found, expected[:len(found)]) < 1e-4, name  # orthogonalisation multiplies rounding by up to 970
             compared += 1
     assert compared >= 4
 
@@ -228,10 +227,13 @@ def test_decay_of_normuon():
     generator = torch.Generator().manual_seed(1)
     weight, update = torch.randn(2, 3, 8, 6, generator=generator)
     start, multiplier = weight.clone(), torch.tensor([1.0, 2.0, 4.0])[:, None, None]
-    tg.normuon_update(update, weight, None, None, multiplier, torch.tensor(0.02), 1.5, None)
+    moment = update.square().mean(-1, keepdim=True)  # as the update has it already: all lines are divided alike
+    tg.normuon_update(update, weight, None, moment.clone(), multiplier, torch.tensor(0.02), 1.5, 0.9)
     eta = 0.02 * multiplier
     shrinking = update * start >= 0
-    expected = plain(start, eta * update, 1.5 * 0.02 * eta * shrinking)
+    scaled = update / moment.sqrt()
+    scaled *= update.norm(dim=(-2, -1), keepdim=True) / scaled.norm(dim=(-2, -1), keepdim=True)
+    expected = plain(start, eta * scaled, 1.5 * 0.02 * eta * shrinking)
     assert relative(weight, expected) < 1e-6 and 30 < shrinking.sum() < 114
 
 

@@ -175,7 +175,7 @@ def plain_features(model, documents, geometry):
         block = model.blocks[str(slot)]
         if layer.skip_from is not None:
             x = x + block.skip_weight.sigmoid() * after[layer.skip_from]
-        x = block.scalars[0] * x + block.scalars[1] * x0 + block.scalars[2] * ngram
+        x = block.scalars[0] * (x + block.scalars[1] * x0 + block.scalars[2] * ngram)
         if layer.attention:
             h, half, of = norm(x), config.gate_inputs // 2, layer.value_embedding
             value = None if of is None else ngram if of == tg.NGRAMS else model.value_embeddings[of][tokens]
@@ -204,7 +204,7 @@ def test_initial_weights(tiny):
             assert float(values.std()) == pytest.approx(spread[name], rel=0.03), path
             assert name not in ("qkv", "up") or float(values.abs().max()) <= 3 ** 0.5 * spread[name], path
         else:
-            assert values.equal(torch.tensor({"scalars": (1.1, 0.0, 0.1, 0.5), "skip_weight": -1.5}.get(name, 0.0)).expand_as(values)), path
+            assert values.equal(torch.tensor({"scalars": (1.1, 0.0, 0.09, 0.5), "skip_weight": -1.5}.get(name, 0.0)).expand_as(values)), path
 
 
 @pytest.mark.parametrize("key_width", [16, 8])
@@ -223,7 +223,8 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
     (features[1] * weights).sum().backward()
     for name, parameter in want.named_parameters():
         if name not in ("lm_head", "pointer"):
-            assert relative(found[name], parameter.grad) < 1e-6, name  # gates and scalars, and their gradients, are float32
+            # Gates and scalars are float32, and so is what each token adds to their gradients.
+            assert relative(found[name], parameter.grad) < {torch.float64: 1e-12, torch.float32: 1e-6}[parameter.dtype], name
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="step {}".format)
@@ -589,7 +590,9 @@ def test_processes_agree_with_one(ranked, request, how, world):
         assert found.shape[1:] == expected.shape[1:] and not found[size:].any() and not expected[size:].any()
         differences[name] = relative(found[:size], expected[:size])
         padded |= {name} if len(found) > size else set()
-    assert all(difference < (1e-5 if name.endswith("weights") else 3e-5) for name, difference in differences.items()), differences
+    # Ranks add float32 in another order. Orthogonalisation multiplies what lies in directions of small singular values, such rounding too, by up to 970.
+    limits = {name: 1e-4 if name.startswith("MatrixBank") else 1e-5 if name.endswith("weights") else 3e-5 for name in differences}
+    assert all(difference < limits[name] for name, difference in differences.items()), differences
     assert sum("weights" in name for name in differences) >= 5
     assert world == 2 or any(name.endswith("momentum") for name in padded), "a bank that needed padding"
     assert all(tensor.any() for name, tensor in alone["state"].items() if name.endswith("average")), "averages have begun"

@@ -45,7 +45,7 @@ def at_step(monkeypatch, number, action):
     step_of = tg.Trainer.training_step
 
     def step(trainer, step, *arguments):
-        if trainer.warm and step == number:
+        if trainer.clock.intervals and step == number:
             action(trainer)
         return step_of(trainer, step, *arguments)
 
@@ -152,7 +152,7 @@ def test_a_step_takes_what_it_takes_wherever_validations_fall(run, monkeypatch, 
 def test_the_clock_encloses_all_steps_and_the_last_exchange(corpus, tiny, tmp_path, monkeypatch):
     seen, switch, step_of, gather = [], tg.Clock.switch, tg.Trainer.training_step, tg.Optimizer.gather
     monkeypatch.setattr(tg.Clock, "switch", lambda clock, reason: (switch(clock, reason), seen.append(reason)))
-    monkeypatch.setattr(tg.Trainer, "training_step", lambda trainer, *a: (trainer.warm and seen.append("step"), step_of(trainer, *a))[1])
+    monkeypatch.setattr(tg.Trainer, "training_step", lambda trainer, *a: (trainer.clock.intervals and seen.append("step"), step_of(trainer, *a))[1])
     monkeypatch.setattr(tg.Optimizer, "gather", lambda optimizer: (seen.append("gather"), gather(optimizer)))
     assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path)]) == 0
     assert seen == ["training", *["step"] * PRESET.steps, "gather", None]
@@ -239,16 +239,6 @@ def test_a_seed_is_drawn_and_logged(run):
     assert logs[0][0]["seed"] != logs[1][0]["seed"] and "seed" not in logs[0][0]["settings"]
 
 
-def test_second_run_equals_a_fresh_process(run, ranked):
-    """--runs 2 resets everything: its second run is the run that another process made from that seed."""
-    first, second = run("--seed", helpers.SEED - 1, "--runs", 2).logs
-    fresh = read_log(next((ranked / "logs-1").glob("*.jsonl")))
-    assert (first[0]["seed"], second[0]["seed"]) == (helpers.SEED - 1, helpers.SEED) and fresh[0]["seed"] == helpers.SEED
-    assert essence(second) == essence(fresh)
-    assert only(first, "warm") and not only(second, "warm"), "one warm-up serves all runs"
-    assert first[-1]["state"] == second[-1]["state"] == "ok"
-
-
 def test_a_training_averages(corpus, tiny, tmp_path, monkeypatch):
     """The warm-up once, then from step 2 of 5 on every other; only the last step of a whole schedule moves the weights."""
     calls, average = [], tg.Optimizer.average
@@ -309,7 +299,8 @@ def test_stopping_after_more_than_everything(run):
 
 def test_a_trace_of_some_steps(corpus, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tg, "timed_loop", tg.timed_loop)  # the script replaces it
+    monkeypatch.setattr(tg, "timed_loop", tg.timed_loop)  # the script replaces it, and the next one
+    monkeypatch.setattr(tg.AdamTable, "reduce_", tg.AdamTable.reduce_)
     options = ["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path), "--seed", "3", "--stop-after", "9"]
     monkeypatch.setattr(sys, "argv", ["bench_trace.py", "1:2", *options])
     assert bench_trace.main() == 0
@@ -341,7 +332,7 @@ def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
     assert re.fullmatch(r"train_gpt: training tokens: expected 40,961 for the schedule, found 15,\d{3} in 3 shards; fix: .*\n", result.err)
 
 
-@pytest.mark.parametrize("options", [["--preset", "huge"], ["--runs", "0"], ["--stop-after", "-1"], ["--sed", "1"],
+@pytest.mark.parametrize("options", [["--preset", "huge"], ["--val-every", "0"], ["--stop-after", "-1"], ["--sed", "1"],
                                      ["--length", "0"], ["--length", "101"], ["--length", "nan"], ["--length", "x"]])
 def test_wrong_options_exit_with_2(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:
@@ -682,7 +673,7 @@ def test_sampling_without_tiktoken(saved, monkeypatch, capsys):
     assert re.fullmatch(r"train_gpt: tiktoken: expected the package and its gpt2 vocabulary, found ModuleNotFoundError; fix: pip install .*\n", said)
 
 
-@pytest.mark.parametrize("option, value", [("--seed", "9" * 20), ("--seed", "-1"), ("--stall-limit", "0"), ("--stall-limit", "nan"), ("--runs", "0")])
+@pytest.mark.parametrize("option, value", [("--seed", "9" * 20), ("--seed", "-1"), ("--stall-limit", "0"), ("--stall-limit", "nan"), ("--val-every", "0")])
 @pytest.mark.fast
 def test_numbers_out_of_range_are_usage_errors(option, value, capsys):
     with pytest.raises(SystemExit) as caught:
