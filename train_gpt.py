@@ -5005,8 +5005,8 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     windows, _ = validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary)
     pieces = sum(windows, [])
     total = 0.0
-    for start in range(0, len(pieces), 8):  # documents one by one take minutes on a GPU, a whole window gigabytes
-        group = pieces[start:start + 8]
+    for start in range(0, len(pieces), 4):  # documents one by one take minutes on a GPU, a whole window gigabytes
+        group = pieces[start:start + 4]
         batch = pack({0: group}, config, pin=False).to(device)
         total += float(model.evaluate(batch, saved_geometry(content, model, max(map(len, group)))))
     return total / validation["tokens"]
