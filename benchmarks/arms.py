@@ -124,13 +124,18 @@ def print_effects(screening: dict, results: Path) -> None:
         print(f"{name:20}" + "".join(f"{change:+16.5f}" for change in changes) + f"{longer:+10.2f}")
 
 
+def frozen(value):
+    """JSON's lists as tuples, which a stage must consist of to be a key."""
+    return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+
 def arm_preset(tg, arm: dict, name: str):
     """The preset with what the arm changes in it."""
     preset = tg.scaled_preset(tg.PRESETS[name], arm.get("length", 1.0))
     rules = [(role, dataclasses.replace(rule, **arm.get("rules", {}).get(role, {}))) for role, rule in preset.optimizer.rules]
     stages = list(preset.stages)
     for field, values in arm.get("stages", {}).items():
-        stages = [dataclasses.replace(stage, **{field: value}) for stage, value in zip(stages, values, strict=True)]
+        stages = [dataclasses.replace(stage, **{field: frozen(value)}) for stage, value in zip(stages, values, strict=True)]
     layers = list(preset.model.layers)
     for index, fields in arm.get("layers", {}).items():
         layers[int(index)] = tg.Layer(**fields)
