@@ -129,9 +129,9 @@ class ModelConfig:
     # The factor of products of normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels
     # the loss is 0.005 lower at 0.13 than at 0.1; 0.16 and 0.2 give the same.
     attention_scale: float = 0.1
-    # What an MLP reads holds two earlier tokens too, see `mixed`: -0.0021 after 243 M tokens, for 0.7 % of a step. In a
-    # sprint -0.0071, with the gradient of every fourth token and not every 16th; then before attention too a further
-    # -0.0019, not worth its time, and a third earlier token nothing.
+    # What an MLP reads holds two earlier tokens too, see `mixed`: -0.0021 after 243 M tokens, for 0.7 % of a step; in a
+    # sprint -0.0046, together with EnterStream. Before attention too it gained a further -0.0019, not worth its time,
+    # and a third earlier token nothing.
     mlp_taps: bool = False
     longest_suffix_match: bool = True  # adds a row of what followed the same tokens, see that function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer

@@ -138,7 +138,7 @@ def test_two_ranks_train_as_one(corpus, tmp_path):
     for name, expected in alone["state"].items():
         if name.endswith("weights"):
             found = first["state"][name][:len(expected)]
-            assert relative(found, expected[:len(found)]) < 1e-4, name  # orthogonalisation multiplies rounding by up to 970
+            assert relative(found, expected[:len(found)]) < 1e-5, name
             compared += 1
     assert compared >= 4
 
