@@ -1044,7 +1044,8 @@ def mean_gradient(received: Tensor) -> Tensor:
     return sum(part.float() for part in received.unbind()) / len(received)
 
 
-def nesterov_momentum(momentum_buffer: Tensor, received: Tensor, momentum: Tensor) -> Tensor:
+# Three plain functions of tensors, compiled as regions.
+def nesterov_momentum(momentum_buffer, received, momentum):
     """Update the float32 momentum in place and return the look-ahead gradient in the gradients' dtype."""
     g = mean_gradient(received)
     average = momentum_buffer + (1 - momentum) * (g - momentum_buffer)
@@ -1052,9 +1053,8 @@ def nesterov_momentum(momentum_buffer: Tensor, received: Tensor, momentum: Tenso
     return (g + momentum * (average - g)).to(received.dtype)
 
 
-def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, second_moment: Tensor,
-                   multiplier: Tensor, lr: Tensor, weight_decay: float, beta2: float) -> None:
-    """Apply orthogonalised updates [..., rows, columns] to the weights, in place.
+def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weight_decay, beta2):
+    """Apply orthogonalised updates [..., rows, columns] to the weights, in place; low_bits may be None.
 
     NorMuon divides each line of a matrix by the running root mean square of its updates, then restores the norm of the
     whole matrix. Lines are those that the longer side counts: the rows of a tall or square matrix, the columns of a
@@ -1083,16 +1083,15 @@ def normuon_update(update: Tensor, weight: Tensor, low_bits: Tensor | None, seco
         low_bits.copy_(low)
 
 
-def adam_update(weight: Tensor, received: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step_size: Tensor, wd: Tensor,
-                beta1: float, beta2: float, epsilon: float) -> None:
-    """One Adam step in place, computed in float32.
+def adam_update(weight, received, exp_avg, exp_avg_sq, step_size, wd, new_share, new_square_share, epsilon):
+    """One Adam step in place, computed in float32. The gradient's shares in the new moments are 1 - beta1, 1 - beta2.
 
     `step_size` is the learning rate with both bias corrections, see step_rates. The share `wd` of a weight decays, but
     only where the update shrinks the weight too (record 50).
     """
     g = mean_gradient(received)
-    m = torch.lerp(exp_avg.float(), g, 1 - beta1)
-    v = torch.lerp(exp_avg_sq.float(), g * g, 1 - beta2)
+    m = torch.lerp(exp_avg.float(), g, new_share)
+    v = torch.lerp(exp_avg_sq.float(), g * g, new_square_share)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     update = step_size * m / (v.sqrt() + epsilon)
@@ -1296,6 +1295,8 @@ class Adam(Owner):
         self.role = self.parameters[0].info.role
         self.exp_avg = torch.zeros_like(self.shard)
         self.exp_avg_sq = torch.zeros_like(self.shard)
+        # Tensors: numbers would be compiled in, for each role anew.
+        self.new_shares = torch.tensor([1 - beta for beta in self.rule.betas], device=self.ranks.device)
         self.update = self.ops.compile(adam_update)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
@@ -1303,7 +1304,7 @@ class Adam(Owner):
         self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
         wait()
         self.update(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
-                    rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon)
+                    rates[f"{self.role} decay"], *self.new_shares, self.config.adam_epsilon)
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -36,7 +36,7 @@ def make_state(rows, width):
 def errors(update, state, rates):
     """Of weight, mean and square after one step."""
     got, want = [x.clone() for x in state], [x.double() for x in state]
-    update(*got, *rates, *BETAS, EPSILON)
+    update(*got, *rates, EPSILON)
     weight, (grad,), mean, square = want
     mean += (1 - BETAS[0]) * (grad - mean)
     square += (1 - BETAS[1]) * (grad * grad - square)
@@ -54,13 +54,14 @@ def main():
     begin, update = time.perf_counter(), tg.adam_update if DRY else tg.compile_dynamic(tg.adam_update)
     print(f"{'CPU' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     print("| table | rows x width | ms | GB/s | ceiling ms | not compiled ms | error of weight | mean | square |\n" + "|---" * 9 + "|")
-    rates = [torch.full((), rate, device=DEVICE) for rate in (1e-2, 1e-4)]  # the step, and the decay of an element that shrinks anyway
+    # the step, the decay of an element that shrinks anyway, the gradient's shares in the moments
+    rates = [torch.full((), rate, device=DEVICE) for rate in (1e-2, 1e-4, 1 - BETAS[0], 1 - BETAS[1])]
     with torch.no_grad():
         for name, (rows, width) in TABLES.items():
             state = make_state(rows, width)
             found = errors(update, state, rates)
-            ms, size = bench_mlp.milliseconds(lambda: update(*state, *rates, *BETAS, EPSILON)), BYTES * rows * width  # noqa: B023
-            eager = bench_mlp.milliseconds(lambda: tg.adam_update(*state, *rates, *BETAS, EPSILON))  # noqa: B023
+            ms, size = bench_mlp.milliseconds(lambda: update(*state, *rates, EPSILON)), BYTES * rows * width  # noqa: B023
+            eager = bench_mlp.milliseconds(lambda: tg.adam_update(*state, *rates, EPSILON))  # noqa: B023
             print(f"| {name} | {rows} x {width} | {ms:.3f} | {size / ms / 1e6:.0f} | {size / 4.27e9:.3f} | {eager:.3f} | " + " | ".join(f"{e:.1e}" for e in found) + " |")
             del state
     print(f"\n{time.perf_counter() - begin:.0f} s in all")

@@ -546,21 +546,19 @@ def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
     # N-grams; norm at the start and, of a sum, at the end; layer inputs; before attention: with a value embedding after a stream with and without an
     # update, with a skip besides, and with nothing; after it, with an MLP's taps and without; into the MLP without it; MLP; pointer.
     model = 1 + 2 + 1 + 4 + 2 + 1 + 1 + 1
-    optimizer = 3 + 2 + len({rule.betas for _, rule in PRESET.optimizer.rules if isinstance(rule, tg.AdamRule) and not rule.sparse})
+    optimizer = 3 + 2 + 2  # the last two: Adam for tables and for the scalars, which are flat, whatever the betas
     assert counts == [model + optimizer, 0, 0]
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler")
 def test_eager_is_compiled_by_inductor(corpus, tiny, monkeypatch):
-    """The same through inductor, validation too, for a model and an optimizer of few regions: each takes seconds of C++."""
+    """The same through inductor, validation too, for a model of few regions: each takes seconds of C++."""
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no pool of workers, each of which would import torch
     layers = (L(value_embedding=0), L(attention=False, skip_from=0))
-    betas = tuple((role, replace(rule, betas=(0.7, 0.9)) if isinstance(rule, tg.AdamRule) and not rule.sparse else rule)
-                  for role, rule in PRESET.optimizer.rules)
-    narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32, pointer_width=32), optimizer=replace(SHORT.optimizer, rules=betas))
+    narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32, pointer_width=32))
     differences, counts = compare(corpus, narrow, validate=True)
     assert max(differences.values()) < 1e-5, differences
-    assert counts == [9 + 4, 0, 0]  # Adam for tables and for the scalars, which are flat
+    assert counts == [9 + 4, 0, 0]
 
 
 # ---- 1 = 2 = 4 = 8 processes -----------------------------------------------------------------------------------------
