@@ -2170,7 +2170,10 @@ def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
     return pieces
 
 
-CLASS_STRIDE = 20011  # prime, and no divisor of a vocabulary: its multiples meet every class once before any again
+# Primes, and no divisors of a vocabulary: their multiples meet every class once before any again. The second is the
+# golden section of 50,304, so that classes take turns evenly, however many of them a chunk has.
+CLASS_STRIDE = 20_011
+CLASS_STEP = 31_091
 
 
 def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_number: int,
@@ -2179,7 +2182,7 @@ def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_numbe
 
     The first num_always classes are always included: the ids in `always` (none of them a target),
     then the targets in ascending order. The others are sampled: they are the next free ones of a
-    strided permutation of the vocabulary, whose offset moves on by `count` from chunk to chunk. So
+    strided permutation of the vocabulary, whose offset moves on by CLASS_STEP from chunk to chunk. So
     the classes take turns, and importance weights make up for those that are left out
     (log_importance_weights). class_index says where in `classes` each of the targets [T] is, or -1
     if there was no room for it.
@@ -2189,7 +2192,7 @@ def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_numbe
     included = np.concatenate([np.array(always, int), np.flatnonzero(taken)])[:count]
     taken[included] = True
 
-    offset = chunk_number * count
+    offset = chunk_number * CLASS_STEP
     permutation = (np.arange(vocabulary) + offset) * CLASS_STRIDE % vocabulary
     sampled = permutation[~taken[permutation]][:count - len(included)]
 

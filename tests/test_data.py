@@ -342,6 +342,17 @@ def test_the_sweep_draws_every_id(preset):
             assert drawn[len(targets):].min() > 0.5 * expected and drawn.max() < 2 * expected
 
 
+@pytest.mark.parametrize("count", [6144, 50304 // 4, 50304 // 3])
+def test_every_id_is_drawn_whatever_the_count(count):
+    """Counts that divide the vocabulary too: once they left a fifth of the ids out for ever."""
+    drawn, targets = np.zeros(50304, int), np.arange(2000)
+    for sweep in range(120):
+        ids, certain, _ = tg.sample_classes(targets, count, 50304, sweep)
+        drawn[ids[certain:]] += 1
+    others = drawn[len(targets):]
+    assert others.min() > 0.7 * others.mean() and others.max() < 1.3 * others.mean()
+
+
 def test_candidates_do_not_depend_on_the_ranks(marked):
     stream, _ = marked
     whole = torch.cat([views(batch).classes for batch in itertools.islice(batches(stream), STAGES[0].steps)])
