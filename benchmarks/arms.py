@@ -24,6 +24,7 @@ left empty show how large chance is.
 """
 
 import argparse
+import bisect
 import dataclasses
 import fcntl
 import importlib.util
@@ -217,17 +218,18 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
         seconds = clock.milliseconds() / 1e3
         losses = averages.losses(trainer, [share for _, share in arm.get("averages", [])])
 
-    times, stage = {}, -1
-    for line in map(json.loads, log_path.read_text().splitlines()):
-        stage += line["kind"] == "stage"
-        if line["kind"] == "step":
-            times.setdefault(stage, []).append(line["ms_per_step"])
+    lines = [json.loads(line) for line in log_path.read_text().splitlines()]
+    starts = [line["step"] for line in lines if line["kind"] == "stage"]
+    times = [[] for _ in starts]
+    for line in lines:
+        if line["kind"] == "step" and line["step"] > 1:  # the first one waits for data; a stage's last is logged after the next has begun
+            times[bisect.bisect_left(starts, line["step"]) - 1].append(line["ms_per_step"])
     largest = {}
     for name, parameter in trainer.model.named_parameters():
         kind = name.rpartition(".")[2]
         if kind in ("qkv", "up", "down", "lm_head"):
             largest[kind] = max(largest.get(kind, 0.0), round(float(parameter.detach().abs().max()), 2))
-    return {"name": arm["name"], "loss": losses, "seconds": round(seconds, 2), "ms": [round(statistics.median(t), 2) for t in times.values()],
+    return {"name": arm["name"], "loss": losses, "seconds": round(seconds, 2), "ms": [round(statistics.median(t), 2) for t in times if t],
             "mib": tg.peak_memory_mib(ranks), "largest_weights": largest}
 
 
