@@ -298,7 +298,8 @@ def three_stages(first_steps: int, second_steps: int, third_steps: int, extensio
     targets (record 53). The extension follows (record 35).
 
     Batches twice as large in half the steps: +0.04 in the sprint. Short windows of 128, 384 and 640 tokens: +0.0003,
-    and a step of the third stage takes 2.7 % longer. 10,240 classes in the third stage: +0.0031, and 4.4 % less.
+    and a step of the third stage takes 2.7 % longer. 10,240 classes in the third stage: +0.0031, and 4.4 % less;
+    4096 and 7168 in the first two: +0.0116, and 1.3 % of a sprint less.
     The second next token fading to 0.5 in the first stage: +0.0012."""
     # In this order: steps, tokens of a batch, cap of a document, short window, long window, learning rate, targets.
     third = Stage(third_steps, 196_608, 3072, 256, 1408, 1.45, sampled_classes=14_336)
@@ -1044,9 +1045,10 @@ def mean_gradient(received: Tensor) -> Tensor:
     return sum(part.float() for part in received.unbind()) / len(received)
 
 
-# Three plain functions of tensors, compiled as regions.
+# The next three are plain functions of tensors, compiled as regions; what changes with the step is a 0-d tensor.
 def nesterov_momentum(momentum_buffer, received, momentum):
-    """Update the float32 momentum in place and return the look-ahead gradient in the gradients' dtype."""
+    """Update the float32 momentum [..., rows, columns] in place and return the look-ahead gradient in the dtype of the
+    gradients, `received` [ranks, ..., rows, columns]."""
     g = mean_gradient(received)
     average = momentum_buffer + (1 - momentum) * (g - momentum_buffer)
     momentum_buffer.copy_(average)
@@ -1054,7 +1056,7 @@ def nesterov_momentum(momentum_buffer, received, momentum):
 
 
 def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weight_decay, beta2):
-    """Apply orthogonalised updates [..., rows, columns] to the weights, in place; low_bits may be None.
+    """Apply orthogonalised updates [..., rows, columns] to the weights, in place; for low_bits see join_float32.
 
     NorMuon divides each line of a matrix by the running root mean square of its updates, then restores the norm of the
     whole matrix. Lines are those that the longer side counts: the rows of a tall or square matrix, the columns of a
@@ -1084,8 +1086,9 @@ def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weig
 
 
 def adam_update(weight, received, exp_avg, exp_avg_sq, step_size, wd, new_share, new_square_share, epsilon):
-    """One Adam step in place, computed in float32. The gradient's shares in the new moments are 1 - beta1, 1 - beta2.
+    """One Adam step in place, computed in float32. `received` are the gradients [ranks, ...].
 
+    The gradient has the shares 1 - beta1 and 1 - beta2 in the new moments, `new_share` and `new_square_share`.
     `step_size` is the learning rate with both bias corrections, see step_rates. The share `wd` of a weight decays, but
     only where the update shrinks the weight too (record 50).
     """
@@ -1296,7 +1299,7 @@ class Adam(Owner):
         self.exp_avg = torch.zeros_like(self.shard)
         self.exp_avg_sq = torch.zeros_like(self.shard)
         # Tensors: numbers would be compiled in, for each role anew.
-        self.new_shares = torch.tensor([1 - beta for beta in self.rule.betas], device=self.ranks.device)
+        self.new_shares = [torch.tensor(1 - beta, device=self.ranks.device) for beta in self.rule.betas]
         self.update = self.ops.compile(adam_update)
 
     def compute_(self, rates: dict[str, Tensor]) -> None:

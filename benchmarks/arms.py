@@ -229,7 +229,7 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
         kind = name.rpartition(".")[2]
         if kind in ("qkv", "up", "down", "lm_head"):
             largest[kind] = max(largest.get(kind, 0.0), round(float(parameter.detach().abs().max()), 2))
-    return {"name": arm["name"], "loss": losses, "seconds": round(seconds, 2), "ms": [round(statistics.median(t), 2) for t in times if t],
+    return {"name": arm["name"], "loss": losses, "seconds": round(seconds, 2), "ms": [round(statistics.median(t), 2) if t else None for t in times],
             "mib": tg.peak_memory_mib(ranks), "largest_weights": largest}
 
 

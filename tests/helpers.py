@@ -39,8 +39,8 @@ PRESET = tg.Preset(
     # Adam moves an entry by its rate whatever the gradient's size: one that is only rounding noise must not count (epsilon). And a cautious
     # decay jumps where rounding decides whether an update shrinks an entry: with a tenth of Muon's that does not count either.
     tg.OptimizerConfig(muon_weight_decay=0.24, momentum_warmup_fraction=0.6, momentum_cooldown_fraction=0.4, adam_epsilon=1e-4,
-                       averaging_fraction=0.6, averaging_interval_steps=2, averaging_lookback=4 / 3), "nowhere", train_tokens=8000, val_tokens=1280, val_window_tokens=256, val_attention_windows=(16, 48),
-    status="tiny: for tests", log_every_steps=2)
+                       averaging_fraction=0.6, averaging_interval_steps=2, averaging_lookback=4 / 3),
+    "nowhere", train_tokens=8000, val_tokens=1280, val_window_tokens=256, val_attention_windows=(16, 48), status="tiny: for tests", log_every_steps=2)
 SEED = 9
 
 

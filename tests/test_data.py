@@ -344,7 +344,7 @@ def test_the_sweep_draws_every_id(preset):
 
 @pytest.mark.parametrize("count", [6144, 50304 // 4, 50304 // 3])
 def test_every_id_is_drawn_whatever_the_count(count):
-    """Counts that divide the vocabulary too: once they left a fifth of the ids out for ever."""
+    """Counts that divide the vocabulary too: once they left a fifth and more of the ids out for ever."""
     drawn, targets = np.zeros(50304, int), np.arange(2000)
     for sweep in range(120):
         ids, certain, _ = tg.sample_classes(targets, count, 50304, sweep)

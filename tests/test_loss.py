@@ -540,7 +540,7 @@ def test_sweeps_at_full_size(count, tokens):
     """In training a column's share is off by a few percent at worst and the partition function of any one row by far less."""
     random, V = np.random.default_rng(0), 50304
     targets = ((50257 * random.power(0.28, tokens)).astype(np.int64) * 31) % V
-    sweeps = 393
+    sweeps = 393  # a fifth of the chunks of a sprint's stage: over fewer, chance decides how often a class is met
     share, exponentials = np.zeros(V), np.exp(random.standard_normal(V) * 2)
     for sweep in range(sweeps):
         ids, certain, _ = tg.sample_classes(targets, count, V, sweep)
