@@ -654,7 +654,7 @@ class EmbeddingLookup(torch.autograd.Function):
     """`EmbeddingLookup.apply(gather, table, ids, ...)` is gather(ids, table), [T, D].
 
     The gradient bypasses autograd, which would build a dense one for each lookup, in five passes over a mostly empty
-    table: `backward` hands it to table.info.receive_grad, with all that follows `table`, and returns None. The table's
+    table: `backward` hands it to the table's owner, with all that follows `table`, and returns None. The table's
     post-accumulate hook (Optimizer._ready) fires nevertheless, once a backward pass, after the last lookup.
     """
 
@@ -665,7 +665,7 @@ class EmbeddingLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.table.info.receive_grad(grad, *ctx.lookup)
+        ctx.table.info.owner.receive_grad(grad, *ctx.lookup)
         return (None,) * (2 + len(ctx.lookup))
 
 
@@ -683,10 +683,9 @@ class ParamInfo:
     role: str
     # Muon orthogonalises one matrix at a time: the shape of the matrices that the parameter stacks. None: not Muon's.
     matrix_shape: tuple[int, int] | None
-    # The part of the optimizer that a backward hook tells of the gradient, see _ready. None: scalars have no hook.
+    # The part of the optimizer that a backward hook tells of the gradient, see _ready; that of a table also takes the
+    # gradients of lookups, see EmbeddingLookup. None: scalars have no hook.
     owner: Owner | None = None
-    # Of tables: takes the gradient of a lookup in autograd's place, see EmbeddingLookup.
-    receive_grad: Callable | None = None
     # The part of the optimizer's buffer that collects the gradient; kernels may write there, see memory_for_grad.
     grad_view: Tensor | None = None
 
@@ -1333,7 +1332,6 @@ class AdamTable(Adam):
             self.grads = ranks.shared(torch.zeros_like(self.weights))
             self.received = self.shard.new_empty(ranks.world, *self.shard.shape)
         parameter.info.owner = self
-        parameter.info.receive_grad = self.receive_grad
         parameter.info.grad_view = self.grads
 
     def receive_grad(self, grad: Tensor, *lookup: Tensor) -> None:
@@ -1369,7 +1367,6 @@ class SparseTable(Adam):
         self.exp_avg_sq = torch.zeros(len(parameter), device=ranks.device)
         self.last_step = torch.zeros_like(self.exp_avg_sq)  # in which each row was updated last
         parameter.info.owner = self
-        parameter.info.receive_grad = self.receive_grad
 
         def new_buffer(rows, columns, dtype):
             return ranks.shared(torch.empty(rows, columns, dtype=dtype, device=ranks.device))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,7 +150,7 @@ def plain_gradients_of(model, loss):
         found = dense_gradient(table, grad, ids)
         table.grad = found if table.grad is None else table.grad + found
 
-    table.info.receive_grad = receive
+    table.info.owner = SimpleNamespace(receive_grad=receive)
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
