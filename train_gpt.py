@@ -1272,7 +1272,7 @@ class MatrixBank(Owner):
 
     def own_part(self, full: Tensor) -> Tensor:
         """This rank's part [groups, per_rank, ...] of a tensor of all matrices, a view."""
-        return full.view(*self.axes, *full.shape[1:])[:, self.ranks.rank]
+        return full.unflatten(0, self.axes)[:, self.ranks.rank]
 
     def compute_(self, rates: dict[str, Tensor]) -> None:
         for group in self.groups:
@@ -4490,7 +4490,7 @@ class Ranks:
 
     def shard(self, full: Tensor) -> Tensor:
         """This rank's equal part of `full` along its first dimension, a view."""
-        return full.view(self.world, -1, *full.shape[1:])[self.rank]
+        return full.unflatten(0, (self.world, -1))[self.rank]
 
     def reduce_scatter(self, full: Tensor, received: Tensor) -> Callable:
         """Bring every rank's version of this rank's shard of `full` to `received`. Returns the wait.
