@@ -845,7 +845,7 @@ class GPT(nn.Module):
             keys.copy_(queries)
 
     def in_order(self) -> list[nn.Parameter]:
-        """The parameters that ranks gather, in the order in which the forward pass reads them."""
+        """The parameters that ranks gather, in the order in which the forward pass reads them. Some come twice."""
         parameters = [self.embedding]
         for block in self.blocks.values():
             table = block.layer.value_embedding
@@ -853,7 +853,7 @@ class GPT(nn.Module):
                 parameters.append(self.value_embeddings[table])
             parameters.extend(block.parameters())
         parameters += [*self.value_embeddings, self.pointer, self.lm_head]  # and tables that no layer reads
-        return list(dict.fromkeys(p for p in parameters if p is not None))
+        return [p for p in parameters if p is not None]
 
     def scalars_by_token(self, tokens: int) -> list[LayerScalars]:
         """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums
