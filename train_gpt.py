@@ -444,7 +444,7 @@ class Targets(NamedTuple):
 
         return torch.where(later(self.positions) == self.positions + k, later(self.class_index), -1)
 
-    def parts(self, size: int | None = None) -> list[tuple[slice, Targets]]:
+    def parts(self, size: int | None = None) -> Iterator[tuple[slice, Targets]]:
         """The tokens and the targets of each chunk of a sampled softmax, with classes [P] and
         num_always [1]. Without sampling: of each `size` tokens, or of all."""
         tokens = len(self.class_index)
@@ -452,7 +452,6 @@ class Targets(NamedTuple):
         if self.classes is not None:
             size = tokens // len(self.classes)
 
-        parts = []
         for chunk, start in enumerate(range(0, tokens, size)):
             span = slice(start, start + size)
             part = self._replace(class_index=self.class_index[span], positions=self.positions[span])
@@ -460,8 +459,7 @@ class Targets(NamedTuple):
                 part = part._replace(classes=self.classes[chunk], num_always=self.num_always[chunk, None])
             if self.log_copy is not None:
                 part = part._replace(log_copy=self.log_copy[span])
-            parts.append((span, part))
-        return parts
+            yield span, part
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ def test_targets_ahead(kind):
         for k, got in enumerate(found):  # parts start with a document, so taking them apart changes nothing
             assert torch.equal(torch.cat([part.ahead(k) for _, part in targets.parts()]), got)
         for size in (None, 2, 5):
-            parts = targets.parts(size)
+            parts = list(targets.parts(size))
             assert [len(part.class_index) for _, part in parts] == [len(targets.class_index[rows]) for rows, _ in parts]
             assert torch.equal(torch.cat([part.class_index for _, part in parts]), targets.class_index)
 
