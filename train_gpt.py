@@ -669,7 +669,7 @@ class EmbeddingLookup(torch.autograd.Function):
 
 def gathered(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter, once the other ranks' parts of its last update are here."""
-    if parameter.info.owner is not None:
+    if parameter.info.owner:
         parameter.info.owner.wait_gather()
     return parameter
 
@@ -1146,7 +1146,7 @@ class Owner:
         self.pending_gather = self.ranks.all_gather(self.weights, barrier)
 
     def wait_gather(self) -> None:
-        if self.pending_gather is not None:
+        if self.pending_gather:
             self.pending_gather()
             self.pending_gather = None
 
@@ -1813,7 +1813,7 @@ def training_work(trainer: Trainer, steps: int) -> tuple[int, int]:
     and of the pointer, because the number of visible keys depends on the documents. It also leaves out layers that are
     computed again, and the optimizer."""
     config = trainer.preset.model
-    hidden = sum(p.numel() for p in trainer.model.parameters() if p.info.matrix_shape is not None)
+    hidden = sum(p.numel() for p in trainer.model.parameters() if p.info.matrix_shape)
     tokens = operations = 0
     for step in range(steps):
         stage = trainer.preset.stages[stage_index(trainer.preset, step)]
@@ -4677,7 +4677,7 @@ class Clock:
         now = 1e3 * self.since_start()
         if self.intervals:
             self.intervals[-1].setdefault("end_ms", now)
-        if reason is not None:
+        if reason:
             self.intervals.append({"on": reason == "training", "reason": reason, "start_ms": now})
 
     def milliseconds(self) -> float:
@@ -4755,7 +4755,7 @@ class RunLog:
         self.file = None
         self.chain = ""
         self.terminal = sys.stdout.isatty()
-        if path is not None:
+        if path:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = path.open("x")
@@ -4778,7 +4778,7 @@ class RunLog:
         """Write what is queued, then end the thread."""
         self.queue.put(None)
         self.thread.join(timeout=10)
-        if self.file is not None:
+        if self.file:
             self.file.close()
 
     def _work(self) -> None:
@@ -4792,7 +4792,7 @@ class RunLog:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _append(self, event: dict[str, Any]) -> None:
-        if self.file is None:
+        if not self.file:
             return
         text = json.dumps(event)
         self.chain = hashlib.sha256((self.chain + text).encode()).hexdigest()[:16]
