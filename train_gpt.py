@@ -56,6 +56,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import torch.distributed.nn  # torch would import it later, and then it would keep the process group: see Ranks.finish
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 try:
@@ -525,7 +526,7 @@ def injections(x0, ngram, *lambdas):
     return injected
 
 
-class EnterStream(torch.autograd.Function):
+class EnterStream(Function):
     """resid_lambda (x + injected), in the dtype of `injected`, where autograd would keep the sum: 1.5 % of a step.
 
     The backward pass reads the result, as that of the norm does, so no region writes the sum; and x and `injected` have
@@ -564,7 +565,7 @@ def mixed(h, taps, positions):
     return total.to(h.dtype)
 
 
-class Deferred(torch.autograd.Function):
+class Deferred(Function):
     """Stands for h [T, width], which the operator that reads it makes while it rounds to FP8: holds nothing, and only
     takes the gradient back. So no region writes h. `sample` is what the taps add to rows 15, 31, 47, ... of h."""
     @staticmethod
@@ -648,7 +649,7 @@ def pointer_in(h, weight):
     return norm(F.linear(h, weight).view(len(h), 2, -1))
 
 
-class EmbeddingLookup(torch.autograd.Function):
+class EmbeddingLookup(Function):
     """`EmbeddingLookup.apply(gather, table, ids, ...)` is gather(ids, table), [T, D].
 
     The gradient bypasses autograd, which would build a dense one for each lookup, in five passes over a mostly empty
@@ -3072,7 +3073,7 @@ def tile_descriptor(x, tile):
     return TensorDescriptor.from_tensor(x.flatten(1), [tile["BLOCK_N"], x.size(2)])
 
 
-class PackedAttention(torch.autograd.Function):
+class PackedAttention(Function):
     """Causal attention within packed documents and a sliding window: attention_reference in kernels.
 
     q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv]; bf16 or float32. Widths are powers of two up to 128. Views of
@@ -3202,7 +3203,7 @@ def pointer_kernel(
         store_tile(dqk_ptr, own_dqk * (scale_log2 / LOG2_E), start, KEYS, 2, tokens)
 
 
-class PointerLogCopy(torch.autograd.Function):
+class PointerLogCopy(Function):
     """pointer_reference in kernels: apply(qk, ids, positions, remaining, window, scale) -> log_copy [T].
 
     ValueError unless |scale q.k| < 60 for RMS-normed q and k, as for PackedAttention.
@@ -3580,7 +3581,7 @@ def split_heads_grad_kernel(
         tl.store(dgates_ptr + token * HEADS + head, dgate, valid)
 
 
-class ProjectHeads(torch.autograd.Function):
+class ProjectHeads(Function):
     """split_heads_reference of a projection, in kernels.
 
     `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, heads, key_offset, scales, *copies)`;
@@ -3844,7 +3845,7 @@ def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast
     return out, out_t
 
 
-class HeadLoss(torch.autograd.Function):
+class HeadLoss(Function):
     """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D], weight [V, D] bf16.
 
     With `scales` the products are FP8, e4m3 by e4m3 forward and e5m2 by e4m3 backward; T, D, V and the
@@ -3985,7 +3986,7 @@ def mlp_product(a, b, factor, hidden8=None):
     return out, out_t
 
 
-class Fp8Mlp(torch.autograd.Function):
+class Fp8Mlp(Function):
     """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales, h8, h8_t)`.
 
     h [T, D] is RMS-normed, h8 and h8_t are its copies by quantize_both; up and down are [H, D]; all are bf16,
