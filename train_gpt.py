@@ -732,7 +732,7 @@ class Block(nn.Module):
         self.mlp_in = ops.compile(mlp_in)
 
     @torch.no_grad()
-    def reset(self, generator: torch.Generator) -> None:
+    def reset(self, generator: torch.Generator):
         """Draw the initial weights, given zeros, as `out` and `down` stay (record 5): at first a
         layer only injects."""
         for name, parameter in self.named_parameters():
@@ -825,7 +825,7 @@ class GPT(nn.Module):
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))
 
     @torch.no_grad()
-    def reset(self, seed: int) -> None:
+    def reset(self, seed: int):
         """Draw the initial weights: the same on every rank."""
         for parameter in self.parameters():
             parameter.zero_()  # what is not drawn or set below
@@ -1126,7 +1126,7 @@ class Owner:
     average = None  # of matrices and dense tables, see average_
     pending_gather = None  # the wait for what gather_ has asked for
 
-    def flatten(self) -> None:
+    def flatten(self):
         """Move the `parameters` into the buffer `weights`, one after another, each at an aligned place.
 
         The same part of the buffer `grads` becomes the parameter's `info.grad_view`. Compiled code, perhaps another
@@ -1143,10 +1143,10 @@ class Owner:
             parameter.info.grad_view = grads[part].view_as(parameter)
             start += aligned(parameter.numel())
 
-    def gather_(self, barrier: bool = True) -> None:
+    def gather_(self, barrier: bool = True):
         self.pending_gather = self.ranks.all_gather(self.weights, barrier)
 
-    def wait_gather(self) -> None:
+    def wait_gather(self):
         if self.pending_gather:
             self.pending_gather()
             self.pending_gather = None
@@ -1154,7 +1154,7 @@ class Owner:
     def state(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.state_names if getattr(self, name, None) is not None}
 
-    def average_(self, rate: float, share: float = 0.0) -> None:
+    def average_(self, rate: float, share: float = 0.0):
         """Running average of the weights w of this rank's shard: average += rate * (w - average).
 
         A `share`, after the last step, also sets w = lerp(w, average, share), with the norm of each row restored.
@@ -1180,12 +1180,12 @@ class MatrixGroup(Owner):
     received: Tensor  # see Ranks.reduce_scatter
     ranks: Ranks
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.flatten()
         for parameter in self.parameters:
             parameter.info.owner = self
 
-    def reduce_(self) -> None:
+    def reduce_(self):
         for parameter in self.parameters:
             view = parameter.info.grad_view
             if parameter.grad is None:
@@ -1273,7 +1273,7 @@ class MatrixBank(Owner):
         """This rank's part [groups, per_rank, ...] of a tensor of all matrices, a view."""
         return full.unflatten(0, self.axes)[:, self.ranks.rank]
 
-    def compute_(self, rates: dict[str, Tensor]) -> None:
+    def compute_(self, rates: dict[str, Tensor]):
         for group in self.groups:
             group.pending_reduce()
         update = self.nesterov(self.momentum, self.received, rates["momentum"])
@@ -1291,7 +1291,7 @@ class Adam(Owner):
     ranks: Ranks
     ops: Ops
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         """Make the moments. Those of each kind make the weights and the shard before."""
         self.role = self.parameters[0].info.role
         self.exp_avg = torch.zeros_like(self.shard)
@@ -1300,7 +1300,7 @@ class Adam(Owner):
         self.new_shares = [torch.tensor(1 - beta, device=self.ranks.device) for beta in self.rule.betas]
         self.update = self.ops.compile(adam_update)
 
-    def compute_(self, rates: dict[str, Tensor]) -> None:
+    def compute_(self, rates: dict[str, Tensor]):
         wait, received = self.pending_reduce
         self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
         wait()
@@ -1318,7 +1318,7 @@ class AdamTable(Adam):
     """
     grads = received = None  # places in shared memory, if there is any
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         ranks = self.ranks
         (parameter,) = self.parameters
         self.parameter = parameter
@@ -1333,7 +1333,7 @@ class AdamTable(Adam):
         parameter.info.owner = self
         parameter.info.grad_view = self.grads
 
-    def receive_grad(self, grad: Tensor, *lookup: Tensor) -> None:
+    def receive_grad(self, grad: Tensor, *lookup: Tensor):
         """Add the gradient [T, width] of a lookup to the table's. The first one of a step writes all of it."""
         table = self.parameter
         add = table.grad is not None
@@ -1341,7 +1341,7 @@ class AdamTable(Adam):
             table.grad = memory_for_grad(table)
         launch_groups(embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=add)
 
-    def reduce_(self) -> None:
+    def reduce_(self):
         grad = self.parameter.grad
         received = self.received
         if received is None:
@@ -1358,7 +1358,7 @@ class SparseTable(Adam):
     moment and with a second moment of one number a row (record 92).
     """
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         ranks = self.ranks
         (parameter,) = self.parameters
         self.role = parameter.info.role
@@ -1373,7 +1373,7 @@ class SparseTable(Adam):
         # Shared memory is never freed, so each size is allocated once. Other memory is given back after a step.
         self.buffer = functools.cache(new_buffer) if ranks.copy_stream else new_buffer
 
-    def receive_grad(self, grad: Tensor, *_: Tensor) -> None:
+    def receive_grad(self, grad: Tensor, *_: Tensor):
         self.lookup_grads.append(grad)
 
     def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable]:
@@ -1385,7 +1385,7 @@ class SparseTable(Adam):
             torch.cat(parts, out=self.ranks.shard(full))
         return full, self.ranks.all_gather(full)
 
-    def start_step(self, ids: list[Tensor]) -> None:
+    def start_step(self, ids: list[Tensor]):
         """Exchange the rows `ids` [T, K] that each micro-batch will read, and sort them while the model works."""
         full, wait = self.all_gather(ids)
         self.lookup_grads = []  # [T, width] of each micro-batch; drops those of a step that was broken off
@@ -1397,11 +1397,11 @@ class SparseTable(Adam):
 
         self.wait_sorted = self.ranks.on_side_stream(sort_rows)
 
-    def reduce_(self) -> None:
+    def reduce_(self):
         self.pending_reduce = self.all_gather(self.lookup_grads)
         self.lookup_grads = []
 
-    def compute_(self, rates: dict[str, Tensor]) -> None:
+    def compute_(self, rates: dict[str, Tensor]):
         grads, wait = self.pending_reduce
         self.pending_reduce = None  # so that the memory of `grads` is given back
         wait()
@@ -1415,14 +1415,14 @@ class SparseTable(Adam):
 class AdamScalars(Adam):
     """All small parameters of a role in one flat float32 buffer, which every rank updates alike after an all-reduce."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         size = sum(aligned(p.numel()) for p in self.parameters)
         self.weights = self.shard = torch.zeros(size, device=self.ranks.device)
         self.grads = torch.zeros_like(self.weights)
         self.flatten()
         super().__post_init__()
 
-    def reduce_(self) -> None:
+    def reduce_(self):
         views = [p.info.grad_view for p in self.parameters]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         torch._foreach_copy_(views, grads)
@@ -1468,7 +1468,7 @@ class Optimizer:
                 self.grad_counts[parameter.info.owner] += 1
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
-    def start_step(self, ids: list[Tensor]) -> None:
+    def start_step(self, ids: list[Tensor]):
         """Start a step, given the rows [T, K] of sparse tables that each of its micro-batches will read."""
         # How many gradients each owner still has to get: every micro-batch brings one of each parameter.
         self.pending_grads = {owner: count * len(ids) for owner, count in self.grad_counts.items()}
@@ -1482,7 +1482,7 @@ class Optimizer:
         for table in self.sparse:
             table.start_step(ids)
 
-    def _ready(self, parameter: nn.Parameter) -> None:
+    def _ready(self, parameter: nn.Parameter):
         """Phase 3: a backward hook, which reduces an owner when its last gradient of the step is there."""
         owner = parameter.info.owner
         self.pending_grads[owner] -= 1
@@ -1491,7 +1491,7 @@ class Optimizer:
             self.reduced.append(owner)
 
     @torch.no_grad()
-    def step(self, rates: dict[str, Tensor]) -> None:
+    def step(self, rates: dict[str, Tensor]):
         """Update everything after the last backward pass. `rates` holds 0-dimensional tensors, see step_rates."""
         # Phase 1 ends: no gather may stay under way, as that of a table which no layer reads would.
         for owner in self.gather_lazy:
@@ -1531,13 +1531,13 @@ class Optimizer:
             table.wait_gather()
         del grads_in_use
 
-    def gather(self) -> None:
+    def gather(self):
         """Give every rank all weights, before anything but a training step reads them."""
         for owner in (*self.gather_now, *self.gather_lazy):
             owner.gather_()
             owner.wait_gather()
 
-    def average(self, rate: float, share: float = 0.0) -> None:
+    def average(self, rate: float, share: float = 0.0):
         for owner in self.averaged:
             owner.average_(rate, share)
 
@@ -1660,7 +1660,7 @@ class Trainer:
     clock: Clock
     folder: Path  # of the shards
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.device = self.ranks.device
         self.ranks.agree("data", self._open_data, "copy the shards of one node to the others")
         self._build_model()
@@ -1680,7 +1680,7 @@ class Trainer:
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
         return self.data_hash
 
-    def _build_model(self) -> None:
+    def _build_model(self):
         """Build the model and its optimizer, and choose micro-batches, as the memory allows."""
         preset = self.preset
         recompute, micro_batch_tokens, _ = memory_plan(preset, self.ranks, self.ops)
@@ -1695,7 +1695,7 @@ class Trainer:
         self.model.reset(seed=0)
         self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
 
-    def _prepare_schedule(self) -> None:
+    def _prepare_schedule(self):
         """Put what depends on the step on the device beforehand.
 
         So no step copies it or waits for it, and a value that changes does not recompile anything."""
@@ -1748,7 +1748,7 @@ class Trainer:
         self.optimizer.step(dict(zip(self.rate_names, rates.unbind())))
         return total
 
-    def capture(self, index: int) -> None:
+    def capture(self, index: int):
         """Record the step of a stage, which must have run before, as a CUDA graph.
 
         To replay it costs the host next to nothing."""
@@ -1872,7 +1872,7 @@ class Meter:
         self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
         self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
 
-    def restart(self) -> None:
+    def restart(self):
         """Start the interval now: the clock has just begun, or goes on after a pause.
 
         Now is an event in the device's stream, or milliseconds of the clock where there is no GPU."""
@@ -1880,7 +1880,7 @@ class Meter:
         if self.ranks.on_gpu:
             self.start = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
-    def record(self, step: int, loss: Tensor, stage: Stage) -> None:
+    def record(self, step: int, loss: Tensor, stage: Stage):
         """End an interval with a step (counted from 1) and this rank's loss. A collective: losses are summed.
 
         Each stage's last step must be recorded, so that no interval spans two stages."""
@@ -1891,7 +1891,7 @@ class Meter:
         self.restart()
         self.pending = step, stage, start, self.start, values
 
-    def flush(self) -> None:
+    def flush(self):
         """Log what was recorded last.
 
         Every rank comes to the same decision: Failure if the loss is not finite, KeyboardInterrupt if any rank was
@@ -2000,7 +2000,7 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
     return digest
 
 
-def prepare(trainer: Trainer, seed: int, log: RunLog) -> None:
+def prepare(trainer: Trainer, seed: int, log: RunLog):
     """Make the initial state of a seed, equal on all ranks, and warm up.
 
     The hashes before and after prove that the warm-up leaves no trace."""
@@ -2150,7 +2150,7 @@ class TokenStream:
         """How many tokens of the stream the stages use up, those before the first BOS included."""
         return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
 
-    def require(self, stages: tuple[Stage, ...]) -> None:
+    def require(self, stages: tuple[Stage, ...]):
         """Fail if the shards hold too few tokens for the stages."""
         needed = self.consumed(stages) + 1  # the last target is one token further
         if needed > self.length:
@@ -4424,7 +4424,7 @@ class Ranks:
             ranks._share_memory()
         return ranks
 
-    def _share_memory(self) -> None:
+    def _share_memory(self):
         """Set `copy_stream`, and keep it if a first shared tensor works on every rank."""
         self.copy_stream = torch.cuda.Stream()
         with contextlib.suppress(RuntimeError):  # the GPUs, the driver or the container may not allow it
@@ -4561,7 +4561,7 @@ class Ranks:
                 fail(what, "the same on every rank", differing, fix, code)
         return found
 
-    def ask_to_stop(self, *_: Any) -> None:
+    def ask_to_stop(self, *_: Any):
         """Handle Ctrl-C. The first one only asks, as ranks are between different collectives; the second acts at once.
 
         The ranks agree to stop when they flush a logged step (Meter.flush).
@@ -4578,7 +4578,7 @@ class Ranks:
             return ""
         return f" (rank {', '.join(lost)} has ended or stands still)"
 
-    def finish(self, code: int) -> None:
+    def finish(self, code: int):
         """Leave the process group, or after a failure end the process at once.
 
         Neither NCCL nor the end of the interpreter may wait for a rank that has failed. After a success, gloo's threads
@@ -4611,14 +4611,14 @@ class Watchdog:
     limit_s: float
     log: RunLog
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.events = collections.deque()
         self.done = threading.Event()
         self.ranks.heartbeat = self.heartbeat
         self.heartbeat("the start")
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def heartbeat(self, doing: str, patience: float = 1.0) -> None:
+    def heartbeat(self, doing: str, patience: float = 1.0):
         """Say that this rank goes on, with something that may take `patience` times the limit."""
         self.doing = doing
         self.patience = patience
@@ -4626,7 +4626,7 @@ class Watchdog:
         if self.ranks.on_gpu and patience == 1:  # in the warm-up a query would break a graph's capture
             self.events.append(torch.cuda.current_stream().record_event())
 
-    def _watch(self) -> None:
+    def _watch(self):
         wait_s = min(1.0, self.limit_s / 8)
         places = None
         while not self.done.wait(wait_s):
@@ -4671,7 +4671,7 @@ class Clock:
         """Now, in UTC, to the millisecond: it tells in which order runs were made."""
         return f"{np.datetime64(time.time_ns() // 1_000_000, 'ms')}Z"
 
-    def switch(self, reason: str | None) -> None:
+    def switch(self, reason: str | None):
         """Wait for the device. From then on time passes for `reason` and counts if that is "training"; None stops."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -4766,23 +4766,23 @@ class RunLog:
         self.thread = threading.Thread(target=self._work, name="run log", daemon=True)
         self.thread.start()
 
-    def line(self, kind: str, **fields: Any) -> None:
+    def line(self, kind: str, **fields: Any):
         """An event for the log."""
         self.queue.put({"kind": kind, **fields})
 
-    def say(self, text: str, bar: str = "") -> None:
+    def say(self, text: str, bar: str = ""):
         """Text for the person who watches; the log does not keep it. A terminal shows `bar` below until the next."""
         if self.path:
             self.queue.put(f"\r\033[K{text}\n{bar}" if self.terminal else f"{text}\n")
 
-    def close(self) -> None:
+    def close(self):
         """Write what is queued, then end the thread."""
         self.queue.put(None)
         self.thread.join(timeout=10)
         if self.file:
             self.file.close()
 
-    def _work(self) -> None:
+    def _work(self):
         while (item := self.queue.get()) is not None:
             if isinstance(item, dict):
                 self._append(item)
@@ -4792,7 +4792,7 @@ class RunLog:
             except OSError:  # nobody reads any more, or the disk is full: the log goes on
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def _append(self, event: dict[str, Any]) -> None:
+    def _append(self, event: dict[str, Any]):
         if not self.file:
             return
         text = json.dumps(event)
@@ -4803,7 +4803,7 @@ class RunLog:
         except OSError as error:
             self._give_up(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: OSError):
         print(f"run log: expected to write {self.path}, found '{error}'; "
               "fix: free or permit that folder. The run goes on UNLOGGED.", file=sys.stderr)
         self.file = None
@@ -4864,7 +4864,7 @@ def header_hash(header: dict[str, Any]) -> str:
 
 
 def write_tensors(path: Path, form: str, content: dict[str, Any], likes: dict[str, Tensor],
-                  parts: Iterable[Tensor]) -> None:
+                  parts: Iterable[Tensor]):
     """Write a file as described above, of a format `form`: aside, then renamed.
 
     Names, dtypes and shapes are those of `likes`; the values are the `parts` one after the other."""
@@ -4892,7 +4892,7 @@ def write_tensors(path: Path, form: str, content: dict[str, Any], likes: dict[st
         fail(f"saving {path}", "a writable folder with space", error, "choose another place")
 
 
-def save_model(path: Path, trainer: Trainer, loss: float, seed: int) -> None:
+def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
     """Write weights, configuration, how to validate and provenance to one file."""
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
@@ -4959,7 +4959,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
              "use the train_gpt.py that wrote it, or train one with --save FILE")
 
 
-def export_model(path: Path, target: Path) -> None:
+def export_model(path: Path, target: Path):
     """Copy a model file without the rows of hashed n-grams, for other programs: nothing here reads it."""
     model, content, ids, rows = read_model_file(path)
     kept = ids >= model.config.ngram_pieces * model.config.ngram_rows
@@ -5051,7 +5051,7 @@ def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tens
         yield p
 
 
-def sample_text(path: str, prompt: str, device: torch.device) -> None:
+def sample_text(path: str, prompt: str, device: torch.device):
     """Print `prompt` and up to 256 tokens that continue it, each as it is drawn: at temperature 0.8, from a fixed seed.
 
     On standard error, how many tokens a second that were."""
@@ -5199,7 +5199,7 @@ def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: 
     return code
 
 
-def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str) -> None:
+def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str):
     """Say what will be trained, on which devices and with which operators; then what check_network found."""
     version = capability(ranks.device)
     gpu = f"capability {version}" if any(version) else "no GPU"
