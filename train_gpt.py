@@ -2408,7 +2408,8 @@ def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) ->
     Each token is a target once."""
     shard = open_shard(path, vocabulary)
     if len(shard) < tokens + 1:
-        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(shard):,}", "fetch this file again")
+        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(shard):,}",
+             "fetch this file again, or name the folder of another with --data")
     shard = shard[:tokens + 1]
     windows = [cut_documents(shard[start:start + window + 1], window) for start in range(0, tokens, window)]
     return windows, hashlib.sha256(shard).hexdigest()[:16]
@@ -4420,6 +4421,8 @@ class Ranks:
         if len(set(nodes)) > 1:
             ranks.nodes = nodes
 
+        # Those of 2.11 are the only names that every version has.
+        warnings.filterwarnings("ignore", ".*(all_gather_into|reduce_scatter)_tensor. is deprecated", FutureWarning)
         dist.init_process_group("nccl" if ranks.nccl else "gloo", store=store, rank=rank, world_size=world,
                                 timeout=2 * timeout, device_id=ranks.device if ranks.nccl else None)
         signal.signal(signal.SIGINT, ranks.ask_to_stop)
@@ -4946,6 +4949,9 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
 
         del header["__metadata__"]
         data = torch.from_numpy(file[start:])
+        stop = max(entry["data_offsets"][1] for entry in header.values())
+        if stop > len(data):
+            raise ValueError(f"{len(file):,} of {start + stop:,} bytes: cut")
         tensors = {name: data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]]).view(entry["shape"])
                    for name, entry in header.items()}
         ids, rows = tensors.pop("ngram.ids"), tensors.pop("ngram.rows")
@@ -4959,7 +4965,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
         return model.requires_grad_(False), content, ids, rows
     except Exception as error:  # a foreign file can raise anything
         fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", repr(error)[:200],
-             "use the train_gpt.py that wrote it, or train one with --save FILE")
+             "check the path, copy the file again, use the train_gpt.py that wrote it, or train one with --save FILE")
 
 
 def export_model(path: Path, target: Path):
@@ -5012,6 +5018,8 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     pieces = sum(windows, [])
     total = 0.0
     for start in range(0, len(pieces), 4):  # documents one by one take minutes on a GPU, a whole window gigabytes
+        if sys.stderr.isatty():
+            print(f"{start / len(pieces):4.0%}", end="\r", file=sys.stderr)
         group = pieces[start:start + 4]
         batch = pack({0: group}, config, pin=False).to(device)
         total += float(model.evaluate(batch, saved_geometry(content, model, max(map(len, group)))))
@@ -5058,6 +5066,7 @@ def sample_text(path: str, prompt: str, device: torch.device):
     """Print `prompt` and up to 256 tokens that continue it, each as it is drawn: at temperature 0.8, from a fixed seed.
 
     On standard error, how many tokens a second that were."""
+    model, content = load_model(Path(path), device)
     try:
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2")
@@ -5065,7 +5074,6 @@ def sample_text(path: str, prompt: str, device: torch.device):
         fail("tiktoken", "the package and its gpt2 vocabulary", type(error).__name__,
              "pip install tiktoken; connect to the network once, or set TIKTOKEN_CACHE_DIR")
 
-    model, content = load_model(Path(path), device)
     ids = [BOS, *encoding.encode_ordinary(prompt)]
     geometry = saved_geometry(content, model, len(ids) + 256)
     torch.manual_seed(0)

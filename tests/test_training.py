@@ -625,6 +625,36 @@ def test_nodes_train_as_one(ranked, on_nodes, size, world):
     assert len(list((on_nodes / f"logs-{size}").iterdir())) == 1, "only the first rank of all nodes writes"
     assert re.search(rf"\n{size[0]} nodes: 4 MB both ways in ", (on_nodes / f"{size}-0.out").read_text())
     assert "nodes: " not in (ranked / f"{world}-0.out").read_text()
+    assert not [path for path in on_nodes.glob(f"{size}-*.out") if "Warning" in path.read_text()]
+
+
+@pytest.mark.parametrize("other_node, shared", [(0, 1), (1, 0)])
+def test_memory_is_shared_within_a_node_only(monkeypatch, other_node, shared):
+    """A GPU cannot read the memory of another node's. Sharing needs GPUs, so this is the decision alone, with stand-ins for the group."""
+    class Store:
+        def set(self, key, value):
+            pass
+
+        def get(self, key):
+            return f"1  on a host (node {other_node * int(key.removeprefix('process '))})".encode()
+
+    calls = []
+    created = tg.Ranks.__init__
+
+    def with_nccl(ranks, *settings):
+        created(ranks, *settings)
+        ranks.nccl = True
+
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tg.Ranks, "__init__", with_nccl)
+    monkeypatch.setattr(tg.Ranks, "_share_memory", lambda ranks: calls.append(ranks))
+    monkeypatch.setattr(tg, "pick_device", lambda _: CPU)
+    monkeypatch.setattr(tg.dist, "rendezvous", lambda *_, **__: iter([(Store(), 0, 2)]))
+    monkeypatch.setattr(tg.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(tg.signal, "signal", lambda *_: None)
+    ranks = tg.Ranks.start()
+    assert calls == [ranks] * shared
 
 
 AS_TINY = """
