@@ -2,6 +2,7 @@
 # ./run.sh [train_gpt.py options]   set up if needed, then train with what this machine has
 # ./run.sh test [pytest options]    set up if needed, then test, two processes at a time; --fast: the subset for an edit loop (tests/README.md)
 # PYTHON=... is the interpreter to try first; RUN_SH_DRY=1 prints the training command instead of running it.
+# NNODES=2 NODE_RANK=0 MASTER_ADDR=... ./run.sh   the same on each of several nodes, but for NODE_RANK; MASTER_PORT is 29500
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
@@ -65,6 +66,37 @@ choose_preset() { # GPUS CAPABILITY GIB TOKENS: sets preset and why
   else preset=speedrun why="$found"; fi
 }
 
+meet() { # SECONDS: waits for all nodes. torchrun would wait ten minutes for one that never comes, and end with tracebacks
+  TORCH_CPP_LOG_LEVEL=FATAL "$python" - "$1" <<'PYTHON'
+import os, sys
+from datetime import timedelta
+from torch.distributed import DistError, TCPStore
+nodes, node, address, port = int(os.environ["NNODES"]), int(os.environ["NODE_RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+limit = timedelta(seconds=float(sys.argv[1]))
+def end(found, fix):
+    sys.exit(f"run.sh: nodes: expected {nodes} within {sys.argv[1]} s, found {found}; fix: {fix}")
+def wait(kind, others):
+    try:
+        store.wait([f"{kind} {other}" for other in others], limit)
+    except DistError:
+        absent = [str(other) for other in others if not store.check([f"{kind} {other}"])]
+        end(f"no node {', '.join(absent)}", f"start ./run.sh there with MASTER_ADDR={address} and its own NODE_RANK")
+try:
+    store = TCPStore(address, port, is_master=node == 0, timeout=limit / 2, wait_for_workers=False)  # it tries twice
+except (DistError, RuntimeError, ValueError) as error:
+    if node == 0:
+        end(f"{address}:{port} taken or not of this node", "NODE_RANK=0 on one node only, whose address is MASTER_ADDR; or another MASTER_PORT on all")
+    end(f"no answer from {address}:{port}", "start ./run.sh there with NODE_RANK=0; see that the port is open")
+if store.add(f"taken {node}", 1) > 1:
+    end(f"node {node} twice", "NODE_RANK is 0 on the first node, 1 on the second, and so on")
+store.set(f"here {node}", "")
+wait("here", range(nodes))
+store.set(f"gone {node}", "")
+if node == 0:  # the others read from this process until then
+    wait("gone", range(nodes))
+PYTHON
+}
+
 advise() { # PRESET EXIT_CODE ARGUMENTS...: the end of --check, what this machine can do, how long that takes, what to type next
   local preset=$1 code=$2 takes next argument; shift 2
   case $preset in
@@ -77,7 +109,7 @@ advise() { # PRESET EXIT_CODE ARGUMENTS...: the end of --check, what this machin
   esac
   if ((capability < 80)) && [[ $preset != smoke ]]; then takes="many hours here: no GPU, or one below compute capability 8.0"; fi
   for argument in "$@"; do [[ $argument == --check ]] || next+=" $(printf %q "$argument")"; done
-  if ((code)); then say "preset $preset cannot run yet (exit code $code): mend what is said above, then check again"; return; fi
+  if ((code)); then say "preset $preset cannot run yet (exit code $code): mend what is said above, then check again. It takes $takes"; return; fi
   say "this machine can run preset $preset ($takes)"
   say "next: ./run.sh${next:-}"
   if [[ $preset != speedrun && ! $(option --preset "$@") && ! $(option --data "$@") ]] && ((capability >= 90 && gib >= SPEEDRUN_GIB)); then
@@ -104,13 +136,26 @@ train() {
     choose_preset "$gpus" "$capability" "$gib" "$tokens"
     set -- --preset "$preset" "$@"
   fi
-  for world in 8 4 2 1; do if ((gpus >= world)); then break; fi; done
+  local nodes=${NNODES:-1} limit command=("$python") torchrun=(-m torch.distributed.run)
+  case $nodes in 1 | 2 | 4 | 8) ;; *) die "NNODES: expected 1, 2, 4 or 8, found $nodes; fix: as many nodes" ;; esac
+  for world in 8 4 2 1; do if ((gpus >= world && world * nodes <= 8)); then break; fi; done
   [[ $preset != smoke ]] || world=1
-  say "preset $preset, $world process(es): $why. $gpus GPU(s) here, torch $version, $python"
-  local command=("$python")
-  if ((world > 1)); then
+  if ((nodes == 1)); then
+    say "preset $preset, $world process(es): $why. $gpus GPU(s) here, torch $version, $python"
+    torchrun+=(--standalone)
+  else
+    say "preset $preset, $world process(es) on each of $nodes nodes: $why. $gpus GPU(s) here, torch $version, $python"
+    [[ ${NODE_RANK:-} =~ ^[0-7]$ ]] && ((NODE_RANK < nodes)) ||
+      die "NODE_RANK: expected 0 to $((nodes - 1)), found ${NODE_RANK:-none}; fix: NODE_RANK=0 on the first node, 1 on the second, and so on"
+    [[ ${MASTER_ADDR:-} ]] || die "MASTER_ADDR: expected the address of node 0, found none; fix: MASTER_ADDR=..."
+    export NNODES NODE_RANK MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
+    limit=$(option --stall-limit "$@")
+    [[ ${RUN_SH_DRY:-} ]] || meet "${limit:=120}" || exit 2
+    torchrun+=(--nnodes="$nodes" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT")
+  fi
+  if ((world * nodes > 1)); then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun sets anyway, with a warning
-    command+=(-m torch.distributed.run --standalone --nproc_per_node="$world")
+    command+=("${torchrun[@]}" --nproc_per_node="$world")
   fi
   if [[ " $* " != *" --check "* ]]; then launch "${command[@]}" train_gpt.py "$@"; return; fi
   (launch "${command[@]}" train_gpt.py "$@") || code=$?

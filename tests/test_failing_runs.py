@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import helpers
-from helpers import only, read_log, tg
+from helpers import ROOT, only, read_log, tg
 
 DEADLINE_S = 300  # of the harness; a guard against hanging, far above what any case takes
 
@@ -305,6 +306,30 @@ def test_a_node_has_no_shards(broken, name):
     assert "checked" in name or re.fullmatch(r"train_gpt: rank 1 on \S+ \(node 1\): train shards: expected .*, found none; fix: .*", mine)
     assert re.fullmatch(rf".*data: expected the same on every rank, found '.*' on rank 0 {NODES}; fix: .*", theirs)
     assert "train shards: expected" in theirs
+
+
+@pytest.mark.parametrize("numbers, told", [
+    ((0,), ["no node 1; fix: start ./run.sh there with MASTER_ADDR=127.0.0.1"]),
+    ((1,), ["no answer from 127.0.0.1:"]),
+    ((0, 0), ["taken or not of this node", "no node 1"]),
+    ((0, 1), [])], ids=str)
+def test_nodes_meet(numbers, told):
+    """run.sh on each of two nodes: who does not come is named in one line instead of torchrun's tracebacks, after which torchrun starts as usual."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = os.environ | {"PYTHON": sys.executable, "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    limit = 20 if told == [] or len(numbers) > 1 else 5  # the second process may be slow to start
+    command = ["bash", "run.sh", "--check", "--preset", "smoke", "--stall-limit", str(limit)]
+    nodes = [subprocess.Popen(command, cwd=ROOT, env=environment | {"NODE_RANK": str(number)}, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for number in numbers]
+    said = [node.communicate(timeout=120)[1] for node in nodes]
+    if not told:
+        assert [node.returncode for node in nodes] == [0, 0], said
+        return
+    ends = sorted(text.splitlines()[-1] for text in said)
+    assert all(node.returncode == 2 for node in nodes) and all(text.count("\n") == 2 for text in said), said
+    for end, part in zip(ends, told, strict=True):
+        assert end.startswith(f"run.sh: nodes: expected 2 within {limit} s, found ") and part in end and "; fix: " in end
 
 
 def test_a_node_is_killed(broken):

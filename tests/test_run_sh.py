@@ -181,7 +181,8 @@ def test_check_ends_with_what_to_type(machine, arguments, environment, lines):
 def test_check_that_fails_says_so(machine):
     machine.write("train_gpt.py", "raise SystemExit(4)")
     result = machine.run("--check", RUN_SH_DRY="")
-    assert result.returncode == 4 and result.stderr.splitlines()[-1].startswith("run.sh: preset smoke cannot run yet (exit code 4)")
+    said = result.stderr.splitlines()[-1]
+    assert result.returncode == 4 and said.startswith("run.sh: preset smoke cannot run yet (exit code 4)") and "It takes one to two minutes" in said
 
 
 def test_explicit_options_win(machine):
@@ -193,6 +194,29 @@ def test_explicit_options_win(machine):
     for option in ("--eval", "--export"):
         assert machine.command(option, "model", FAKE_GPUS="8") == f"train_gpt.py {option} model", "one process, no preset"
     assert machine.command("--help", FAKE_GPUS="8") == "train_gpt.py --help"
+
+
+NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
+
+
+def test_several_nodes_share_eight_processes(machine):
+    begin, end = "-m torch.distributed.run", "train_gpt.py --preset sprint"
+    for gpus, nodes, processes in ((8, 2, 4), (8, 4, 2), (1, 2, 1), (3, 2, 2), (8, 8, 1)):
+        command = machine.command("--preset", "sprint", FAKE_GPUS=str(gpus), **NODE | {"NNODES": str(nodes)})
+        assert command == f"{begin} --nnodes={nodes} --node_rank=1 --master_addr=first --master_port=29500 --nproc_per_node={processes} {end}"
+    assert "--nnodes=2" in machine.command(**NODE), "one process of the smoke preset on each"
+    assert "--master_port=1234 " in machine.command(**NODE, MASTER_PORT="1234")
+
+
+@pytest.mark.parametrize("name, value, told", [
+    ("NNODES", "3", "NNODES: expected 1, 2, 4 or 8, found 3"),
+    ("NODE_RANK", "2", "NODE_RANK: expected 0 to 1, found 2"),
+    ("NODE_RANK", "", "NODE_RANK: expected 0 to 1, found none"),
+    ("NODE_RANK", "-1", "NODE_RANK: expected 0 to 1, found -1"),
+    ("MASTER_ADDR", "", "MASTER_ADDR: expected the address of node 0, found none")])
+def test_wrong_nodes(machine, name, value, told):
+    result = machine.run(FAKE_GPUS="1", **NODE | {name: value})
+    assert result.returncode == 2 and told in result.stderr.splitlines()[-1] and "; fix: " in result.stderr and not result.stdout
 
 
 @pytest.mark.parametrize("option", [["--data", "my texts"], ["--data=my texts"]])
