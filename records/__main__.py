@@ -126,7 +126,8 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true")
     compare = add("compare", command_compare, "A against B: loss, time, stages, verdict; a record's arm is DIR:a or DIR:b, a log or a folder of logs will do")
     diff = add("diff", command_diff, "what leads from the script of B to that of A, by section")
-    curve = add("curve", command_curve, "loss at equal time and time at equal loss of A and B, which followed the same loss; A and B as for compare")
+    curve = add("curve", command_curve,
+                "loss at equal time and time at equal loss; A and B as for compare, or record-89, beside which a record has only its final validation")
     curve.add_argument("--out", type=Path, help="draw both too: a .svg or .png file")
     for command, kind in ((compare, str), (diff, Path), (curve, str)):
         command.add_argument("a", type=kind, metavar="A")

@@ -65,12 +65,14 @@ def write_numbers(folder: Folder) -> None:
 
 
 def load_runs(spec: str) -> tuple[str, list[Run]]:
-    """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, or one log."""
+    """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, one log, or `record-89`, one of curves/."""
     path, arm = (Path(spec[:-2]), spec[-1]) if spec.endswith((":a", ":b")) else (Path(spec), "a")
     if (path / "record.json").exists() or (HOME / path.name / "record.json").exists():
         folder = load(path)
         runs, label = folder.runs(arm), folder.path.name + (":b" if arm == "b" else "")
     else:
+        if not path.exists():
+            path = next((HOME / "curves").glob(f"{path.name}_*"), path)
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".txt")) if path.is_dir() else [path]
         runs, label = [read_run(file) for file in files], path.name
     if not (done := [run for run in runs if run.ok]):
@@ -94,10 +96,21 @@ def differing(a: list[Run], b: list[Run], facts: dict[str, Callable[[Run], objec
     return [f"{name} {', '.join(sorted(x))} against {', '.join(sorted(y))}" for name, (x, y) in values.items() if x and y and x != y]
 
 
+def corpus(run: Run) -> str | None:
+    """What a run's shards are named after. Of the public logs only that in curves/ says it."""
+    shards = run.head.get("shards")
+    return str(shards[0]).partition("_train_")[0] if shards else run.head.get("corpus")
+
+
+# What the validation tokens of two runs must share. A log that lacks one of them shows no difference.
+VALIDATION = {"validation tokens": lambda run: run.head.get("preset", {}).get("val_tokens"),
+              "validation hash": lambda run: run.lines[-1].get("val_hash") if run.lines else None,
+              "corpus": corpus}
+
+
 def incomparable(a: list[Run], b: list[Run]) -> tuple[list[str], list[str]]:
     """Why the losses and why the times of two sides cannot be compared; empty lists if they can."""
-    loss = differing(a, b, {"preset": lambda r: r.head.get("preset", {}).get("name"), "validation tokens": lambda r: r.head.get("preset", {}).get("val_tokens"),
-                            "validation hash": lambda r: r.lines[-1].get("val_hash") if r.lines else None})
+    loss = differing(a, b, {"preset": lambda r: r.head.get("preset", {}).get("name"), **VALIDATION})
     time = differing(a, b, {"hardware": lambda r: r.head.get("device"), "GPUs": lambda r: r.head.get("world"),
                             "nodes": lambda r: r.head.get("nodes", 1), "machine": lambda r: r.head.get("machine")})
     return loss, time

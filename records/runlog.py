@@ -15,6 +15,7 @@ import numpy as np
 EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 2, 3, 4
 RULE = "=" * 100  # the public logs put one before and after the facts about the machine
 TEXT_STEP = re.compile(r"^step:(\d+)/(\d+) (?:(val|train)_loss:(\S+) )?train_time:([\d.]+)ms", re.MULTILINE)
+TEXT_CORPUS = re.compile(r"^corpus: (\w+)$", re.MULTILINE)
 TEXT_GPU = re.compile(r"^\|\s+\d+\s+(NVIDIA .*?)\s+(?:On|Off)\s*\|", re.MULTILINE)
 
 
@@ -110,6 +111,8 @@ def read_text_log(path: Path, text: str) -> Run:
     rows = [(int(step), int(total), kind or "train", float(ms) / 1e3, float(loss or "nan")) for step, total, kind, loss, ms in TEXT_STEP.findall(parts[-1])]
     gpus = TEXT_GPU.findall(parts[1]) if len(parts) > 2 else []
     head = {"script": sha256(parts[0]), "gpus": gpus, "world": len(gpus) or None, "device": gpus[0] if gpus else "unknown"}
+    if named := TEXT_CORPUS.search(parts[1] if len(parts) > 2 else ""):  # we add it where we made such a log
+        head["corpus"] = named[1]
     train, vals = (np.array([(step, seconds, loss) for step, _, found, seconds, loss in rows if found == kind], float).reshape(-1, 3)
                    for kind in ("train", "val"))
     total = rows[-1][1] if rows else 0

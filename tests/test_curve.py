@@ -43,19 +43,64 @@ def test_nothing_is_said_beyond_a_curve():
     assert curve.loss_after(rows, 15.0) == 4.5
 
 
-def test_training_and_validation_losses_are_not_compared(sides, tmp_path):
-    other = tmp_path / "other.txt"
-    write_log(other, [(step, step, 5 - step / 10) for step in range(1, 9)], kind="train")
-    other.write_text(other.read_text() + "step:8/8 val_loss:4.2 train_time:8000ms\n")
-    with pytest.raises(Failure, match="on every side"):
-        curve.table([sides[0], str(other)])
+@pytest.fixture
+def trained(tmp_path):
+    """A run that followed its training loss, as records do, and was validated at its end: 4.2 after 8 s."""
+    path = tmp_path / "trained.txt"
+    write_log(path, [(step, step, 5 - step / 10) for step in range(1, 9)], kind="train")
+    path.write_text(path.read_text() + "step:8/8 val_loss:4.2 train_time:8000ms\n")
+    return str(path)
+
+
+def numbers(text):
+    """The rows of both tables, without their headings."""
+    return [[row.split() for row in part.splitlines()[1:]] for part in text.split("\n\n")[1:]]
+
+
+def test_a_training_loss_leaves_the_final_validation_to_compare(sides, trained):
+    """The fast side passes 4.4 after 8 s and 4.2 after 9; the slow one ends at 3.0, never lower."""
+    text = curve.table([trained, sides[0]])
+    assert numbers(text) == [[["8.0", "4.2000", "4.4000", "-0.2000"]], [["4.2000", "8.0", "9.0", "0.889"]]]
+    assert "A  trained (n = 1)\n   validation loss, only at the end, 4.2000 after 8.0 s\n" in text
+    assert "B  fast (n = 1)\n   validation loss, from 5.0000 after 5.0 s to 3.0000 after 20.0 s\n" in text
+    assert numbers(curve.table([sides[0], trained])) == [[["8.0", "4.4000", "4.2000", "+0.2000"]], [["4.2000", "9.0", "8.0", "1.125"]]]
+
+
+def test_what_the_other_side_never_reached_is_said(sides, trained):
+    path = Path(trained)
+    path.write_text(path.read_text().replace("step:8/8 val_loss:4.2 train_time:8000ms", "step:8/8 val_loss:2.9 train_time:50000ms"))
+    assert numbers(curve.table([trained, sides[1]])) == [[["50.0", "2.9000", "-", "-"]], [["2.9000", "50.0", "never", "-"]]]
+
+
+@pytest.mark.parametrize("path", sorted(path.parent.name for path in (ROOT / "records").glob("*/record.json")))
+def test_every_record_on_webtext_compares_with_record_89(path):
+    if "webtext" in (ROOT / "records" / path / "record.json").read_text():
+        text = curve.table([path, "record-89"])
+        assert "validation loss, from 4.9420 after 10.8 s to 3.2200 after 137.5 s" in text and "perhaps not the same" in text
+    else:
+        with pytest.raises(Failure, match="the same validation tokens on every side, found corpus webmix against webtext; fix: "):
+            curve.table([path, "record-89"])
+
+
+def test_the_kind_of_loss_is_named():
+    """The records of November 23 and 25 have further tokens as targets, the first one had not."""
+    after = curve.table(["2026-11-25_short-windows-1gpu", "2026-11-23_sharper-pointer-1gpu"])
+    before = curve.table(["2026-11-21_baseline-1gpu", "2026-11-21_baseline-4gpu"])
+    assert after.count("training loss (high at first, with the second and third next token as targets), from 12.") == 2
+    assert before.count("   training loss, from ") == 2
+    assert "validation tokens: the same\n" in after
+
+
+def test_other_validation_tokens_are_refused():
+    with pytest.raises(Failure, match="validation hash 74f9a92a3c857c45 against 46a9a0a4ad58960e"):
+        curve.load_curves(["2026-11-25_short-windows-1gpu", "2026-11-25_two-thirds-1gpu"])
 
 
 @pytest.mark.slow
-def test_command(sides, tmp_path):
+def test_command(sides, trained, tmp_path):
     pytest.importorskip("matplotlib")
-    for name in ("curve.svg", "curve.png"):
-        done = subprocess.run([sys.executable, "records", "curve", *sides, "--out", str(tmp_path / name)], cwd=ROOT, capture_output=True, text=True)
+    for name, first in (("curve.svg", sides[0]), ("curve.png", sides[0]), ("point.svg", trained)):
+        done = subprocess.run([sys.executable, "records", "curve", first, sides[1], "--out", str(tmp_path / name)], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "time" not in done.stderr and (tmp_path / name).stat().st_size > 5000
     refused = subprocess.run([sys.executable, "records", "curve", *sides, "--out", str(tmp_path / "none" / "x.svg")], cwd=ROOT, capture_output=True, text=True)
