@@ -5,6 +5,7 @@ import csv
 import hashlib
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -124,11 +125,11 @@ REAL_COMMAND, REAL_DAY = runner.command, record.PARENTS_SINCE
 
 def make_quick(patch, folder):
     patch.setattr(starts, "CACHES", folder / "caches")
-    for name in starts.VARIABLES:
+    for name in (*starts.VARIABLES, *starts.CPU_SETTINGS):
         patch.delenv(name, raising=False)
     patch.setattr(runner, "command", plain_command)
     patch.setattr(runner, "POLL_SECONDS", 0.02)
-    for module in (runner, record):
+    for module in (runner, record, starts):
         patch.setattr(module, "query_gpus", lambda query: [])
     for module in (starts, record):
         patch.setattr(module, "hardware_here", lambda world: f"{world} x fake")
@@ -488,6 +489,24 @@ def test_caches_of_the_user_are_respected(finished, monkeypatch):
     theirs = starts.environment(folder, "a")
     assert theirs["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere" and theirs["TRITON_CACHE_DIR"] == ours["TRITON_CACHE_DIR"]
     assert theirs["PATH"] == ours["PATH"], "else the environment is that of `run`"
+
+
+def test_a_run_without_gpu_has_the_settings_of_run_sh(finished, monkeypatch):
+    """Those that its function sets, unless the user has set another; with a GPU none."""
+    script = (ROOT / "run.sh").read_text()
+    function = script[script.index("cpu_settings() {"):]
+    function = function[:function.index("\n}") + 2]
+    shown = subprocess.run(["bash", "-c", f"{function}\ncpu_settings; env"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True).stdout
+    exported = dict(row.split("=", 1) for row in shown.splitlines())
+    assert starts.CPU_SETTINGS == {name: value for name, value in exported.items() if name.startswith(("MALLOC_", "OMP_"))}
+
+    folder = record.load(finished[2])
+    assert starts.environment(folder, "a").items() >= starts.CPU_SETTINGS.items()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert starts.environment(folder, "a")["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(starts, "query_gpus", lambda query: ["NVIDIA H200"])
+    assert not starts.environment(folder, "a").keys() & starts.CPU_SETTINGS.keys()
 
 
 def test_a_plan_tells_its_duration(finished, copy, monkeypatch):
