@@ -16,7 +16,7 @@ from runlog import Run
 # folder the arm that comes second would find what the first has compiled. Temporary, as are the caches that torch keeps by itself.
 CACHES = Path(tempfile.gettempdir()) / f"train_gpt-compiled-{os.getuid()}"
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-# For runs without a GPU: those of cpu_settings in run.sh, which gives the reasons; a test holds both together. One run took 24 s with them, 84 s without.
+# For runs without a GPU: those of cpu_settings in run.sh, which gives the reasons; a test holds both together. A run took 24 s with them for 84.
 CPU_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "8589934592", "OMP_WAIT_POLICY": "PASSIVE"}
 # From the last step of a run to the start of the next: the validation, the end of the process, torchrun. The records' took 3 to 12 s.
 CLOSING_SECONDS, INTERRUPTION_SECONDS = 6.5, 600
@@ -63,13 +63,18 @@ def in_turn(runs: list[Run]) -> list[Run]:
     return sorted(filter(began, runs), key=began)
 
 
+def all_in_turn(folder: Folder) -> list[Run]:
+    """Those of both arms."""
+    return in_turn([run for arm in folder.record["scripts"] for run in folder.runs(arm)])
+
+
 def start_up(run: Run) -> float:
     """From the start of the process to the first step on the clock."""
     return run.of("clock")[0]["start_ms"] / 1e3
 
 
 def closing(runs: list[Run]) -> list[float]:
-    """From the last step of each run to the start of the next, where no interruption came between."""
+    """From the last step of each run to the start of the next, where no interruption came between. `runs` are of both arms, which take turns."""
     between = [(began(after) - began(run)).total_seconds() - start_up(run) - run.ms / 1e3 for run, after in zip(runs, runs[1:])]
     return [max(0.0, seconds) for seconds in between if seconds < INTERRUPTION_SECONDS]
 
@@ -85,7 +90,7 @@ def timing(folder: Folder) -> Timing | None:
     others = [other for other in finished(folder.path.parent, folder.record["track"]) if other.path != folder.path]
     others.sort(key=lambda other: (other.hardware == here, other.path == folder.parent, other.started), reverse=True)
     own = {arm: in_turn(folder.runs(arm)) for arm in folder.record["scripts"]}
-    together = in_turn([run for runs in own.values() for run in runs])
+    together = all_in_turn(folder)
     logged = in_turn(others[0].runs("a")) if others else []
 
     arms = [runs for runs in (*own.values(), logged) if runs]
@@ -93,7 +98,7 @@ def timing(folder: Folder) -> Timing | None:
         return None
     cold = max(start_up(run) for runs in arms for run in runs)
     warm = statistics.median([start_up(run) for runs in arms for run in runs[1:]] or [cold])
-    between = closing(together) + closing(logged)
+    between = closing(together) + (closing(all_in_turn(others[0])) if others else [])
     rest = statistics.median(between) if between else CLOSING_SECONDS
 
     usual = training(together) or training(logged)

@@ -2,6 +2,7 @@
 then every way to tamper with a record must be found."""
 
 import csv
+import datetime
 import hashlib
 import json
 import math
@@ -556,6 +557,19 @@ def test_the_usual_rest_of_a_run_counts_as_start():
     heads = [f"2026-01-01T{int(s // 3600):02d}:{s // 60 % 60:02d}:{s % 60:02d}+00:00" for s in seconds]
     made = [runlog.Run(Path(), "ok", {"started": head}, 5.0, 6000.0, lines=({"kind": "clock", "start_ms": 10000.0},)) for head in heads]
     assert starts.closing(made) == [4, 14]
+
+
+def test_a_run_of_the_other_arm_is_no_rest_of_a_run(finished, copy):
+    """The parent's arms took turns, each run 4 s after the end of the one before: a start takes these 4 s more, and not another run."""
+    moment = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    for key in record.load(copy).record["plan"]["order"]:
+        path = copy / "runs" / f"{key}.jsonl"
+        run = runlog.read_run(path)
+        rewrite_log(path, lambda events: events[0].update(started=moment.isoformat()))
+        moment += datetime.timedelta(seconds=starts.start_up(run) + run.ms / 1e3 + 4)
+    root = grow(finished, copy, FAKE + "# another script\n")
+    text = starts.duration(record.load(make(root, "idea", parent=copy.name)))
+    assert text.startswith("6 runs: 2 cold starts of about 74 s, 4 warm starts of about 14 s, training 6 s each"), text
 
 
 @pytest.mark.parametrize("visible, asked", [("1", ["--id=1"]), ("", []), (None, [])])
