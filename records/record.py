@@ -44,6 +44,7 @@ TRACKS = {
     "sprint-fineweb": Track("sprint", "fineweb", "data/fineweb10B", 100_000_000, 2_097_152, None, None, 3, 3),
     "sprint-small-fineweb": Track("sprint-small", "fineweb", "data/fineweb10B", 100_000_000, 2_097_152, None, None, 3, 3),
     "sprint-webtext": Track("sprint", "webtext", "data/webtext", 100_000_000, 2_097_152, 3.22, None, 3, 3),
+    "sprint-small-webtext": Track("sprint-small", "webtext", "data/webtext", 100_000_000, 2_097_152, 3.22, None, 3, 3),
     "speedrun-webmix": Track("speedrun-webmix", "webmix", "data/webmix", 243_000_000, 4_194_304, 3.1029, None, 3, 3),
     "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 8192, None, None, 1, 2, practice=True),
 }

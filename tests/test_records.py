@@ -343,7 +343,15 @@ def test_every_track_and_its_preset_agree():
     for name, track in record.TRACKS.items():
         preset = train_gpt.PRESETS[track.preset]
         assert preset.val_tokens == track.val_tokens and preset.train_tokens <= track.shard_tokens, name
-        assert name.partition("-")[2] == "webtext" or preset.data == track.data, "one preset serves both tracks of the sprint"
+        assert track.corpus == "webtext" or preset.data == track.data, "one preset serves both tracks of a sprint"
+
+
+def test_the_small_sprint_has_the_data_and_the_target_of_the_sprint():
+    for corpus in ("fineweb", "webtext"):
+        sprint, small = record.TRACKS[f"sprint-{corpus}"], record.TRACKS[f"sprint-small-{corpus}"]
+        assert small == sprint._replace(preset="sprint-small")
+    rules = (ROOT / "records/README.md").read_text()
+    assert all(f"| `{name}` | {track.preset} |" in rules for name, track in record.TRACKS.items())
 
 
 def test_the_track_of_webmix(tmp_path):
@@ -1101,7 +1109,7 @@ def test_leaderboard_columns(finished, copy, monkeypatch):
         rewrite_log(log, lambda e: e[0].pop("parameters"))
     unknown = cells(leaderboard_table([record.load(copy)], "", COLUMNS), "child")
     assert unknown["dense"] == unknown["sparse"] == "", "nobody has counted them"
-    assert "No record yet: speedrun, sprint-fineweb, sprint-small-fineweb, sprint-webtext, speedrun-webmix." in leaderboard_table(folders, "", COLUMNS)
+    assert "No record yet: speedrun, sprint-fineweb, sprint-small-fineweb, sprint-webtext, sprint-small-webtext, speedrun-webmix." in leaderboard_table(folders, "", COLUMNS)
 
 
 @pytest.mark.parametrize("count, text", [(None, ""), (0, "0"), (999, "999"), (33_325_433, "33.3 M"), (172_180_049, "172 M"), (6_558_375_936, "6.56 B")])
