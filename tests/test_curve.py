@@ -1,5 +1,6 @@
 """python records curve: loss at equal time and time at equal loss, from logs whose curves are known."""
 
+import datetime
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import curve  # noqa: E402
+import report  # noqa: E402
 from runlog import Failure  # noqa: E402
 
 pytestmark = pytest.mark.fast
@@ -94,6 +96,14 @@ def test_the_kind_of_loss_is_named():
 def test_other_validation_tokens_are_refused():
     with pytest.raises(Failure, match="validation hash 74f9a92a3c857c45 against 46a9a0a4ad58960e"):
         curve.load_curves(["2026-11-25_short-windows-1gpu", "2026-11-25_two-thirds-1gpu"])
+
+
+def test_the_readme_says_what_its_picture_shows():
+    """A run of another day's script than the one in the root, and a public one."""
+    (_, (ours,)), (_, (theirs,)) = report.load_runs("sprint"), report.load_runs("record-89")
+    day = datetime.datetime.fromisoformat(ours.head["started"])
+    caption = f"A script of {day:%-d %B} ({ours.loss:.3f} in {ours.ms / 1e3:.0f} s, one run); record 89's end, {theirs.ms / 1e3:.0f} s, is computed."
+    assert f"](docs/curve.svg)\n{caption}\n" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
