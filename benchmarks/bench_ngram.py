@@ -4,9 +4,9 @@
     python benchmarks/bench_ngram.py --rows 8388608     a larger table
     python benchmarks/bench_ngram.py --cpu-dry-run      tiny, interpreted kernels: proves that it runs through
 
-For a step of each stage: the lookup of the sums, the grouping of the ids (a sort and a search) alone, and the sparse update, grouping included,
-with several shapes of its kernel. Times are medians over replays of a CUDA graph; ceilings are bytes at 4.27 TB/s. The errors are Frobenius
-norms relative to float64, of what an update adds to a table of zeros; rounding to bf16 alone leaves about 2^-9.2 = 0.0017.
+For a step of each stage: the lookup of the sums, the grouping of the ids (a sort and a search) alone, and the sparse update, grouping included.
+Times are medians over replays of a CUDA graph; ceilings are bytes at 4.27 TB/s. The errors are Frobenius norms relative to
+float64, of what an update adds to a table of zeros; rounding to bf16 alone leaves about 2^-9.2 = 0.0017.
 """
 
 import argparse
@@ -26,7 +26,6 @@ import train_gpt as tg
 
 DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
 D = 48 if DRY else tg.GPT_SMALL.width
-SHAPES = [(1, 2)] if DRY else [(rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 2, 4)]  # BLOCK_M, num_warps
 
 
 def make_ids(tokens, rows, row_pieces):
@@ -61,14 +60,15 @@ def time_step(T, rows, pieces):
     numbers = [torch.tensor(x, device=DEVICE) for x in (1.0, 0.1, 0.0)]  # step, rate, decay
     want = tg.embedding_grad_reference(grad.double().repeat_interleave(ids.size(1), 0), group, len(found))
     want *= -0.1 / (0.05 * want.square().mean(1, keepdim=True)).sqrt()
-    for shape in SHAPES:
-        update = lambda: tg.sparse_adam(grad, tg.group_ids(ids), table, square, last, *numbers, 0.95, 1e-10, 1.0,  # noqa: E731
-                                        BLOCK_M=shape[0], num_warps=shape[1])  # noqa: B023
-        for state in (table, square, last):
-            state.zero_()
-        update()
-        error = ((table[found].double() - want).norm() / want.norm()).item()
-        report(T, f"update, BLOCK_M = {shape[0]}, {shape[1]} warps", milliseconds(update), 4 * (len(ids) + len(found)) * width, f"{error:.1e}")
+
+    def update():
+        tg.sparse_adam(grad, tg.group_ids(ids), table, square, last, *numbers, 0.95, 1e-10, 1.0)
+
+    for state in (table, square, last):
+        state.zero_()
+    update()
+    error = ((table[found].double() - want).norm() / want.norm()).item()
+    report(T, "update", milliseconds(update), 4 * (len(ids) + len(found)) * width, f"{error:.1e}")
 
 
 def main():
