@@ -12,6 +12,7 @@ import pprint
 import re
 import signal
 import sys
+import textwrap
 import threading
 import types
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 import helpers
-from helpers import CPU, MODEL, PRESET, only, read_log, tg
+from helpers import CPU, MODEL, PRESET, ROOT, only, read_log, tg
 
 sys.path += [str(helpers.ROOT / "records"), str(helpers.ROOT / "benchmarks")]
 import bench_trace  # noqa: E402
@@ -558,12 +559,18 @@ def test_exported_weights(saved, tmp_path):
     assert end == len(data)
 
 
-def test_the_safetensors_library_reads_it(saved, tmp_path):
-    safetensors = pytest.importorskip("safetensors")
+def test_the_safetensors_library_reads_it(saved, tmp_path, monkeypatch):
+    """With the example of docs/options.md, to the letter."""
+    pytest.importorskip("safetensors")
     tg.export_model(saved[0], tmp_path / "dense.safetensors")
-    with safetensors.safe_open(tmp_path / "dense.safetensors", "pt") as file:
-        assert file.get_tensor("lm_head").equal(tg.read_model_file(saved[0])[0].lm_head)
-        assert json.loads(file.metadata()["content"])["model"]["width"] == MODEL.width
+    monkeypatch.chdir(tmp_path)
+    example = re.search(r"((?:    .*\n)*    .*safe_open.*\n(?:    .*\n)*)", (ROOT / "docs/options.md").read_text())[1]
+    found = {}
+    exec(textwrap.dedent(example), found)
+    model, _, ids, rows = tg.read_model_file(saved[0])
+    first = MODEL.ngram_pieces * MODEL.ngram_rows
+    assert found["head"].equal(model.lm_head) and found["content"]["model"]["width"] == MODEL.width
+    assert found["ids"].equal(ids[ids >= first] - first) and found["ids"].min() >= 0 and found["rows"].equal(rows[ids >= first])
 
 
 def test_a_mapped_model_keeps_its_dtype_on_disk_only(corpus, tiny, tmp_path):
