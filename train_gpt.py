@@ -1,6 +1,6 @@
 """Train a GPT-2-small-class language model as fast as the machine allows, in one file.
 
-    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.218 in 42.5 s
+    sprint, webtext (one pass over at most 94 M tokens): validation loss 3.216 in 38.9 s
     on one H200 (n = 3, torch 2.11, Triton 3.6).
 
 Launch
@@ -196,7 +196,8 @@ class OptimizerConfig:
     cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
     # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
     final_learning_rate: float = 0.25
-    # A running average of matrices and dense tables over the last steps (record 92): -0.010 at the same time.
+    # A running average of matrices and dense tables over the last steps (record 92): -0.007 with the higher final rate,
+    # at length -0.010.
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
     averaging_lookback: float = 0.074  # the share of all steps that it looks back over, which is interval / rate
@@ -260,19 +261,20 @@ EMPTY = Layer(attention=False, mlp=False)
 MLP_ONLY = Layer(attention=False)
 
 # Layer 0 is empty, as the public records removed its MLP (30) and its attention (35): the numbers stay comparable.
+# Layer 10 is, because other layers gave more for its time (records/LOG.md).
 LAYERS = (
-    EMPTY,
-    Layer(),
-    Layer(value_embedding=0),
-    MLP_ONLY,
-    Layer(value_embedding=NGRAMS, window="long", key_offset=True),
-    Layer(),
-    Layer(value_embedding=NGRAMS),
-    Layer(attention=False, skip_from=4),
-    MLP_ONLY,
-    Layer(value_embedding=1),
-    EMPTY,
-    Layer(value_embedding=2, window="long", key_offset=True))
+    EMPTY,  # 0
+    Layer(),  # 1
+    Layer(value_embedding=0),  # 2
+    MLP_ONLY,  # 3
+    Layer(value_embedding=NGRAMS, window="long", key_offset=True),  # 4
+    Layer(),  # 5
+    Layer(value_embedding=NGRAMS),  # 6
+    Layer(attention=False, skip_from=4),  # 7
+    MLP_ONLY,  # 8
+    Layer(value_embedding=1),  # 9
+    EMPTY,  # 10
+    Layer(value_embedding=2, window="long", key_offset=True))  # 11
 
 # For one pass over 243 M tokens and more (records/LOG.md). A table of 2^25 rows takes 48 GiB.
 GPT_SMALL = ModelConfig(
@@ -341,8 +343,8 @@ PRESETS = {preset.name: preset for preset in (
         val_attention_windows=(384, 1408), log_every_steps=5,
         status="smoke-gpu: 20 steps at full width, never on a leaderboard"),
 )}
-# The sprint for 12 GB of memory: rows take 1.5 kB each, and a window of the validation 39 kB a token. What the sprint
-# buys with its larger table, it keeps: the MLP of layer 5 and the classes of the third stage.
+# The sprint for 12 GB of memory: rows take 1.5 kB each, and a window of the validation 39 kB a token. It has an eighth
+# of the rows, but keeps what the sprint gives up for them: the MLP of layer 5, and more classes in the third stage.
 PRESETS["sprint-small"] = replace(
     PRESETS["sprint"], name="sprint-small", stages=three_stages(239, 239, 229, 10), val_window_tokens=65_536,
     model=replace(GPT_SPRINT, ngram_rows=2**21, layers=(*GPT_SPRINT.layers[:5], MLP_ONLY, *GPT_SPRINT.layers[6:])),
@@ -369,7 +371,7 @@ def learning_rate(preset: Preset, step: int) -> float:
 
 
 def muon_momentum(preset: Preset, step: int) -> float:
-    """Low while gradients still turn quickly (start) and while they are averaged anyway (end)."""
+    """Low at the start, while gradients turn quickly (record 9), and at the end, when the weights are averaged (39)."""
     config = preset.optimizer
     low, high = config.muon_momentum
     warm = step / preset.steps / config.momentum_warmup_fraction
@@ -533,7 +535,7 @@ class EnterStream(Function):
     """resid_lambda (x + injected), in the dtype of `injected`, where autograd would keep the sum: 1.5 % of a step.
 
     The backward pass reads the result, as that of the norm does, so no region writes the sum; and x and `injected` have
-    one gradient."""
+    one gradient. It divides by resid_lambda, which begins at 1.1."""
     @staticmethod
     def forward(ctx, resid_lambda, x, injected):
         x = scaled(resid_lambda, x + injected).to(injected.dtype)
@@ -569,8 +571,10 @@ def mixed(h, taps, positions):
 
 
 class Deferred(Function):
-    """Stands for h [T, width], which the operator that reads it makes while it rounds to FP8: holds nothing, and only
-    takes the gradient back. So no region writes h. `sample` is what the taps add to rows 15, 31, 47, ... of h."""
+    """Stands for h [T, width], which the FP8 operators make themselves from the stream and its inverse RMS (see
+    quantize_kernel), so that no region writes h. It is one number expanded to h's shape, which nobody reads: it only
+    carries the gradient of h back. sample [T / 16, width] is what the taps add to rows 15, 31, 47, ... of h; 16 times
+    the gradient of these rows estimates the gradient of the taps."""
     @staticmethod
     def forward(ctx, h, sample):
         return h.new_empty(1).expand_as(h)
@@ -581,12 +585,12 @@ class Deferred(Function):
 
 
 def product_input(x, h, fp8, positions=None, taps=None):
-    """What a product reads, mixed(h, taps, positions) of the stream's norm h, and None. In FP8: what stands for it,
-    and the inverse RMS [T] of the stream x, with which the operator makes it."""
+    """What a product reads, and None: mixed(h, taps, positions) of h [T, width], the norm of the stream x. In FP8
+    training instead what stands for it, see Deferred, and the inverse RMS [T] of x."""
     if not (fp8 and torch.is_grad_enabled()):
         return mixed(h, taps, positions), None
     inverse_rms = torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
-    sample = h.detach()
+    sample = h.detach()  # without taps nothing uses its gradient
     if taps is not None:
         # The taps' gradient from every 16th token: 0.3 % of a step. From every fourth it took 1.8 %.
         norms = x.detach() * inverse_rms[:, None]
@@ -598,9 +602,9 @@ def product_input(x, h, fp8, positions=None, taps=None):
 
 
 def attention_in(attn_scale, gate, value, fp8, *entry):
-    """A layer up to its projection, given the operands of enter_layer as `entry`: the stream, the
-    two results of product_input, the gates [T, H] of the heads' outputs and of the value embedding.
-    gate [H, inputs], or [2 H, inputs] for both.
+    """A layer up to its projection: the stream, the two results of product_input, and the gates [T, H] of the heads'
+    outputs and of the value embedding, or None without one. `entry` are the operands of enter_layer; gate is
+    [H, inputs], or [2 H, inputs] with a value embedding.
 
     attn_scale multiplies the gates of the outputs: on weights (record 47) it would take passes over
     them. Attention's backward pass divides by these gates, so they are kept from zero."""
@@ -637,7 +641,7 @@ def mlp_in(positions, taps, fp8, *entry):
 
 def final_states(x, mlp_out, x0, ngram, gate):
     """Normalised final states [T, width]. Both embeddings enter once more, by weights that the
-    first channels of the stream give each token."""
+    first channels of the stream give each token; gate [1 or 2, inputs], by how many embeddings there are."""
     x = add_mlp(x, mlp_out)
     weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
     x = x + weights[:, :1] * x0
@@ -736,15 +740,15 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator):
-        """Draw the initial weights, given zeros, as `out` and `down` stay (record 5): at first a
-        layer only injects."""
+        """Draw the initial weights. Before, all are zero, and `out` and `down` stay so (record 5): at first a layer
+        only injects."""
         for name, parameter in self.named_parameters():
             if name in ("qkv", "up"):  # a standard deviation of width^-1/2 / 2, as the public records, not tuned
                 bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
                 parameter.uniform_(-bound, bound, generator=generator)
 
         # resid_lambda: record 45; x0_lambda: record 9; ngram_lambda: record 62; attn_scale: record
-        # 46, not tuned.
+        # 47, not tuned.
         self.scalars.copy_(torch.tensor((1.1, 0.0, 0.09, 0.5)))
         if self.skip_weight is not None:
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
@@ -1123,6 +1127,9 @@ class Owner:
     Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates. Optimizer.step calls it
                               on one of three streams.
     """
+    # Every subclass sets `parameters`, `ranks`, `weights` (all of them), `shard` (this rank's part of the weights) and,
+    # for flatten, `grads` (shaped as the weights). reduce_ leaves in `pending_reduce` what compute_ waits for and
+    # reads.
     # The attributes that training changes; every owner has some of them.
     state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
     low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
@@ -1157,7 +1164,7 @@ class Owner:
     def state(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.state_names if getattr(self, name, None) is not None}
 
-    def average_(self, rate: float, share: float = 0.0):
+    def average_(self, rate: float, share: float):
         """Running average of the weights w of this rank's shard: average += rate * (w - average).
 
         A `share`, after the last step, also sets w = lerp(w, average, share), with the norm of each row restored.
@@ -1165,10 +1172,10 @@ class Owner:
         w = join_float32(self.shard, self.low_bits)
         self.average.lerp_(w, rate)
         if share:
-            mixed = w.lerp(self.average, share)
-            scale = w.norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+            blended = w.lerp(self.average, share)
+            scale = w.norm(dim=-1, keepdim=True) / blended.norm(dim=-1, keepdim=True).clamp_min(1e-30)
             # The low bits stay those of the weights before: this is the last step, nothing reads them again.
-            self.shard.copy_(mixed * scale)
+            self.shard.copy_(blended * scale)
 
 
 @dataclass(eq=False)
@@ -1355,7 +1362,8 @@ class AdamTable(Adam):
 
 
 class SparseTable(Adam):
-    """One table [rows, width] of which a step reads few rows. Every rank has all of it.
+    """One table [rows, columns] of which a step reads few rows, for the n-grams [table_rows * pieces, width / pieces].
+    Every rank has all of it.
 
     The ranks gather the gradients of all lookups, and each rank updates those rows alike: Adam without a first
     moment and with a second moment of one number a row (record 92).
@@ -1389,9 +1397,10 @@ class SparseTable(Adam):
         return full, self.ranks.all_gather(full)
 
     def start_step(self, ids: list[Tensor]):
-        """Exchange the rows `ids` [T, K] that each micro-batch will read, and sort them while the model works."""
+        """Exchange the rows `ids` [T * pieces, K] that each micro-batch will read, and sort them while the model
+        works."""
         full, wait = self.all_gather(ids)
-        self.lookup_grads = []  # [T, width] of each micro-batch; drops those of a step that was broken off
+        self.lookup_grads = []  # [T * pieces, columns] of each micro-batch; drops those of a step that was broken off
         self.lookup = None  # frees the memory of the last step's before this one's is made
 
         def sort_rows():
@@ -1472,7 +1481,7 @@ class Optimizer:
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
     def start_step(self, ids: list[Tensor]):
-        """Start a step, given the rows [T, K] of sparse tables that each of its micro-batches will read."""
+        """Start a step, given the rows [T * pieces, K] of the sparse table that each of its micro-batches will read."""
         # How many gradients each owner still has to get: every micro-batch brings one of each parameter.
         self.pending_grads = {owner: count * len(ids) for owner, count in self.grad_counts.items()}
         self.reduced = []  # the owners whose gradients have left, in that order
@@ -2224,7 +2233,8 @@ NGRAM_MULTIPLIERS = (
     (36313, 27191),
     (17351, 60961, 45259),
 )
-# Odd ones, one for each piece. Pieces are chosen independently where the size of a part less one is odd, too.
+# Odd ones, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides in
+# one piece would often collide in all. Parts of 2^n rows, less one, are odd.
 HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
 
 
@@ -2284,7 +2294,7 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
         prev, cur = ends[:-1], ends[1:]
         same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
         same_document = cur - prev <= positions[cur] - length_before
-        match = same_suffix & same_document
+        match = same_suffix & same_document  # the earlier suffix begins in this document too
         rows[cur[match]] = tokens[prev[match] + 1].astype(int) + length_before * vocabulary
 
         # Number the suffixes in their sorted order, then move on by one position, to the tokens that
@@ -2338,6 +2348,7 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
         ngrams = hash_ngrams(tokens, positions, model.ngram_rows, row_pieces)
     if model.longest_suffix_match:
         matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
+        # Hashed rows lie by piece, then by order; behind them the pieces of a match lie side by side.
         first_pieces = row_pieces * (model.ngram_rows + matches)
         ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(row_pieces)).ravel()])
 
@@ -2379,7 +2390,7 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunk
     """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
 
     The batch chunks follow each other in the stream without a gap. Of each step the rank takes the chunks rank,
-    rank + world, ... of CHUNKS.
+    rank + world, ... of CHUNKS. The shards must hold enough tokens (TokenStream.require).
     """
     own = range(ranks.rank, CHUNKS, ranks.world)
     start = stream.first  # of a step's tokens in the stream
@@ -2549,9 +2560,9 @@ def relu_squared_mlp(x, up, down):
 class MlpScales(NamedTuple):
     """Static FP8 scales of the MLP and the QKV projection: value = fp8 * scale.
 
-    The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28; weights 7; hidden values relu²
-    1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06; gradients, in e5m2,
-    56 and 2^-27.
+    The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28, and those with taps may pass that;
+    weights 7; hidden values relu² 1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06;
+    gradients, in e5m2, 56 and 2^-27.
     """
     x: float = 2.0 ** -4
     weight: float = 2.0 ** -6
@@ -2707,7 +2718,8 @@ def orthogonalize_reference(matrices):
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
 # head. Every header names the reference in section 8, and has shapes, and operations or bytes; times are of one H200,
-# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer.
+# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Kernels cannot read plain globals: they
+# repeat LOG2_E and NORM_EPSILON, or take them as arguments.
 
 LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
 
@@ -2964,7 +2976,7 @@ def attention_forward_kernel(
         scores = tl.dot(q, tl.trans(k))
         query, key = pair_tokens(queries, step, BLOCK_N, False)
         visible = (query - key).to(tl.uint32) <= reach  # unsigned, so that no later key is within reach
-        p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # a mask before the exponential costs 14 more of 188
+        p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # masked before exp2: 202 instructions for 188
         row_sum += tl.sum(p, 1)
         v = load_tile(v_desc, step, head, stride_v_row, tokens, HEAD_DIM_V, BLOCK_N)
         accumulator = tl.dot(p.to(v.dtype), v, accumulator)
@@ -3409,6 +3421,7 @@ def memory_for_grad(weight):
     parameter: until `weight.grad` is set, it would get the same memory again.
     """
     view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
+    # A new view: autograd keeps a gradient's memory only where nothing else holds that very tensor, else it copies.
     return torch.empty_like(weight) if view is None or weight.grad is not None else view.view_as(weight)
 
 
@@ -4004,9 +4017,10 @@ def mlp_product(a, b, factor, hidden8=None):
 class Fp8Mlp(Function):
     """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales, h8, h8_t)`.
 
-    h [T, D] is RMS-normed, h8 and h8_t are its copies by quantize_both; up and down are [H, D]; all are bf16,
-    and T, D and H are multiples of 16. The products are e4m3 by e4m3 forward, e5m2 by e4m3 without fast
-    accumulation backward. What takes part in two needs two layouts.
+    h [T, D] stands for the input and only takes its gradient, see Deferred; h8 and h8_t are copies of the input by
+    quantize_both. up and down are [H, D]; all but the copies are bf16; T, D and H are multiples of 16. The products
+    are e4m3 by e4m3 forward, e5m2 by e4m3 without fast accumulation backward. What takes part in two needs two
+    layouts.
     """
     @staticmethod
     def forward(ctx, h, up, down, scales, h8, h8_t):
@@ -4423,7 +4437,7 @@ class Ranks:
         # All ranks exchange first where they run: NCCL would wait without a limit for one that never comes.
         timeout = timedelta(seconds=2 * stall_limit_s)
         store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        # One space parts the process number from the words, which begin with another: they follow "rank N" in messages.
+        # The process number, a space, and " on HOST (node N)", which follows "rank N" in messages.
         store.set(f"process {rank}", f"{os.getpid()}  on {platform.node()} (node {os.environ.get('GROUP_RANK', '?')})")
         ranks.processes, _, nodes = zip(*(store.get(f"process {other}").decode().partition(" ")
                                           for other in range(world)))
@@ -4614,10 +4628,10 @@ class Watchdog:
     """Ends this process with exit code 4 when nothing progresses for `limit_s`.
 
     It is needed because a collective waits for a dead rank for ever. Progress is a heartbeat, or that the device
-    reaches the point queued at one: the host may be far ahead and then wait. In a phase with patience, where the host
-    compiles, it is also that any Python thread stands elsewhere than when last looked at. Who waits in a collective
-    stands still, even if he keeps a core busy. So a deadlock in the warm-up is found after 1.5 times the limit: a rank
-    may take that much longer than another, or for one kernel, which it compiles without a move in Python.
+    reaches the point queued at one: the host may be far ahead and then wait. While `patience` is above 1, in the
+    warm-up, where the host compiles, it is also that any Python thread is at another line than at the last look. A rank
+    that waits in a collective is not, even if it keeps a core busy. So a deadlock in the warm-up is found after 1.5
+    times the limit; that long one kernel may compile, during which no line changes.
 
     Two cases escape it: a deadlock in the warm-up while some other Python thread goes on, and whatever stands still
     outside of train_once, except collectives, which have a time limit of their own (see Ranks.start).
@@ -4987,7 +5001,8 @@ def export_model(path: Path, target: Path):
 
 
 def sum_stored_rows(ids: Tensor, rows: Tensor, wanted: Tensor, table: Tensor) -> Tensor:
-    """Sums [T, D] of the rows `wanted` [T, K] of the n-gram table, in its dtype; rows that are not stored are zero.
+    """Sums [T, D] of the rows `wanted` [T, K] of the n-gram table, in its dtype, for T tokens times pieces; rows that
+    are not stored are zero.
 
     ids [N], in order, are the numbers of the stored `rows` [N, D]."""
     numbers = wanted.cpu()
@@ -5046,13 +5061,14 @@ def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tens
     first = 0  # of the tokens that pass
 
     def remembered(earlier, part):
-        """`part` [T, ...] of the tokens that pass after the `earlier` ones, which it joins where it goes on."""
+        """All parts in `earlier`, which first gets what it lacks of `part` [T, ...], whose first token is `first`."""
         known = sum(map(len, earlier))
         earlier.append(part[known - first:])
         return torch.cat(earlier)
 
     def attention(keys, values, q, k, v, documents, *settings):
-        # `positions` are those that pass, but not `remaining`, which reversed is 0, 1, 2, ... for a whole document.
+        # documents.positions are those of the tokens that pass; the keys are those of the whole document, whose
+        # `remaining` tokens, reversed, are 0, 1, 2, ...
         positions = documents.remaining.flip(0)
         return attention_reference(q, remembered(keys, k), remembered(values, v), positions, *settings)
 

@@ -99,6 +99,7 @@ def test_batches_from_any_shard(path, raw, chunk_tokens, steps, candidates):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tg, "BOS", BOS)
             stream = tg.TokenStream(path.parent, 1, VOCABULARY)
+            stream.require((stage,))  # as open_corpus does
             return stream, [b.views(b.data) for b in tg.training_batches(stream, (stage,), {stage: 8}, MODEL, tg.Ranks(0, 1, CPU))]
 
     if found := judged(read, tg.Failure):
