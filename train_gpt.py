@@ -1992,7 +1992,7 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
             index = stage_index(preset, step)
             stage = preset.stages[index]
             if ends_stage:
-                log.line("stage", step=step, **asdict(stage), micro_batch_slots=trainer.micro_chunks[stage])
+                log.line("stage", step=step, **asdict(stage), micro_batch_chunks=trainer.micro_chunks[stage])
 
             micro_batches = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
             digest += sum(batch.digest for batch in micro_batches)
