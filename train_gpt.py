@@ -304,8 +304,8 @@ def three_stages(first_steps: int, second_steps: int, third_steps: int, extensio
 
     Batches twice as large in half the steps: +0.04 in the sprint. Short windows of 128, 384 and 640 tokens: +0.0003,
     and a step of the third stage takes 2.7 % longer. 10,240 classes in the third stage: +0.0022, and 4.4 % less.
-    8192 and 14,336 in the first two: -0.0016 for 2.5 % of a sprint's time. The second next token fading to 0.5 in the
-    first stage: +0.0012."""
+    8192 and 14,336 in the first two: the same loss for 2.1 % of a sprint's time. The second next token fading to 0.5
+    in the first stage: +0.0012."""
     # In this order: steps, tokens of a batch, cap of a document, short window, long window, learning rate, targets.
     third = Stage(third_steps, 196_608, 3072, 256, 1408, 1.45, sampled_classes=third_classes)
     return (
@@ -1127,8 +1127,8 @@ class Owner:
     Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates. Optimizer.step calls it
                               on one of three streams.
     """
-    # Every subclass sets `parameters`, `ranks`, `weights` (all of them), `shard` (this rank's part of the weights) and,
-    # for flatten, `grads` (shaped as the weights). reduce_ leaves in `pending_reduce` what compute_ waits for and
+    # Subclasses set `parameters`, `ranks` and `weights`; what updates a part of the weights also sets `shard`, that part;
+    # and flatten needs `grads`, shaped as the weights. reduce_ leaves in `pending_reduce` what compute_ waits for and
     # reads.
     # The attributes that training changes; every owner has some of them.
     state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
