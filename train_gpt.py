@@ -1127,9 +1127,8 @@ class Owner:
     Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates. Optimizer.step calls it
                               on one of three streams.
     """
-    # Subclasses set `parameters`, `ranks` and `weights`; what updates a part of the weights also sets `shard`, that part;
-    # and flatten needs `grads`, shaped as the weights. reduce_ leaves in `pending_reduce` what compute_ waits for and
-    # reads.
+    # Subclasses set `parameters`, `ranks` and `weights`, and if they update a part of the weights that part, `shard`.
+    # flatten needs `grads`, shaped as the weights. reduce_ leaves in `pending_reduce` what compute_ waits for.
     # The attributes that training changes; every owner has some of them.
     state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
     low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
