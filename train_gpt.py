@@ -2198,6 +2198,12 @@ CLASS_STRIDE = 20_011
 CLASS_STEP = 31_091
 
 
+@functools.cache
+def strided_classes(vocabulary: int) -> np.ndarray:
+    """The classes in steps of CLASS_STRIDE, twice, so that a slice has all of them from any place on."""
+    return np.tile(np.arange(vocabulary) * CLASS_STRIDE % vocabulary, 2)
+
+
 def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_number: int,
                    always: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
     """The classes of a batch chunk's sampled softmax: (classes [count], num_always, class_index [T]).
@@ -2214,8 +2220,8 @@ def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_numbe
     included = np.concatenate([np.array(always, int), np.flatnonzero(taken)])[:count]
     taken[included] = True
 
-    offset = chunk_number * CLASS_STEP
-    permutation = (np.arange(vocabulary) + offset) * CLASS_STRIDE % vocabulary
+    offset = chunk_number * CLASS_STEP % vocabulary
+    permutation = strided_classes(vocabulary)[offset:offset + vocabulary]
     sampled = permutation[~taken[permutation]][:count - len(included)]
 
     index_of = np.full(vocabulary, -1)
@@ -2249,16 +2255,16 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: in
     part_rows = rows // orders
     last = part_rows - 1
     tokens = tokens.astype(np.uint32)
-    first_rows = part_rows * np.arange(orders * pieces).reshape(pieces, orders)
     found = np.empty((len(tokens), pieces, orders), np.int32)
     for order, multipliers in enumerate(NGRAM_MULTIPLIERS):
         key = np.zeros_like(tokens)
         for distance, multiplier in enumerate(multipliers):
-            earlier = np.pad(tokens, (distance, 0))[:len(tokens)]
-            key ^= multiplier * earlier
-        hashes = key[:, None] * np.array(HASH_MULTIPLIERS[:pieces], np.uint32) % last
-        complete = positions >= len(multipliers) - 1
-        found[:, :, order] = first_rows[:, order] + np.where(complete[:, None], hashes, last)
+            key[distance:] ^= multiplier * tokens[:len(tokens) - distance]
+        incomplete = positions < len(multipliers) - 1
+        for piece in range(pieces):
+            hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % last
+            hashes[incomplete] = last
+            found[:, piece, order] = hashes + part_rows * (piece * orders + order)
     return found.reshape(-1, orders)
 
 
@@ -2732,8 +2738,9 @@ def load_vector(x_ptr, index, size, row=0, other=0.0):
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
 # All three products of a step are written for wide matrices. A tall X is passed as its transposed view.
 # Strides are arguments, and a stride of 1 is compiled in, so loads are contiguous along whichever axis is,
-# and X^T X needs no copy. The five steps of polar-express on 40 matrices of 768 x 768 take 1324 us, and with
-# cuBLAS 1382. At 790 TFLOP/s, with half of each symmetric product, they would take 459.
+# and X^T X needs no copy. The five steps of polar-express take 1059 us on 14 matrices of 2304 x 768 (a sprint's
+# MLPs), where products at 790 TFLOP/s, with half of each symmetric one, would take 401 and torch's take 1189; on 36
+# of 192 x 768 they take 184, torch's 191.
 
 
 def product_tiles(batch, rows, columns, dtype, symmetric):
@@ -2885,8 +2892,7 @@ def orthogonalize(matrices, dtype=torch.bfloat16):
 # gradients 625 and 1008 us in three launches, 636 and 1001 in two).
 #
 # Operands of T H D values moved: forward 4, delta 2, gradients 7. With six heads of 128, gates and a window of
-# 384, T = 16,384 | 32,768 | 49,152 took 52 | 93 | 143 us, and delta and gradients 153 | 276 | 432 us, when the
-# mask was still two bounds.
+# 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us, and delta and gradients 168 | 298 | 460 us.
 
 
 @jit
@@ -3183,8 +3189,8 @@ def pointer_kernel(
     matches, log_copy is NEG_INF, and lse is stored as infinite, so that those scores get no gradient.
 
     A visible pair takes one product of 2 HEAD_DIM_QK flops in the forward, and two in each pass of the
-    backward. With 128 channels, a window of 2048 (presets: 4096) and T = 16,384 | 65,536 the forward took
-    35 | 81 us, the backward 105 | 201 us, with masks of two bounds. Reference: pointer_reference.
+    backward. With 128 channels, a window of 4096 and T = 16,384 | 65,536 the forward takes 31 | 55 us, the
+    backward 120 | 208 us. Reference: pointer_reference.
     """
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
@@ -3962,8 +3968,8 @@ def mlp_kernel(
     rounding. Descriptors of FP8 tensors: a [tokens, WIDTH], b [mlp_width, WIDTH], hidden [tokens,
     mlp_width], out in a's format, out_t as its bits.
 
-    The kernel is persistent, so that the next tile's loads run under the epilogue. 65,536 tokens with
-    mlp_width 2560 take 0.26 ms on one H200 (1010 TFLOP/s), backward 0.32 (800). It accumulates fast: exact
+    The kernel is persistent, so that the next tile's loads run under the epilogue. 49,152 tokens with
+    mlp_width 3072 take 0.26 ms on one H200 (888 TFLOP/s), backward 0.29 (800). It accumulates fast: exact
     accumulation takes 1.6 times as long. Reference: relu_squared_mlp.
     """
     tiles_across = tl.cdiv(mlp_width, BLOCK_N)
@@ -4062,7 +4068,7 @@ def sort_ids(ids, vocab_rows):
     every table.
     """
     order = np.argsort(ids.astype(np.uint16), kind="stable")
-    return order, np.searchsorted(ids[order], np.arange(vocab_rows + 1))
+    return order, np.append(0, np.cumsum(np.bincount(ids, minlength=vocab_rows)))
 
 
 @jit
@@ -4224,8 +4230,9 @@ def group_ids(ids):
 def sparse_adam(grad, lookup, *state, pooling=0.0):
     """sparse_adam_reference in kernels. A BLOCK_M above 1 is slower.
 
-    With group_ids (under 0.1 ms) it took 0.33 / 0.56 / 0.78 ms for 65536 / 131072 / 196608 tokens on an H200, in whole
-    rows and before there was a `pooling`, which reads the gradient once more.
+    For 65,536 | 131,072 | 196,608 tokens, in four pieces, it takes 0.83 | 1.58 | 2.31 ms on an H200, with group_ids,
+    which alone takes 0.11 | 0.17 | 0.23. In whole rows, and before there was a `pooling`, which reads the gradient
+    once more, it took 0.33 | 0.56 | 0.78.
     """
     mean_square = torch.linalg.vector_norm(grad, dtype=torch.float32).square() / grad.numel()
     launch_groups(sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling, per_program=1, BLOCK_M=1)
