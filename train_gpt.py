@@ -2905,7 +2905,7 @@ def load_tile(source, row, head, stride_row, tokens, WIDTH, BLOCK):
         rows = tl.arange(0, BLOCK)[:, None]
         source += tl.cast(row, tl.int64) * stride_row + head * WIDTH
         inside = row + rows < tokens
-        return tl.load(source + rows * stride_row + tl.arange(0, WIDTH)[None, :], inside, other=0.0)
+        return tl.load(source + rows * stride_row + tl.arange(0, WIDTH), inside, other=0.0)
     else:
         return source.load([row, head * WIDTH])
 
@@ -2918,7 +2918,7 @@ def store_tile(out_ptr, values, row, head, heads, tokens):
     stride_row = heads * width
     out_ptr += tl.cast(row, tl.int64) * stride_row + head * width
     inside = row + rows < tokens
-    out_ptrs = out_ptr + rows * stride_row + tl.arange(0, width)[None, :]
+    out_ptrs = out_ptr + rows * stride_row + tl.arange(0, width)
     tl.store(out_ptrs, values, inside)
 
 
@@ -3322,13 +3322,13 @@ def quantize_kernel(
     """
     group = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (group < groups)[:, None] & (column < width)[None, :]
-    offsets = 4 * group[:, None].to(tl.int64) * width + column[None, :]
+    inside = (group < groups)[:, None] & (column < width)
+    offsets = 4 * group[:, None].to(tl.int64) * width + column
 
     rows = ()  # of h * inverse_scale before the mix: TAPS before the group, and its four
     for k in tl.static_range(-TAPS, 4):
         exists = (4 * group + k >= 0) & (group < groups)
-        row = tl.load(x_ptr + offsets + k * width, exists[:, None] & (column < width)[None, :], other=0.0)
+        row = tl.load(x_ptr + offsets + k * width, exists[:, None] & (column < width), other=0.0)
         factor = inverse_scale
         if inverse_rms_ptr is not None:
             factor *= tl.load(inverse_rms_ptr + 4 * group + k, exists, other=0.0)[:, None]
@@ -3340,7 +3340,7 @@ def quantize_kernel(
         for distance in tl.static_range(1, TAPS + 1):
             begun = tl.load(positions_ptr + 4 * group + k, group < groups, other=0) >= distance
             earlier = tl.where(begun[:, None], rows[TAPS + k - distance], 0.0)
-            h += earlier * load_vector(taps_ptr, column, width, distance - 1)[None, :]
+            h += earlier * load_vector(taps_ptr, column, width, distance - 1)
         mixed_rows += (h,)
 
     for k in tl.static_range(4):
@@ -3353,7 +3353,7 @@ def quantize_kernel(
         words = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         for k in tl.static_range(4):
             words |= (to_fp8_bits(mixed_rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
-    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * groups + group[None, :]
+    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * groups + group
     tl.store(tile_t_ptr, tl.trans(words), tl.trans(inside))
 
 
@@ -3438,7 +3438,7 @@ def memory_for_grad(weight):
 @jit
 def load_halves(x_ptr, token, valid, stride_x_row, DIM):
     """Both halves [BLOCK_M, DIM / 2] of the rows `token` of x, in float32; zeros where not valid."""
-    first_ptr = x_ptr + token[:, None].to(tl.int64) * stride_x_row + tl.arange(0, DIM // 2)[None, :]
+    first_ptr = x_ptr + token[:, None].to(tl.int64) * stride_x_row + tl.arange(0, DIM // 2)
     first = tl.load(first_ptr, valid[:, None], other=0.0).to(tl.float32)
     second = tl.load(first_ptr + DIM // 2, valid[:, None], other=0.0).to(tl.float32)
     return first, second
@@ -3447,7 +3447,7 @@ def load_halves(x_ptr, token, valid, stride_x_row, DIM):
 @jit
 def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM):
     """The opposite of load_halves, in the dtype of `out_ptr`."""
-    first_ptr = out_ptr + token[:, None].to(tl.int64) * stride_out_row + tl.arange(0, DIM // 2)[None, :]
+    first_ptr = out_ptr + token[:, None].to(tl.int64) * stride_out_row + tl.arange(0, DIM // 2)
     tl.store(first_ptr, first, valid[:, None])
     tl.store(first_ptr + DIM // 2, second, valid[:, None])
 
@@ -3469,7 +3469,7 @@ def load_positions(positions_ptr, cos_ptr, sin_ptr, tokens, DIM, BLOCK_M):
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = token < tokens
     position = tl.load(positions_ptr + token, valid, other=0)
-    offsets = position[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)[None, :]
+    offsets = position[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)
     cos = tl.load(cos_ptr + offsets, valid[:, None], other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + offsets, valid[:, None], other=0.0).to(tl.float32)
     return token, valid, position, cos, sin
@@ -3786,8 +3786,8 @@ def head_grad_kernel(
     first_column = tl.program_id(0) * BLOCK_N
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
-    inside = (token < tokens)[:, None] & (column < classes)[None, :]
-    offsets = token[:, None].to(tl.int64) * classes + column[None, :]
+    inside = (token < tokens)[:, None] & (column < classes)
+    offsets = token[:, None].to(tl.int64) * classes + column
     half = 0.5 * softcap
     log2e = 1.4426950408889634
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
@@ -3807,15 +3807,15 @@ def head_grad_kernel(
     lse = load_vector(lse_ptr, token, tokens)
     grad = weight_sum[:, None] * tl.exp2(exponent + (half - lse)[:, None] * log2e)
     if first_column < num_always:  # the other tiles hold sampled classes alone, and no targets
-        grad *= tl.where(column < num_always, 1.0, importance)[None, :]
+        grad *= tl.where(column < num_always, 1.0, importance)
         for k in tl.static_range(TARGETS):
             target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
             weight = tl.where(target >= 0, slope * tl.load(target_weights_ptr + k), 0.0)
             if k == 0 and copied_ptr is not None:  # the copied share of the target is the copy token's
                 copied = weight * load_vector(copied_ptr, token, tokens)
-                grad -= tl.where(column[None, :] == copy_token, copied[:, None], 0.0)
+                grad -= tl.where(column == copy_token, copied[:, None], 0.0)
                 weight -= copied
-            grad -= tl.where(column[None, :] == target[:, None], weight[:, None], 0.0)
+            grad -= tl.where(column == target[:, None], weight[:, None], 0.0)
     grad *= 1.0 - t * t
 
     if out_t_desc is not None:
