@@ -3577,28 +3577,25 @@ def split_heads_grad_kernel(
     q_column = head * HEAD_DIM_QK
     k_column = (HEADS + head) * HEAD_DIM_QK
     v_column = 2 * q_width + head * HEAD_DIM_V
-    q_in_ptr = qkv_ptr + q_column
-    k_in_ptr = q_in_ptr + q_width
+    in_ptr = qkv_ptr + q_column
 
-    first, second = load_halves(dq_ptr + q_column, token, valid, q_width, HEAD_DIM_QK)
-    first, second = rotate_back(first, second, cos, sin)
-    first, second = norm_grad(q_in_ptr, first, second, token, valid, qkv_width, HEAD_DIM_QK)
-    store_qkv_grad(
-        dqkv_ptr, dqk_t_desc, first, second, token, valid, q_column, factor, qkv_width, HEAD_DIM_QK, PTX)
-
-    first, second = load_halves(dk_ptr + q_column, token, valid, q_width, HEAD_DIM_QK)
-    if KEY_OFFSET:  # the stationary dims were read by the next token's key, and by a document's first key itself
-        stationary = tl.arange(0, HEAD_DIM_QK // 2)[None, :] >= HEAD_DIM_QK // 4
-        ends_document = tl.load(positions_ptr + token + 1, token + 1 < tokens, other=0) == 0
-        has_next = valid & ~ends_document
-        next_first, next_second = load_halves(dk_ptr + q_column, token + 1, has_next, q_width, HEAD_DIM_QK)
-        starts_document = (position == 0)[:, None]
-        first = tl.where(stationary, tl.where(starts_document, first, 0.0) + next_first, first)
-        second = tl.where(stationary, tl.where(starts_document, second, 0.0) + next_second, second)
-    first, second = rotate_back(first, second, cos, sin)
-    first, second = norm_grad(k_in_ptr, first, second, token, valid, qkv_width, HEAD_DIM_QK)
-    store_qkv_grad(
-        dqkv_ptr, dqk_t_desc, first, second, token, valid, k_column, factor, qkv_width, HEAD_DIM_QK, PTX)
+    for part in tl.static_range(2):  # q, then k
+        grad_ptr = (dq_ptr, dk_ptr)[part] + q_column
+        first, second = load_halves(grad_ptr, token, valid, q_width, HEAD_DIM_QK)
+        if KEY_OFFSET and part == 1:
+            # The stationary dims were read by the next token's key, and by a document's first key itself.
+            stationary = tl.arange(0, HEAD_DIM_QK // 2)[None, :] >= HEAD_DIM_QK // 4
+            ends_document = tl.load(positions_ptr + token + 1, token + 1 < tokens, other=0) == 0
+            has_next = valid & ~ends_document
+            next_first, next_second = load_halves(grad_ptr, token + 1, has_next, q_width, HEAD_DIM_QK)
+            starts_document = (position == 0)[:, None]
+            first = tl.where(stationary, tl.where(starts_document, first, 0.0) + next_first, first)
+            second = tl.where(stationary, tl.where(starts_document, second, 0.0) + next_second, second)
+        first, second = rotate_back(first, second, cos, sin)
+        first, second = norm_grad(in_ptr + part * q_width, first, second, token, valid, qkv_width, HEAD_DIM_QK)
+        store_qkv_grad(
+            dqkv_ptr, dqk_t_desc, first, second, token, valid, (q_column, k_column)[part],
+            factor, qkv_width, HEAD_DIM_QK, PTX)
 
     first, second = load_halves(dv_ptr + head * HEAD_DIM_V, token, valid, v_width, HEAD_DIM_V)
     store_qkv_grad(
