@@ -2918,8 +2918,7 @@ def store_tile(out_ptr, values, row, head, heads, tokens):
     stride_row = heads * width
     out_ptr += tl.cast(row, tl.int64) * stride_row + head * width
     inside = row + rows < tokens
-    out_ptrs = out_ptr + rows * stride_row + tl.arange(0, width)
-    tl.store(out_ptrs, values, inside)
+    tl.store(out_ptr + rows * stride_row + tl.arange(0, width), values, inside)
 
 
 @jit
@@ -2987,8 +2986,7 @@ def attention_forward_kernel(
         accumulator = tl.dot(p.to(v.dtype), v, accumulator)
 
     inside = queries < tokens
-    gates_ptrs = gates_ptr + queries * tl.num_programs(0) + head
-    row_sum /= tl.load(gates_ptrs, inside, other=1.0).to(tl.float32)
+    row_sum /= tl.load(gates_ptr + queries * tl.num_programs(0) + head, inside, other=1.0).to(tl.float32)
     tl.store(lse_ptr + head * tokens + queries, tl.log2(row_sum), inside)
     store_tile(out_ptr, accumulator / row_sum[:, None], start, head, tl.num_programs(0), tokens)
 
