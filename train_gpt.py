@@ -3874,16 +3874,15 @@ def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast
 
 
 class HeadLoss(Function):
-    """head_loss_reference in kernels: `HeadLoss.apply(x, weight, *targets, cap, scales)`; x [T, D], weight [V, D] bf16.
+    """head_loss_reference in kernels: `HeadLoss.apply(x, weight, log_copy, targets, cap, scales)`; x [T, D], weight
+    [V, D] bf16. log_copy is that of the targets, apart because autograd looks for tensors among the arguments alone.
 
     With `scales` the products are FP8, e4m3 by e4m3 forward and e5m2 by e4m3 backward; T, D, V and the
     number of sampled classes are then multiples of 16, dx and dweight are bf16. Without, all is in the
     operands' own dtype: the path of GPUs without FP8.
     """
     @staticmethod
-    def forward(ctx, x, weight, *arguments):
-        *targets, cap, scales = arguments
-        targets = Targets(*targets)
+    def forward(ctx, x, weight, log_copy, targets, cap, scales):
         fast = scales is not None and x.is_cuda
         total = 0.0
         saved = []
@@ -3933,7 +3932,7 @@ class HeadLoss(Function):
         dlog_copy = None
         if targets.log_copy is not None:
             dlog_copy = -targets.weights[0] * grad_output * torch.cat(copied_parts)
-        return torch.cat(dx_parts), dweight, *(None,) * 5, dlog_copy, *(None,) * 3
+        return torch.cat(dx_parts), dweight, dlog_copy, None, None, None
 
 
 @torch.no_grad()
@@ -4322,7 +4321,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         return PackedAttention.apply(q, k, v, documents.positions, documents.remaining, *settings)
 
     def head_loss(x, weight, targets, cap):
-        return HeadLoss.apply(x, weight, *targets, cap, head_scales)
+        return HeadLoss.apply(x, weight, targets.log_copy, targets, cap, head_scales)
 
     def pointer(qk, documents, *settings):
         return PointerLogCopy.apply(qk, documents.class_index, documents.positions, documents.remaining, *settings)

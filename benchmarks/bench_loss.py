@@ -37,7 +37,7 @@ def plain_loss(x, weight, targets, scales=None):
 
 
 def head_loss(x, weight, targets, scales=None):
-    return tg.HeadLoss.apply(x, weight, *targets, CAP, scales)
+    return tg.HeadLoss.apply(x, weight, targets.log_copy, targets, CAP, scales)
 
 
 def zipf(T):

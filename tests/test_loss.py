@@ -355,7 +355,7 @@ def test_quantize_both(R, C, dtype):
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 def head_loss(cap=CAPS[0], scales=None):
-    return lambda x, weight, targets: tg.HeadLoss.apply(x, weight, *targets, cap, scales)
+    return lambda x, weight, targets: tg.HeadLoss.apply(x, weight, targets.log_copy, targets, cap, scales)
 
 
 def run_head(apply, x, weight, targets, scale=1.0):

@@ -34,7 +34,7 @@ USES = {
     "Training": ["Schedule", "Model", "Optimizer", "Data", "Runtime", "Run log"],
     "Data": ["Model", "Triton kernels", "Runtime"],
     "Reference operators": [],
-    "Triton kernels": ["Model", "Reference operators", "Runtime"],
+    "Triton kernels": ["Reference operators", "Runtime"],
     "Operator selection": ["Model", "Reference operators", "Triton kernels", "Runtime"],
     "Runtime": [],
     "Run log": ["Runtime"],
