@@ -1853,8 +1853,8 @@ def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
     Where some of the products are FP8, the share is stated of both peaks: no single one holds for the whole step."""
     tokens, operations = training_work(trainer, steps)
     text = f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s"
-    device = machine_facts(trainer.ranks.device)["device"]
-    peak = next((tflops for name, tflops in PEAK_TFLOPS if name in device), None)
+    device = machine_facts()["device"]
+    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in device), None)
     if peak is None:
         return text
 
@@ -2053,7 +2053,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
              nodes=len(set(ranks.nodes)), shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names,
              script=files_hash([Path(__file__)]), data=trainer.data_hash,
              shards=[path.name for path in trainer.stream.paths], parameters={"dense": dense, "sparse": sparse},
-             consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts(ranks.device))
+             consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts())
 
     prepare(trainer, seed, log)
     compiled = compiled_graphs()
@@ -4838,21 +4838,21 @@ class RunLog:
         self.file = None
 
 
-def machine_facts(device: torch.device) -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Versions and hardware. `machine` is equal on the same machine, and does not tell which machine that is."""
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
-    identity = [platform.node(), str(os.cpu_count()), *(str(getattr(gpu, "uuid", gpu.name)) for gpu in gpus)]
+    identity = [platform.node(), os.cpu_count(), *(getattr(gpu, "uuid", gpu.name) for gpu in gpus)]
     return {
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
+        "torch": torch.__version__,
         "triton": triton.__version__ if triton else None,
         "numpy": np.__version__,
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
         "device": gpus[0].name if gpus else platform.machine(),
         "gpus": [gpu.name for gpu in gpus],
-        "machine": hashlib.sha256(" ".join(identity).encode()).hexdigest()[:16],
+        "machine": hashlib.sha256(" ".join(map(str, identity)).encode()).hexdigest()[:16],
     }
 
 
@@ -4932,7 +4932,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
         "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
         "provenance": {
             "val_loss": loss, "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]),
-            **machine_facts(trainer.ranks.device)},
+            **machine_facts()},
     }
     tensors = trainer.model.state_dict()
     table = tensors.pop("ngram", torch.empty(0, 0))
@@ -5243,7 +5243,7 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str):
         gpu += ", below the (8, 0) of the fast operators, so slow"
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
-    print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts(ranks.device)['device']}, "
+    print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts()['device']}, "
           f"{gpu}, {chosen}{network}", flush=True)
 
 
