@@ -698,6 +698,8 @@ class ParamInfo:
 
 def make_param(role: str, tensor: Tensor, matrix_shape: tuple[int, int] | None = None) -> nn.Parameter:
     """A parameter with its ParamInfo. Role and matrix shape are the model's; the optimizer fills in the rest."""
+    if role in ("scalar", "gate"):  # float32, whatever the model's dtype
+        tensor = tensor.float()
     parameter = nn.Parameter(tensor)
     parameter.info = ParamInfo(role, matrix_shape)
     return parameter
@@ -713,10 +715,10 @@ class Block(nn.Module):
         self.heads = heads = config.heads
         width = config.width
 
-        self.scalars = make_param("scalar", empty(4, dtype=torch.float32))  # LayerScalars
+        self.scalars = make_param("scalar", empty(4))  # LayerScalars
         self.skip_weight = None
         if layer.skip_from is not None:
-            self.skip_weight = make_param("scalar", empty((), dtype=torch.float32))
+            self.skip_weight = make_param("scalar", empty(()))
         if layer.attention:
             # One bank for q, k, v and out, which are all cut into matrices of this many rows: with keys narrower than
             # values, v and out are cut in two, and each half is orthogonalised by itself.
@@ -725,14 +727,14 @@ class Block(nn.Module):
             self.qkv = make_param("attention", empty(qkv_width, width), matrix)
             self.out = make_param("attention", empty(config.attention_width, width), matrix)
             gates = heads if layer.value_embedding is None else 2 * heads
-            self.gate = make_param("gate", empty(gates, config.gate_inputs, dtype=torch.float32))
+            self.gate = make_param("gate", empty(gates, config.gate_inputs))
         if layer.mlp:
             shape = config.mlp_width, width
             self.up = make_param("mlp_up", empty(shape), shape)
             self.down = make_param("mlp_down", empty(shape), shape)
         self.mlp_taps = None  # of `mixed`
         if layer.mlp and config.mlp_taps:
-            self.mlp_taps = make_param("gate", empty(2, width, dtype=torch.float32))
+            self.mlp_taps = make_param("gate", empty(2, width))
 
         self.attention_in = ops.compile(attention_in)
         self.attention_out = ops.compile(attention_out)
@@ -821,8 +823,7 @@ class GPT(nn.Module):
         if config.pointer_width:
             shape = config.pointer_width, width
             self.pointer = make_param("pointer", weight(2 * config.pointer_width, width), shape)
-        embeddings = 2 if config.table_rows else 1
-        self.final_gate = make_param("gate", weight(embeddings, config.gate_inputs, dtype=torch.float32))
+        self.final_gate = make_param("gate", weight(2 if config.table_rows else 1, config.gate_inputs))
 
         self.norm = ops.compile(norm)
         self.injections = ops.compile(injections)
