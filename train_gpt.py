@@ -1162,7 +1162,7 @@ class Owner:
             self.pending_gather = None
 
     def state(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.state_names if getattr(self, name, None) is not None}
+        return {name: tensor for name, tensor in vars(self).items() if name in self.state_names}
 
     def average_(self, rate: float, share: float):
         """Running average of the weights w of this rank's shard: average += rate * (w - average).
