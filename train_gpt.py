@@ -89,9 +89,8 @@ NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 
 # Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
-PEAK_TFLOPS = (
-    ("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100 NVL", 835.0), ("H100", 989.0),
-    ("A100", 312.0))
+PEAK_TFLOPS = {
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
 
 
 # ==== 2. Configuration ================================================================================================
