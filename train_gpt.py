@@ -22,7 +22,6 @@ Comments call the N-th public record of modded-nanogpt "record N".
 from __future__ import annotations
 
 import argparse
-import bisect
 import collections
 import contextlib
 import functools
@@ -353,8 +352,8 @@ PRESETS["sprint-small"] = replace(
 # ==== 3. Schedule: pure functions of the step =========================================================================
 def stage_index(preset: Preset, step: int) -> int:
     """The index of the stage that holds a step (0-based); the number of stages after the last step."""
-    ends = list(itertools.accumulate(stage.steps for stage in preset.stages))
-    return bisect.bisect_right(ends, step)
+    ends = itertools.accumulate(stage.steps for stage in preset.stages)
+    return sum(end <= step for end in ends)
 
 
 def learning_rate(preset: Preset, step: int) -> float:
