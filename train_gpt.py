@@ -3298,10 +3298,10 @@ def to_fp8_bits(x, FORMAT, PTX):
     """
     if PTX:
         return convert_four((x,), FORMAT)
-    elif FORMAT == "e4m3":
-        return tl.clamp(x, -448.0, 448.0, tl.PropagateNan.ALL).to(tl.float8e4nv).to(tl.int8, bitcast=True)
     else:
-        return tl.clamp(x, -57344.0, 57344.0, tl.PropagateNan.ALL).to(tl.float8e5).to(tl.int8, bitcast=True)
+        limit: constexpr = 448.0 if FORMAT == "e4m3" else 57344.0
+        dtype: constexpr = tl.float8e4nv if FORMAT == "e4m3" else tl.float8e5
+        return tl.clamp(x, -limit, limit, tl.PropagateNan.ALL).to(dtype).to(tl.int8, bitcast=True)
 
 
 @jit
