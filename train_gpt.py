@@ -765,24 +765,25 @@ class Block(nn.Module):
         `value` [T, attention_width or more] is what attention adds to V, if anything.
         """
         layer = self.layer
+        ops = self.ops
         entry = x, mlp_out, injected, scalars.resid_lambda, skip, self.skip_weight
         mix = documents.positions, self.mlp_taps
 
         if layer.attention:
             x, h, inverse_rms, gates, value_gates = self.attention_in(
-                scalars.attn_scale, self.gate, value, self.ops.attention_fp8, *entry)
-            q, k, v = self.ops.project_heads(
+                scalars.attn_scale, self.gate, value, ops.attention_fp8, *entry)
+            q, k, v = ops.project_heads(
                 h, (x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
                 documents.positions, geometry.cos, geometry.sin, self.heads, layer.key_offset)
             window = geometry.windows[layer.window]
-            y = self.ops.attention(q, k, v, documents, window, geometry.scale, gates)
-            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), *mix, self.ops.mlp_fp8)
+            y = ops.attention(q, k, v, documents, window, geometry.scale, gates)
+            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), *mix, ops.mlp_fp8)
         else:
-            x, h, inverse_rms = self.mlp_in(*mix, self.ops.mlp_fp8, *entry)
+            x, h, inverse_rms = self.mlp_in(*mix, ops.mlp_fp8, *entry)
 
         mlp_out = None
         if layer.mlp:
-            mlp_out = self.ops.mlp(h, (x.detach(), inverse_rms, *mix), gathered(self.up), gathered(self.down))
+            mlp_out = ops.mlp(h, (x.detach(), inverse_rms, *mix), gathered(self.up), gathered(self.down))
         return x, mlp_out
 
 
