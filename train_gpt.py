@@ -1796,13 +1796,15 @@ class Trainer:
         """On generated documents, run and capture a step of every stage, and run the validation.
 
         Returns how many variants of the step there are."""
-        self.ranks.heartbeat("warm-up", 1.5)
+        preset = self.preset
+        ranks = self.ranks
+        ranks.heartbeat("warm-up", 1.5)
         first_step = 0
-        for stage in self.preset.stages:
+        for stage in preset.stages:
             chunks = {chunk: generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, seed=7 + chunk)
                       for chunk in range(self.micro_chunks[stage])}
-            batch = pack(chunks, self.preset.model, self.ranks.on_gpu, stage.sampled_classes)
-            count = CHUNKS // self.ranks.world // self.micro_chunks[stage]
+            batch = pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes)
+            count = CHUNKS // ranks.world // self.micro_chunks[stage]
             self.training_step(first_step, [batch] * count)
             first_step += stage.steps
 
@@ -1811,8 +1813,8 @@ class Trainer:
                 self.capture(index)
 
         self.optimizer.average(1.0, 0.5)
-        window = generated_pieces(self.preset.val_window_tokens, self.preset.val_window_tokens, seed=7)
-        self.evaluate(pack({0: window}, self.preset.model, self.ranks.on_gpu), self.final_geometry)
+        window = generated_pieces(preset.val_window_tokens, preset.val_window_tokens, seed=7)
+        self.evaluate(pack({0: window}, preset.model, ranks.on_gpu), self.final_geometry)
         return len(self.inputs)
 
 
