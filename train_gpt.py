@@ -2143,15 +2143,16 @@ class TokenStream:
         """Open and check shards in order until they hold `tokens_wanted` tokens."""
         self.paths = []
         self.offsets = [0]
+        self.length = 0
         for path in find_shards(folder, "train"):
             tokens = open_shard(path, vocabulary)
             if not self.paths:
                 self.first = int((tokens == BOS).argmax())
             self.paths.append(path)
-            self.offsets.append(self.offsets[-1] + len(tokens))
-            if self.offsets[-1] >= tokens_wanted:
+            self.length += len(tokens)
+            self.offsets.append(self.length)
+            if self.length >= tokens_wanted:
                 break
-        self.length = self.offsets[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from position `start` on, across the borders of shards."""
