@@ -865,8 +865,8 @@ class GPT(nn.Module):
         """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums
         their gradients."""
         stacked = torch.cat([block.scalars for block in self.blocks.values()])
-        rows = stacked[:, None].expand(-1, tokens).unbind()
-        return [LayerScalars(*rows[start:start + 4]) for start in range(0, len(rows), 4)]
+        rows = iter(stacked[:, None].expand(-1, tokens).unbind())
+        return [LayerScalars(*itertools.islice(rows, 4)) for _ in self.blocks]
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Normalised final states [T, width], ready for the head."""
@@ -3902,7 +3902,7 @@ class HeadLoss(Function):
     @staticmethod
     def backward(ctx, grad_output):
         weight, targets, cap, scales, fast = ctx.constants
-        saved = ctx.saved_tensors
+        saved = iter(ctx.saved_tensors)
         dx_parts = []
         copied_parts = []
         dweight = None
@@ -3915,8 +3915,8 @@ class HeadLoss(Function):
             factor = scale_tensor(1.0 / scales.grad, weight.device)
             scales = scales._replace(grad=grad_output * scales.grad)
 
-        for (_, part), start in zip(targets.parts(), range(0, len(saved), 5)):
-            *operands, logits, lse, copied = saved[start:start + 5]
+        for _, part in targets.parts():
+            *operands, logits, lse, copied = itertools.islice(saved, 5)
             grad, grad_t = head_grad(logits, part, len(weight), lse, copied, factor, cap, dtype, fast)
             dx_part, dweight_part = linear_backward(grad, grad_t, *operands, scales)
             del grad, grad_t  # before those of the next part, which are as large, are made
