@@ -4954,7 +4954,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     try:
         file = np.memmap(path, np.uint8, "r")
-        start = 8 + int.from_bytes(file[:8].tobytes(), "little")
+        start = 8 + int.from_bytes(file[:8], "little")
         if start > len(file):
             raise ValueError("no whole header: cut, or of another program or an older version")
         header = json.loads(file[8:start].tobytes())
