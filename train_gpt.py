@@ -1191,8 +1191,6 @@ class MatrixGroup(Owner):
 
     def __post_init__(self):
         self.flatten()
-        for parameter in self.parameters:
-            parameter.info.owner = self
 
     def reduce_(self):
         for parameter in self.parameters:
@@ -1339,7 +1337,6 @@ class AdamTable(Adam):
         if ranks.copy_stream:
             self.grads = ranks.shared(torch.zeros_like(self.weights))
             self.received = self.shard.new_empty(ranks.world, *self.shard.shape)
-        parameter.info.owner = self
         parameter.info.grad_view = self.grads
 
     def receive_grad(self, grad: Tensor, *lookup: Tensor):
@@ -1375,7 +1372,6 @@ class SparseTable(Adam):
         self.weights = parameter.data
         self.exp_avg_sq = torch.zeros(len(parameter), device=ranks.device)
         self.last_step = torch.zeros_like(self.exp_avg_sq)  # in which each row was updated last
-        parameter.info.owner = self
 
         def new_buffer(rows, columns, dtype):
             return ranks.shared(torch.empty(rows, columns, dtype=dtype, device=ranks.device))
@@ -1451,15 +1447,16 @@ class Optimizer:
         self.dense = []
         self.sparse = []
         for parameter in model.parameters():
-            rule = rules[parameter.info.role]
+            info = parameter.info
+            rule = rules[info.role]
             if isinstance(rule, MuonRule):
-                matrices[parameter.info.matrix_shape].append(parameter)
+                matrices[info.matrix_shape].append(parameter)
             elif rule.sharded:
                 self.dense.append(AdamTable([parameter], rule, config, ranks, ops))
             elif rule.sparse:
                 self.sparse.append(SparseTable([parameter], rule, config, ranks, ops))
             else:
-                scalars[parameter.info.role].append(parameter)
+                scalars[info.role].append(parameter)
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in matrices.values()]
         self.scalars = [AdamScalars(members, rules[role], config, ranks, ops) for role, members in scalars.items()]
         self.owners = [*self.banks, *self.dense, *self.sparse, *self.scalars]
@@ -1467,22 +1464,24 @@ class Optimizer:
         for owner in self.averaged:
             owner.average = torch.zeros_like(owner.shard, dtype=torch.float32)
 
+        # What owns parameters and hears from their hooks during the backward pass: all but scalars.
+        self.groups = [group for bank in self.banks for group in bank.groups]
+        self.hooked = [*self.groups, *self.dense, *self.sparse]
+        for owner in self.hooked:
+            for parameter in owner.parameters:
+                parameter.info.owner = owner
+                parameter.register_post_accumulate_grad_hook(self._ready)
+
         # Sharded owners, in the order in which the model reads them. Tables that come before any matrix are gathered
         # as soon as they are updated, because the next step starts with them; the others when that step starts.
         owners = list(dict.fromkeys(p.info.owner for p in model.in_order() if p.info.owner))
         self.gather_now = list(itertools.takewhile(lambda owner: owner in self.dense, owners))
         self.gather_lazy = owners[len(self.gather_now):]
 
-        self.grad_counts = collections.Counter()  # how many parameters an owner has
-        for parameter in model.parameters():
-            if parameter.info.owner:
-                self.grad_counts[parameter.info.owner] += 1
-                parameter.register_post_accumulate_grad_hook(self._ready)
-
     def start_step(self, ids: list[Tensor]):
         """Start a step, given the rows [T * pieces, K] of the sparse table that each of its micro-batches will read."""
         # How many gradients each owner still has to get: every micro-batch brings one of each parameter.
-        self.pending_grads = {owner: count * len(ids) for owner, count in self.grad_counts.items()}
+        self.pending_grads = {owner: len(owner.parameters) * len(ids) for owner in self.hooked}
         self.reduced = []  # the owners whose gradients have left, in that order
 
         # Phase 1: gather. After the first barrier every rank has updated all its shards.
@@ -1509,8 +1508,7 @@ class Optimizer:
             owner.wait_gather()
 
         # Phase 3 ends: scalars have no hook, and a group is not complete if one of its layers had no gradient.
-        groups = [group for bank in self.banks for group in bank.groups]
-        for owner in (*self.scalars, *groups):
+        for owner in (*self.scalars, *self.groups):
             if owner not in self.reduced:
                 owner.reduce_()
 

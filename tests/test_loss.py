@@ -607,8 +607,9 @@ def test_embedding_lookup(monkeypatch):
     lookup, called = embedding_inputs("repetitive"), []
     plain = torch.randn(41, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
     table, idle = (tg.make_param("lm_head", plain.detach().clone()) for _ in range(2))
-    owner, _ = (tg.AdamTable([t], tg.AdamRule(1.0, (0.5, 0.9)), tg.OptimizerConfig(), tg.Ranks(0, 1, plain.device), tg.select_ops(torch.device("cpu")))
-                for t in (table, idle))
+    for t in (table, idle):
+        t.info.owner = tg.AdamTable([t], tg.AdamRule(1.0, (0.5, 0.9)), tg.OptimizerConfig(), tg.Ranks(0, 1, plain.device), tg.select_ops(torch.device("cpu")))
+    owner = table.info.owner
     table.register_post_accumulate_grad_hook(lambda table: called.append(table.grad.clone()))
     monkeypatch.setattr(torch, "empty_like", lambda tensor: torch.full_like(tensor, torch.nan))  # what memory may hold
     for micro in range(2):

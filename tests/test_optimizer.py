@@ -322,9 +322,10 @@ def test_groups_deal_matrices_to_ranks(world, layers):
         given = torch.cat([p.detach().view(-1, 4, 2) for p in parameters])
         assert bank.weights[:len(given)].equal(given) and not bank.weights[len(given):].any() and len(bank.weights) - len(given) < world
         assert 1 <= len(bank.groups) <= 5 and (world > 1 or len(bank.groups) == 1) and sum(len(g.weights) for g in bank.groups) == len(bank.weights)
+        owner_of = {p: group for group in bank.groups for p in group.parameters}
         for p in parameters:
             first, last = (p.view(-1)[at].data_ptr() for at in (0, -1))
-            assert p.info.owner in bank.groups and p.info.owner.weights.data_ptr() <= first and last <= p.info.owner.weights.view(-1)[-1].data_ptr()
+            assert owner_of[p].weights.data_ptr() <= first and last <= owner_of[p].weights.view(-1)[-1].data_ptr()
         multipliers = torch.tensor([RULES[p.info.role].learning_rate_multiplier for p, n in zip(parameters, layers) for _ in range(n)])
         bank.weights.zero_()
         bank.weights[:len(multipliers)] = multipliers[:, None, None]
