@@ -1300,12 +1300,15 @@ class Adam(Owner):
 
     def __post_init__(self):
         """Make the moments. Those of each kind make the weights and the shard before."""
-        self.role = self.parameters[0].info.role
         self.exp_avg = torch.zeros_like(self.shard)
         self.exp_avg_sq = torch.zeros_like(self.shard)
         # Tensors: numbers would be compiled in, for each role anew.
         self.new_shares = [torch.tensor(1 - beta, device=self.ranks.device) for beta in self.rule.betas]
         self.update = self.ops.compile(adam_update)
+
+    @property
+    def role(self) -> str:
+        return self.parameters[0].info.role
 
     def compute_(self, rates: dict[str, Tensor]):
         wait, received = self.pending_reduce
@@ -1368,7 +1371,6 @@ class SparseTable(Adam):
     def __post_init__(self):
         ranks = self.ranks
         (parameter,) = self.parameters
-        self.role = parameter.info.role
         self.weights = parameter.data
         self.exp_avg_sq = torch.zeros(len(parameter), device=ranks.device)
         self.last_step = torch.zeros_like(self.exp_avg_sq)  # in which each row was updated last
