@@ -850,16 +850,18 @@ class GPT(nn.Module):
             queries.normal_(std=0.5 * self.config.width ** -0.5, generator=generator)
             keys.copy_(queries)
 
-    def in_order(self) -> list[nn.Parameter]:
+    def in_order(self) -> Iterator[nn.Parameter]:
         """The parameters that ranks gather, in the order in which the forward pass reads them. Some come twice."""
-        parameters = [self.embedding]
+        yield self.embedding
         for block in self.blocks.values():
             table = block.layer.value_embedding
             if table not in (None, NGRAMS):
-                parameters.append(self.value_embeddings[table])
-            parameters.extend(block.parameters())
-        parameters += [*self.value_embeddings, self.pointer, self.lm_head]  # and tables that no layer reads
-        return [p for p in parameters if p is not None]
+                yield self.value_embeddings[table]
+            yield from block.parameters()
+        yield from self.value_embeddings  # and tables that no layer reads
+        if self.pointer is not None:
+            yield self.pointer
+        yield self.lm_head
 
     def scalars_by_token(self, tokens: int) -> list[LayerScalars]:
         """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums
