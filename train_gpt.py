@@ -1983,7 +1983,7 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
     ranks = trainer.ranks
     clock = trainer.clock
     meter = Meter(log, trainer, steps)
-    batches = prefetched(training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks))
+    batches = prefetched(training_batches(trainer.stream, preset, trainer.micro_chunks, ranks))
     digest = 0
     ends_stage = True  # whether the step before did
 
@@ -2395,7 +2395,7 @@ def chunk_digest(number: int, tokens: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunks: dict[Stage, int], model: ModelConfig,
+def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Stage, int],
                      ranks: Ranks) -> Iterator[HostBatch]:
     """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
 
@@ -2405,7 +2405,7 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunk
     own = range(ranks.rank, CHUNKS, ranks.world)
     start = stream.first  # of a step's tokens in the stream
     number = 0  # of the step's first batch chunk in the whole run
-    for stage in stages:
+    for stage in preset.stages:
         size = micro_chunks[stage]
         for _ in range(stage.steps):
             for at in range(0, len(own), size):
@@ -2415,7 +2415,7 @@ def training_batches(stream: TokenStream, stages: tuple[Stage, ...], micro_chunk
                     tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
                     chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
                     digest += chunk_digest(number + chunk, tokens)
-                yield pack(chunks, model, ranks.on_gpu, stage.sampled_classes, digest)
+                yield pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes, digest)
             start += stage.batch_tokens
             number += CHUNKS
 

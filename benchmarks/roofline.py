@@ -310,7 +310,7 @@ def prepared(options: argparse.Namespace, folder: Path) -> tuple[tg.Trainer, Cal
     ops = named_ops(tg.select_ops(ranks.device, tg.capability(ranks.device) >= (8, 0), fp8=fp8))
     trainer = tg.Trainer(preset, ranks, ops, tg.Clock(ranks.device), options.data or folder)
     trainer.initialise(1)
-    batches = tg.training_batches(trainer.stream, stages, trainer.micro_chunks, preset.model, ranks)
+    batches = tg.training_batches(trainer.stream, preset, trainer.micro_chunks, ranks)
     for number, stage in enumerate(stages[:options.stage + 1]):
         micro_batches = [next(batches) for _ in range(tg.CHUNKS // ranks.world // trainer.micro_chunks[stage])]
         trainer.training_step(number, micro_batches)

@@ -104,7 +104,7 @@ def make_trainer(corpus, preset=PRESET, ops=None, ranks=None):
 
 def all_batches(trainer):
     """Every micro-batch of the schedule, grouped by step."""
-    flat = tg.training_batches(trainer.stream, trainer.preset.stages, trainer.micro_chunks, trainer.preset.model, trainer.ranks)
+    flat = tg.training_batches(trainer.stream, trainer.preset, trainer.micro_chunks, trainer.ranks)
     counts = [tg.CHUNKS // trainer.ranks.world // trainer.micro_chunks[s] for s in trainer.preset.stages for _ in range(s.steps)]
     return [[next(flat) for _ in range(count)] for count in counts]
 

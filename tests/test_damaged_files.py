@@ -10,13 +10,14 @@ import hashlib
 import json
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers import BOS, CPU, MODEL, ROOT, VOCABULARY, tg
+from helpers import BOS, CPU, PRESET, ROOT, VOCABULARY, tg
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "records"))
@@ -100,7 +101,7 @@ def test_batches_from_any_shard(path, raw, chunk_tokens, steps, candidates):
             patch.setattr(tg, "BOS", BOS)
             stream = tg.TokenStream(path.parent, 1, VOCABULARY)
             stream.require((stage,))  # as open_corpus does
-            return stream, [b.views(b.data) for b in tg.training_batches(stream, (stage,), {stage: 8}, MODEL, tg.Ranks(0, 1, CPU))]
+            return stream, [b.views(b.data) for b in tg.training_batches(stream, replace(PRESET, stages=(stage,)), {stage: 8}, tg.Ranks(0, 1, CPU))]
 
     if found := judged(read, tg.Failure):
         stream, batches = found

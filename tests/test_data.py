@@ -43,7 +43,7 @@ def marked(tmp_path, monkeypatch):
 
 def batches(stream, world=1, rank=0, micro=8):
     slots = {stage: min(micro, tg.CHUNKS // world) for stage in STAGES}
-    return tg.training_batches(stream, STAGES, slots, MODEL, tg.Ranks(rank, world, CPU))
+    return tg.training_batches(stream, replace(helpers.PRESET, model=MODEL, stages=STAGES), slots, tg.Ranks(rank, world, CPU))
 
 
 def views(batch):
@@ -126,7 +126,7 @@ def test_tokens_must_suffice_for_the_last_target(marked):
     stage = tg.Stage(1, 8 * ((stream.length - 6) // 8), 40, 8, 16)
     stream.length = stream.consumed((stage,)) + 1
     stream.require((stage,))
-    *_, last = tg.training_batches(stream, (stage,), {stage: tg.CHUNKS}, MODEL, tg.Ranks(0, 1, CPU))
+    *_, last = tg.training_batches(stream, replace(helpers.PRESET, model=MODEL, stages=(stage,)), {stage: tg.CHUNKS}, tg.Ranks(0, 1, CPU))
     assert views(last).class_index[-1] == tokens[stream.length - 1]
     stream.length -= 1
     message = rf"training tokens: expected {stream.length + 1:,} for the schedule, found {stream.length:,} in 4 shards; fix: python data/fineweb.py fetch"

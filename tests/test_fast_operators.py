@@ -31,7 +31,7 @@ def one_step(ops, corpus, tokens=128, **model):
     trainer = tg.Trainer(preset, ranks, ops, tg.Clock(CPU), corpus)
     trainer.initialise(helpers.SEED)
     helpers.randomise(trainer.model, size=0.15)  # else projections of zero leave most gradients zero
-    batches = tg.training_batches(trainer.stream, preset.stages, trainer.micro_chunks, preset.model, ranks)
+    batches = tg.training_batches(trainer.stream, preset, trainer.micro_chunks, ranks)
     loss = trainer.training_step(0, [next(batches)])
     return loss, trainer.optimizer.state()
 

@@ -57,7 +57,7 @@ def fp8_launches(corpus, monkeypatch):
     trainer = tg.Trainer(preset, tg.Ranks(0, 1, CPU), ops, tg.Clock(CPU), corpus)
     trainer.initialise(helpers.SEED)
     helpers.randomise(trainer.model, size=0.15)
-    batch = next(tg.training_batches(trainer.stream, preset.stages, trainer.micro_chunks, model, trainer.ranks))
+    batch = next(tg.training_batches(trainer.stream, preset, trainer.micro_chunks, trainer.ranks))
     monkeypatch.setattr(tg, "POLAR_EXPRESS", tg.POLAR_EXPRESS[:1])  # one step is enough
     before = {name: getattr(tg, name) for name in costs.OWN}
     with roofline.recorded_launches() as kernels:
