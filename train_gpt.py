@@ -2608,7 +2608,7 @@ def log_importance_weights(num_always, num_classes, vocabulary):
     return torch.where(sampled, weight, 1).log()
 
 
-def head_loss_reference(x, weight, targets, cap=Softcap(), chunk_rows=4096):
+def head_loss_reference(x, weight, targets, cap, chunk_rows=4096):
     """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
 
     x [T, D], weight [V, D]. Only targets.classes take part in the softmax; if that is None, all V
@@ -3941,7 +3941,7 @@ class HeadLoss(Function):
 
 
 @torch.no_grad()
-def head_loss_eval(x, weight, targets, cap=Softcap(), chunk_rows=8192):
+def head_loss_eval(x, weight, targets, cap, chunk_rows=8192):
     """Summed loss of the next tokens without FP8 or approximate functions, 0-d float64.
 
     It keeps 0.8 GB of bf16 logits alive at the default.
