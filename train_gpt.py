@@ -775,8 +775,7 @@ class Block(nn.Module):
             q, k, v = ops.project_heads(
                 h, (x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
                 documents.positions, geometry.cos, geometry.sin, self.heads, layer.key_offset)
-            window = geometry.windows[layer.window]
-            y = ops.attention(q, k, v, documents, window, geometry.scale, gates)
+            y = ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
             x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), *mix, ops.mlp_fp8)
         else:
             x, h, inverse_rms = self.mlp_in(*mix, ops.mlp_fp8, *entry)
@@ -3132,8 +3131,7 @@ class PackedAttention(Function):
         lse = q.new_empty(heads, tokens, dtype=torch.float32)
 
         tile, _ = attention_tiles(q.device, width)
-        grid = heads, triton.cdiv(tokens, tile["BLOCK_M"])
-        attention_forward_kernel[grid](
+        attention_forward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
             q, tile_descriptor(k, tile), tile_descriptor(v, tile),
             q.stride(0), k.stride(0), v.stride(0),
             out, lse, positions, window, tokens, scale * LOG2_E, gates,
@@ -3155,11 +3153,10 @@ class PackedAttention(Function):
             HEAD_DIM_V=width, BLOCK_M=64)
 
         _, tile = attention_tiles(out.device)
-        grid = heads, triton.cdiv(tokens, tile["BLOCK_M"])
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         rows = (k, v, q, dout, dk, dv, remaining), (q, dout, k, v, dq, None, positions)
         for own_qk, own_v, other_qk, other_v, own_dqk, own_dv, distances in rows:  # as in the kernel's table
-            attention_backward_kernel[grid](
+            attention_backward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
                 own_qk, own_v, tile_descriptor(other_qk, tile), tile_descriptor(other_v, tile),
                 own_qk.stride(0), own_v.stride(0), other_qk.stride(0), other_v.stride(0),
                 own_dqk, own_dv, lse, delta, distances,
@@ -3674,9 +3671,8 @@ class ProjectHeads(Function):
             dweight = memory_for_grad(ctx.parameter)
             dqkv = torch.empty_like(qkv, dtype=torch.float8_e5m2)
             dqkv_t = dqkv.new_empty(*qkv.T.shape)
-            bits_t = dqkv_t.view(torch.int8)
             descriptors = [  # for q and k, and for v
-                TensorDescriptor.from_tensor(bits_t, [grad.size(2) // 2, 64]) for grad in grads[1:]]
+                TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [grad.size(2) // 2, 64]) for grad in grads[1:]]
             launch(
                 dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, block_m=64)
         dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, dweight)
