@@ -1637,8 +1637,8 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
 
     state = state_bytes(preset, ranks, ops)
     largest_chunk = max(stage.chunk_tokens for stage in preset.stages)
-    most_classes = max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
-    logits = 4 * most_classes  # bfloat16, and their gradient
+    # Of a token, in bfloat16, and their gradient.
+    logits = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
     for recompute in (False, True):
         token_bytes = logits + (RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]])
         most_tokens = min(int(room_bytes - state) // token_bytes, USEFUL_MICRO_BATCH_TOKENS)
@@ -4371,7 +4371,7 @@ def fail(*arguments: Any) -> NoReturn:
     raise Failure(*arguments)
 
 
-def torchrun_number(name: str, default: str) -> int:
+def torchrun_number(name: str, default: str = "0") -> int:
     """A variable of torchrun; without torchrun its value for a single process."""
     text = os.environ.get(name, default)
     if not text.isdecimal():
@@ -4423,12 +4423,12 @@ class Ranks:
         A rank that does not come within twice the limit is an error. So is a collective, outside of CUDA graphs, that
         takes twice as long as that: the watchdog, once there is one, has its say before.
         """
-        rank = torchrun_number("RANK", "0")
+        rank = torchrun_number("RANK")
         world = torchrun_number("WORLD_SIZE", "1")
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world,
                  "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together")
-        ranks = Ranks(rank, world, pick_device(torchrun_number("LOCAL_RANK", "0")))
+        ranks = Ranks(rank, world, pick_device(torchrun_number("LOCAL_RANK")))
         if world == 1:
             return ranks
         if "MASTER_ADDR" not in os.environ:
@@ -4484,7 +4484,7 @@ class Ranks:
             self.peers[part.data_ptr()] = handle, versions
         return memory
 
-    def fetch(self, full: Tensor, received: Tensor | None = None, barrier: bool = True) -> Callable:
+    def fetch(self, full: Tensor, received: Tensor | None, barrier: bool = True) -> Callable:
         """Copy from other ranks' versions of a shared tensor. Returns the wait, which blocks the stream, not the host.
 
         Without `received` this is an all-gather in place: each rank's own shard comes from that rank. With `received`
@@ -4903,7 +4903,8 @@ def write_tensors(path: Path, form: str, content: dict[str, Any], likes: dict[st
     header = {"__metadata__": metadata}
     end = 0
     for name, like in likes.items():
-        start, end = end, end + like.nbytes
+        start = end
+        end += like.nbytes
         header[name] = {"dtype": names[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
     metadata["sha256"] = header_hash(header)
     text = json.dumps(header).encode()
@@ -4937,7 +4938,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
     }
     tensors = trainer.model.state_dict()
     table = tensors.pop("ngram", torch.empty(0, 0))
-    ids = table.any(1).nonzero()[:, 0]
+    ids = table.any(1).nonzero().flatten()
     tensors["ngram.ids"] = ids.int()
     rows = (table[some] for some in ids.split(2**16))  # a device may have no room for all of them once more
     likes = tensors | {"ngram.rows": table.new_empty(len(ids), table.size(1), device="meta")}
@@ -5036,17 +5037,16 @@ def saved_geometry(content: dict[str, Any], model: GPT, positions: int) -> Geome
 def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     """Validation loss of a saved model, in nats a token, on the windows and tokens with which it was validated."""
     model, content = load_model(path, device)
-    config = model.config
     validation = content["validation"]
     shard = find_shards(data or Path(validation["data"]), "val")[0]
-    windows, _ = validation_windows(shard, validation["tokens"], validation["window"], config.vocabulary)
+    windows, _ = validation_windows(shard, validation["tokens"], validation["window"], model.config.vocabulary)
     pieces = sum(windows, [])
     total = 0.0
     for start in range(0, len(pieces), 4):  # documents one by one take minutes on a GPU, a whole window gigabytes
         if sys.stderr.isatty():
             print(f"{start / len(pieces):4.0%}", end="\r", file=sys.stderr)
         group = pieces[start:start + 4]
-        batch = pack({0: group}, config, pin=False).to(device)
+        batch = pack({0: group}, model.config, pin=False).to(device)
         total += float(model.evaluate(batch, saved_geometry(content, model, max(map(len, group)))))
     return total / validation["tokens"]
 
