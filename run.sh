@@ -150,7 +150,10 @@ train() {
     [[ ${MASTER_ADDR:-} ]] || die "MASTER_ADDR: expected the address of node 0, found none; fix: MASTER_ADDR=..."
     export NNODES NODE_RANK MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
     limit=$(option --stall-limit "$@")
-    [[ ${RUN_SH_DRY:-} ]] || meet "${limit:=120}" || exit 2
+    [[ $MASTER_PORT =~ ^[0-9]{1,5}$ ]] && ((10#$MASTER_PORT > 0 && 10#$MASTER_PORT < 65536)) ||
+      die "MASTER_PORT: expected 1 to 65535, found $MASTER_PORT; fix: a free port of node 0, the same on all"
+    [[ ${limit:=120} =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)$ && $limit =~ [1-9] ]] || die "--stall-limit: expected seconds, found $limit; fix: --stall-limit 120"
+    [[ ${RUN_SH_DRY:-} ]] || meet "$limit" || exit 2
     torchrun+=(--nnodes="$nodes" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT")
   fi
   if ((world * nodes > 1)); then

@@ -2111,8 +2111,8 @@ def open_shard(path: Path, vocabulary: int) -> np.ndarray:
         fail(f"{path}: magic number", SHARD_MAGIC, magic, "fetch this file again")
     if version != SHARD_VERSION:
         fail(f"{path}: version", SHARD_VERSION, version, "fetch the llm.c version 1 shards")
-    expected_size = SHARD_HEADER_BYTES + 2 * count
-    if count < 1 or size != expected_size:
+    expected_size = SHARD_HEADER_BYTES + 2 * max(count, 1)
+    if size != expected_size or count < 1:
         fail(f"{path}: size of {count} tokens", f"{expected_size} bytes", f"{size} bytes", "fetch this file again")
 
     tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES))
@@ -4428,12 +4428,15 @@ class Ranks:
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world,
                  "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together")
+        if rank >= world:
+            fail("RANK", f"below WORLD_SIZE, {world}", rank, "unset both, or start with torchrun")
         ranks = Ranks(rank, world, pick_device(torchrun_number("LOCAL_RANK")))
         if world == 1:
             return ranks
         if "MASTER_ADDR" not in os.environ:
             fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none",
                  "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
+        torchrun_number("MASTER_PORT", "none")
 
         # All ranks exchange first where they run: NCCL would wait without a limit for one that never comes.
         timeout = timedelta(seconds=2 * stall_limit_s)
@@ -4996,6 +4999,8 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
 def export_model(path: Path, target: Path):
     """Copy a model file without the rows of hashed n-grams, for other programs: nothing here reads it."""
     model, content, ids, rows = read_model_file(path)
+    if target.exists():  # perhaps the model itself, whose n-grams would be lost
+        fail(f"exporting to {target}", "a new file", "one that exists", "choose another name, or remove it")
     kept = ids >= model.config.ngram_pieces * model.config.ngram_rows
     model.ngram = None
     tensors = {**model.state_dict(), "ngram.ids": ids[kept], "ngram.rows": rows[kept]}
@@ -5143,10 +5148,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--no-fp8", nargs="?", choices=(*FP8_PARTS, "all"), const="all",
         help="bfloat16 QKV projections, head, MLPs, or all")
     add("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
-    add("--stall-limit", type=within(float, 0.1), default=120, metavar="SECONDS",
+    add("--stall-limit", type=within(float, 0.1, 1_000_000), default=120, metavar="SECONDS",
         help="exit code 4 if nothing progresses so long")
-    add("--check", action="store_true", help="what a start would check, one line an item, then exit")
     add("--save", type=Path, metavar="FILE", help="write the trained model")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--check", action="store_true", help="what a start would check, one line an item, then exit")
     add("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
     add("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
     add("--export", type=Path, nargs=2, metavar=("FILE", "TO"),
@@ -5206,8 +5212,8 @@ def check_model_file(path: Path | None, model: ModelConfig) -> str:
     """Fails unless a model can be saved there. Its n-gram table takes most of the room, 2 bytes a number."""
     if path is None:
         return "not kept"
-    if path.is_dir():
-        fail(f"saving {path}", "the name of a file", "a folder", "add a name")
+    if path.exists() and not path.is_file():
+        fail(f"saving {path}", "the name of a file", "a folder or a device", "add a name")
     return check_folder(path.parent, 1000 + model.table_rows * model.width // 500_000)
 
 

@@ -252,6 +252,9 @@ def search(options: argparse.Namespace) -> None:
                 command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm["name"]]
                 processes.append((arm["name"], subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)))
         if all(process.poll() is not None for processes in running.values() for _, process in processes):
+            failed = [name for processes in running.values() for name, process in processes if process.returncode]
+            if failed:
+                sys.exit(f"arms: {len(failed)} failed; the end of {options.out}.NAME.txt says why: {', '.join(failed)}")
             return
         time.sleep(0.5)
     for processes in running.values():

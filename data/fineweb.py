@@ -621,6 +621,13 @@ def whole_number(low: int, high: int | None = None):
     return parse
 
 
+def shard_name(text: str) -> str:
+    """An argparse type: a name by which nothing takes a validation shard for a training shard, and no pattern means other files."""
+    if not re.fullmatch(r"\w[\w.-]*", text) or re.search(r"_(train|val)(_|$)", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected letters, digits, - . and _, without _train or _val")
+    return text
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
@@ -636,7 +643,7 @@ def parser() -> argparse.ArgumentParser:
     add, count = making.add_argument, whole_number(0)
     add("inputs", nargs="+", type=Path, metavar="INPUT", help="text, *.jsonl (both also .gz) or *.parquet")
     add("--out", required=True, type=Path, metavar="DIR", help="folder for the shards")
-    add("--name", default="text", help="files are NAME_val_000000.bin, NAME_train_000001.bin ... (default text)")
+    add("--name", type=shard_name, default="text", help="files are NAME_val_000000.bin, NAME_train_000001.bin ... (default text)")
     add("--val-tokens", type=count, default=10_485_760, help="first tokens, for validation (default 10,485,760)")
     size = whole_number(1, 2**31 - 1)
     add("--shard-tokens", type=size, default=100_000_000, help="most tokens in a shard (default 100,000,000)")

@@ -17,10 +17,13 @@ except ImportError:
 
 import record
 from record import KINDS, TRACKS
-from runlog import Failure
+from runlog import Failure, fail
 
 
 def command_new(arguments: argparse.Namespace) -> int:
+    given = [f"--{name}" for name in ("track", "parent", "kind", "n", "length") if getattr(arguments, name) is not None]
+    if arguments.retime and given:
+        fail("new --retime", "the plan of that record", f"{', '.join(given)} too", "leave those options out")
     path = record.new(arguments.name, arguments.track, arguments.parent, arguments.kind, arguments.n, arguments.world, arguments.data, arguments.retime,
                       arguments.length)
     made = record.load(path).record
@@ -79,6 +82,8 @@ def command_leaderboard(arguments: argparse.Namespace) -> int:
 
 def command_plot(arguments: argparse.Namespace) -> int:
     from plots import plot_history, plot_log, plot_runs
+    if arguments.log and arguments.runs:
+        fail("plot --log", "one log", f"{len(arguments.runs)} other runs too", "leave out either")
     if arguments.log:
         plot_log(arguments.log, arguments.out)
     elif arguments.runs:

@@ -37,6 +37,8 @@ def load_curves(specs: list[str]) -> list[Side]:
     sides = []
     for label, runs in loaded:
         curve, _, kind = mean_curve(runs)
+        if not len(curve):
+            fail(f"curve of {label}", "losses along the run", "none in its logs", "name another log")
         sides.append(Side(label.removesuffix(".txt").removesuffix(".jsonl"), curve, runs, kind))
     if len({side.kind for side in sides}) == 1:
         return sides

@@ -125,7 +125,9 @@ def leaderboard(check: bool) -> int:
         HOME.parent / "README.md": leaderboard_table(best_of_each_class(folders), f"{HOME.name}/", SHORT),
     }
     for path, table in tables.items():
-        if (found := read_block(path, "leaderboard")) is not None and found != table:
+        if not path.exists():
+            continue
+        if read_block(path, "leaderboard") != table:
             stale.append(path)
             if not check:
                 write_block(path, "leaderboard", table)

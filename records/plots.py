@@ -32,6 +32,8 @@ def canvas(panels: int, ratios: tuple[float, ...], height: float = 3.8):
 
 
 def save(figure, path: Path) -> None:
+    if path.suffix not in (".svg", ".png"):  # matplotlib would add one to a name without
+        fail(f"plot {path}", "a path ending in .svg or .png", path.suffix or "no ending", "choose another --out")
     aside = path.with_name(f".{os.getpid()}-{path.name}")  # ends as the path does: that decides the format
     try:
         figure.savefig(aside, dpi=200 if path.suffix == ".png" else None, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -48,6 +50,9 @@ def plot_runs(specs: list[str], path: Path) -> None:
     for number, spec in enumerate(specs):
         (label, runs), colour = load_runs(spec), COLOURS[number % len(COLOURS)]
         curve, band, kind = mean_curve(runs)
+        if not len(curve) or len({len(run.stages) for run in runs}) > 1:
+            fail(f"runs of {spec}", "losses along the run, and as many stages in each", f"{len(curve)} losses and "
+                 f"{', '.join(sorted({str(len(run.stages)) for run in runs}))} stages", "name runs of one track")
         loss_axes.plot(curve[:, 0], curve[:, 1], color=colour, label=f"{label.partition('_')[2] or label} (n = {len(runs)})")
         loss_axes.fill_between(curve[:, 0], curve[:, 1] - band, curve[:, 1] + band, color=colour, alpha=0.25, linewidth=0)
         loss_axes.errorbar([np.mean([r.ms for r in runs]) / 1e3], [np.mean([r.loss for r in runs])], np.std([r.loss for r in runs]), fmt="o", color=colour)

@@ -75,16 +75,19 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
             path = next((HOME / "curves").glob(f"{path.name}_*"), path)
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".txt")) if path.is_dir() else [path]
         runs, label = [read_run(file) for file in files], path.name
+    if broken := next((run for run in runs if run.ok and run.broken), None):  # an edit above the end leaves no whole training
+        fail(f"log {broken.path}", "an unbroken chain of lines", broken.broken, "restore the log that was written")
     if not (done := [run for run in runs if run.ok]):
-        fail(f"runs of {spec}", "at least one that ended well", f"{len(runs)} logs, none of a whole training", "name a record, a folder of logs or a log")
+        why = next((f", {run.path.name}: {run.broken}" for run in runs if run.broken), "")
+        fail(f"runs of {spec}", "at least one that ended well", f"{len(runs)} logs, none of a whole training{why}", "name a record, a folder of logs or a log")
     return label + (f" ({len(runs) - len(done)} unfinished left out)" if len(done) < len(runs) else ""), done
 
 
 def load_pair(a: str, b: str) -> tuple[tuple[str, list[Run]], tuple[str, list[Run]], bool]:
     """Both sides, and whether they are the arms of one plan. A record against its parent means its own arm b: same machine, interleaved."""
-    path = Path(a)
-    if (path / "record.json").exists() and load(path).record["parent"] == Path(b).resolve().name:
-        b = f"{a}:b"
+    path = Path(a.removesuffix(":a"))
+    if any((place / "record.json").exists() for place in (path, HOME / path.name)) and load(path).record["parent"] == Path(b).resolve().name:
+        b = f"{path}:b"
     left, right = load_runs(a), load_runs(b)
     seeds = [[run.head.get("seed") for run in runs] for _, runs in (left, right)]
     return left, right, b == f"{a.removesuffix(':a')}:b" and seeds[0] == seeds[1]
@@ -93,7 +96,7 @@ def load_pair(a: str, b: str) -> tuple[tuple[str, list[Run]], tuple[str, list[Ru
 def differing(a: list[Run], b: list[Run], facts: dict[str, Callable[[Run], object]]) -> list[str]:
     """The facts in which the runs of both sides differ, where both know them, in words."""
     values = {name: [{str(fact(run)) for run in runs} - {"None"} for runs in (a, b)] for name, fact in facts.items()}
-    return [f"{name} {', '.join(sorted(x))} against {', '.join(sorted(y))}" for name, (x, y) in values.items() if x and y and x != y]
+    return [f"{name} {', '.join(sorted(x))} against {', '.join(sorted(y))}" for name, (x, y) in values.items() if x and y and (x != y or len(x) > 1)]
 
 
 def corpus(run: Run) -> str | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 2, 3, 4
 RULE = "=" * 100  # the public logs put one before and after the facts about the machine
-TEXT_STEP = re.compile(r"^step:(\d+)/(\d+) (?:(val|train)_loss:(\S+) )?train_time:([\d.]+)ms", re.MULTILINE)
+TEXT_STEP = re.compile(r"^step:(\d+)/(\d+) (?:(val|train)_loss:(-?\d+\.?\d*|nan|inf) )?train_time:(\d+\.?\d*)ms", re.MULTILINE)
 TEXT_CORPUS = re.compile(r"^corpus: (\w+)$", re.MULTILINE)
 TEXT_GPU = re.compile(r"^\|\s+\d+\s+(NVIDIA .*?)\s+(?:On|Off)\s*\|", re.MULTILINE)
 

@@ -140,14 +140,15 @@ def exit_code(run: Run | None) -> int | None:
     return run.lines[-1].get("code") if run and run.lines and run.lines[-1]["kind"] == "end" else None
 
 
-def attempt(folder: Folder, key: str, number: int, data: Path, typical_s: float | None) -> None:
+def attempt(folder: Folder, key: str, number: int, data: Path, typical_s: float | None, lock: int) -> None:
     """One training run, from start to a filed log."""
     check_idle()
     directory, count, output = log_dir(folder, key), len(folder.record["plan"]["order"]), folder.path / "running" / "output.txt"
     directory.mkdir(parents=True, exist_ok=True)
     with output.open("w") as file:
         process = subprocess.Popen(command(folder, key, data), cwd=folder.path.parents[1], env=environment(folder, key[0]), stdout=file,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+                                   stderr=subprocess.STDOUT, start_new_session=True,
+                                   pass_fds=[lock])  # so that a training that outlives this process keeps the lock
         try:
             follow(process, directory, number, count, key, typical_s)
         finally:
@@ -163,6 +164,10 @@ def attempt(folder: Folder, key: str, number: int, data: Path, typical_s: float 
 def check_result(folder: Folder, key: str) -> None:
     """A run that can never be part of a record ends the plan now, not after the last run."""
     runs = {run.path.stem: run for arm in folder.record["scripts"] for run in folder.runs(arm)}
+    path, stated = folder.path / "runs" / f"{key}.jsonl", folder.record["runs"][f"{key}.jsonl"]
+    if key not in runs or sha256(path.read_bytes()) != stated:
+        fail(f"run {key}, {path}", f"sha256 {stated[:16]} as in record.json", "another: edited or cut since" if key in runs else "no file",
+             "restore the file, for example with git, or plan anew with `new`")
     if not runs[key].ok:
         fail(f"run {key}", "a finite loss", runs[key].state, "this plan has failed; change the script and plan anew with `new`", EXIT_NUMERICS)
     for check in evaluate(EACH_RUN, Context(folder, runs)):
@@ -171,7 +176,7 @@ def check_result(folder: Folder, key: str) -> None:
 
 
 @contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
+def only_one(path: Path) -> Iterator[int]:
     """Two `run`s of one record would file each other's logs."""
     place = os.open(path, os.O_RDONLY)
     try:
@@ -179,18 +184,18 @@ def only_one(path: Path) -> Iterator[None]:
             fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"record {path}", "one `run` at a time", "another that is under way", "wait for it, or stop it")
-        yield
+        yield place
     finally:
         os.close(place)
 
 
 def run_plan(path: Path, data: Path | None) -> None:
     """All runs of the plan that are not there yet, then the means and the numbers of the README."""
-    with only_one(load(path).path):
-        carry_out(load(path), data)
+    with only_one(load(path).path) as lock:
+        carry_out(load(path), data, lock)
 
 
-def carry_out(folder: Folder, data: Path | None) -> None:
+def carry_out(folder: Folder, data: Path | None, lock: int) -> None:
     data = (data or folder.path.parents[1] / folder.track.data).resolve()
     check_ready(folder, data)
     order, durations = folder.record["plan"]["order"], []
@@ -203,7 +208,7 @@ def carry_out(folder: Folder, data: Path | None) -> None:
             print(f"run {number}/{len(order)}  {key:<12}  done before", flush=True)
         else:
             started = time.monotonic()
-            attempt(folder, key, number, data, sum(durations) / len(durations) if durations else None)
+            attempt(folder, key, number, data, sum(durations) / len(durations) if durations else None, lock)
             durations.append(time.monotonic() - started)
         check_result(folder, key)
     shutil.rmtree(folder.path / "running", ignore_errors=True)

@@ -492,6 +492,7 @@ TRAIN, VAL = "tiny_train_000001.bin", "tiny_val_000000.bin"
 FAULTS = {
     "truncated": (truncate, rf"{TRAIN}: size of \d+ tokens: expected \d+ bytes, found \d+ bytes; fix: fetch this file again"),
     "too long": (rewrite(TRAIN, count=4000), rf"{TRAIN}: size of 4000 tokens: expected 9024 bytes, found \d+ bytes"),
+    "no tokens": (lambda folder: [rewrite(TRAIN, count=0)(folder), os.truncate(folder / TRAIN, 1024)], rf"{TRAIN}: size of 0 tokens: expected 1026 bytes, found 1024 bytes"),
     "negative count": (rewrite(TRAIN, count=-1), rf"{TRAIN}: size of -1 tokens"),
     "header only in part": (cut_header, r"tiny_train_000000.bin: .*expected .*found .*fetch this file again"),
     "empty file": (lambda folder: (folder / TRAIN).write_bytes(b""), rf"{TRAIN}: [a-z ]+: expected \d+.*, found (an empty file|0 bytes); fix: fetch this file again"),

@@ -496,7 +496,8 @@ def test_bad_encoding(ranks, tmp_path, monkeypatch, capsys):
     assert "fix: set TIKTOKEN_CACHE_DIR" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["fetch", "--shards", "104"], ["fetch", "--shards", "x"], ["tokenize", "a"], []])
+@pytest.mark.parametrize("arguments", [["fetch", "--shards", "104"], ["fetch", "--shards", "x"], ["tokenize", "a"], [],
+                                       *(["tokenize", "a", "--out", "b", "--name", name] for name in ("a[b]", "my_train_set", "x_val", "../x", ""))])
 def test_wrong_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         fineweb.main(arguments)

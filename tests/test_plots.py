@@ -84,6 +84,20 @@ def test_what_cannot_be_drawn(tmp_path, text, found):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and found in done.stderr and "; fix: " in done.stderr
 
 
+def test_one_log_or_runs_but_not_both(tmp_path):
+    (tmp_path / "x.jsonl").write_text(WHOLE)
+    done = plot("--log", tmp_path, tmp_path / "x.jsonl", "--out", tmp_path / "x.svg")
+    assert done.returncode == 2 and "found 1 other runs too; fix: leave out either" in done.stderr
+
+
+def test_a_file_of_another_kind(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "x.jsonl").write_text(WHOLE)
+    done = plot("--log", tmp_path, "--out", tmp_path / "x.pdf")
+    assert done.returncode == 2 and "expected a path ending in .svg or .png, found .pdf" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("out", ["x.png", "x.svg"])
 def test_without_matplotlib(tmp_path, out):

@@ -477,6 +477,37 @@ def test_one_run_at_a_time(tmp_path):
     assert failed(path) == set()
 
 
+def test_a_training_that_outlives_the_tool_keeps_the_record(tmp_path, monkeypatch):
+    """The tool is killed: the training, in a session of its own, goes on, and a second `run` would start another beside it."""
+    path = make(make_repository(tmp_path), "idea", n=1)
+    left = []
+
+    def killed(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(runner, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(runner, "follow", killed)
+    monkeypatch.setattr(runner, "stop", left.append)
+    try:
+        with pytest.raises(SystemExit):
+            runner.run_plan(path, None)
+        with pytest.raises(runlog.Failure, match="found another that is under way"):
+            runner.run_plan(path, None)
+    finally:
+        left[0].kill()
+        left[0].wait()
+
+
+def test_a_result_that_was_lost_or_edited_is_named(copy):
+    log = first_log(copy)
+    log.write_text(log.read_text().replace("5.0", "4.0", 1))
+    with pytest.raises(runlog.Failure, match="as in record.json, found another: edited or cut since; fix: restore"):
+        runner.check_result(record.load(copy), log.stem)
+    log.unlink()
+    with pytest.raises(runlog.Failure, match="as in record.json, found no file; fix: restore"):
+        runner.check_result(record.load(copy), log.stem)
+
+
 def start_ups(path, arm):
     """In seconds, in the order of the runs: the stand-in says 70 where it has to compile, else 10."""
     order = record.load(path).record["plan"]["order"]
@@ -914,6 +945,31 @@ def test_compare_a_record_with_its_parent_uses_its_own_pairs(finished):
     assert "verdict: B is better" in report.compare(f"{finished[2]}:b", f"{finished[2]}:a")
 
 
+def test_compare_takes_names_and_the_arm_as_paths(finished, copy, monkeypatch):
+    """However the record is named, its parent means its own arm b."""
+    for module in (report, record):
+        monkeypatch.setattr(module, "HOME", copy.parent)
+    monkeypatch.chdir(copy.parents[1])
+    parent = finished[1].name
+    for a, b in ((str(copy), str(copy.parent / parent)), (copy.name, parent), (f"{copy}:a", parent)):
+        *_, paired = report.load_pair(a, b)
+        assert paired, (a, b)
+
+
+def test_compare_refuses_edited_logs_and_mixed_runs(copy):
+    path = first_log(copy)
+    log = path.read_text()
+    before, end = log.rstrip("\n").rsplit("\n", 1)
+    path.write_text(before + "\n" + end.replace('"loss": 5', '"loss": 4') + "\n")
+    with pytest.raises(runlog.Failure, match="expected an unbroken chain of lines"):
+        report.compare(str(copy), str(copy))
+    path.write_text(log)
+    runs = [runlog.read_run(path), runlog.read_run(path)]
+    assert not report.differing(runs, runs, {"preset": lambda run: "x"})
+    names = iter("xyxy")
+    assert report.differing(runs, runs, {"preset": lambda run: next(names)}) == ["preset x, y against x, y"]
+
+
 def test_compare_says_why_not(finished, copy):
     for path in (copy / "runs").glob("a-*"):
         rewrite_log(path, lambda e: (e[0]["preset"].update(val_tokens=1), e[0].update(device="other", nodes=2)))
@@ -1035,6 +1091,12 @@ def test_verify_command(clone):
 
 
 @pytest.mark.slow
+def test_a_retime_has_the_plan_of_its_record(clone):
+    done = call(clone, "new", "again", "--retime", named(clone, "child").name, "--n", "9")
+    assert done.returncode == 2 and "found --n too; fix: leave those options out" in done.stderr
+
+
+@pytest.mark.slow
 def test_run_can_only_tell_how_long(clone, finished):
     shutil.copytree(finished[0] / "data", clone / "data")
     assert call(clone, "new", "idea", "--track", "smoke", "--parent", named(clone, "child").name).returncode == 0
@@ -1060,6 +1122,10 @@ def test_leaderboard_command(clone):
     assert re.search(row, readme.read_text()), readme.read_text()
     readme.write_text(re.sub(r"\| 5\.\d\d \|", "| 4.00 |", readme.read_text()))
     assert call(clone, "leaderboard", "--check").returncode == 1
+    whole = readme.read_text()
+    readme.write_text(whole.replace("<!-- /leaderboard -->", ""))
+    assert call(clone, "leaderboard", "--check").returncode == 1, "a marker is missing"
+    readme.write_text(whole)
     first_log(named(clone, "child")).unlink()
     done = call(clone, "leaderboard")
     assert done.returncode == 0 and "_child does not verify" in done.stdout and "child" not in readme.read_text()

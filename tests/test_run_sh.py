@@ -213,10 +213,17 @@ def test_several_nodes_share_eight_processes(machine):
     ("NODE_RANK", "2", "NODE_RANK: expected 0 to 1, found 2"),
     ("NODE_RANK", "", "NODE_RANK: expected 0 to 1, found none"),
     ("NODE_RANK", "-1", "NODE_RANK: expected 0 to 1, found -1"),
-    ("MASTER_ADDR", "", "MASTER_ADDR: expected the address of node 0, found none")])
+    ("MASTER_ADDR", "", "MASTER_ADDR: expected the address of node 0, found none"),
+    *(("MASTER_PORT", port, f"MASTER_PORT: expected 1 to 65535, found {port}") for port in ("x", "0", "-1", "65536", "999999"))])
 def test_wrong_nodes(machine, name, value, told):
     result = machine.run(FAKE_GPUS="1", **NODE | {name: value})
     assert result.returncode == 2 and told in result.stderr.splitlines()[-1] and "; fix: " in result.stderr and not result.stdout
+
+
+@pytest.mark.parametrize("limit", ["x", "0", "-3", "1e3x"])
+def test_wrong_limit_on_several_nodes(machine, limit):
+    result = machine.run("--stall-limit", limit, FAKE_GPUS="1", **NODE)
+    assert result.returncode == 2 and f"--stall-limit: expected seconds, found {limit}; fix: " in result.stderr and not result.stdout
 
 
 @pytest.mark.parametrize("option", [["--data", "my texts"], ["--data=my texts"]])

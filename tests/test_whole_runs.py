@@ -334,7 +334,8 @@ def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("options", [["--preset", "huge"], ["--val-every", "0"], ["--stop-after", "-1"], ["--sed", "1"],
-                                     ["--length", "0"], ["--length", "101"], ["--length", "nan"], ["--length", "x"]])
+                                     ["--length", "0"], ["--length", "101"], ["--length", "nan"], ["--length", "x"],
+                                     ["--stall-limit", "inf"], ["--eval", "a", "--check"], ["--export", "a", "b", "--eval", "c"]])
 def test_wrong_options_exit_with_2(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:
         tg.main(options)
@@ -355,6 +356,14 @@ def test_impossible_world_sizes(corpus, tiny, monkeypatch, capsys, world):
 def test_ranks_that_are_no_numbers(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "x")
     assert tg.main([]) == 2 and "WORLD_SIZE: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
+
+
+def test_a_rank_beyond_the_world_and_a_port_that_is_none(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "5")
+    assert tg.main([]) == 2 and "RANK: expected below WORLD_SIZE, 1, found 5; fix: unset both" in capsys.readouterr().err
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "x")):
+        monkeypatch.setenv(name, value)
+    assert tg.main([]) == 2 and "MASTER_PORT: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
 
 
 def test_variables_left_over_from_torchrun(monkeypatch, capsys):
@@ -544,6 +553,8 @@ def test_exported_weights(saved, tmp_path):
     """Every dense tensor to the bit, of the table only the suffix matches; the file is a safetensors file."""
     path, _ = saved
     assert tg.main(["--export", str(path), str(tmp_path / "out" / "dense.safetensors")]) == 0
+    before = path.read_bytes()
+    assert tg.main(["--export", str(path), str(path)]) == 2 and path.read_bytes() == before, "never onto itself"
     header, data = helpers.read_safetensors(tmp_path / "out" / "dense.safetensors")
     assert all(isinstance(value, str) for value in header.pop("__metadata__").values())
     model, _, ids, rows = tg.read_model_file(path)
@@ -628,7 +639,7 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "no whole header"),
     "of an older version": (lambda path: torch.save({"weights": {"lm_head": torch.zeros(3)}, "model": "{}"}, path), "an older version"),
     "of a newer version": (edit(lambda header, content: header["__metadata__"].update(format="train_gpt model 2")), "format train_gpt model 2"),
-    "a dense part": (lambda path: tg.export_model(path, path), "format dense part of train_gpt model 1"),
+    "a dense part": (lambda path: (tg.export_model(path, path.with_name("part")), path.with_name("part").replace(path)), "format dense part of train_gpt model 1"),
     "cut in its header": (cut(1000), "no whole header"),
     "cut in its tensors": (cut(-1000), "bytes: cut"),
     "cut in its length": (cut(5), "found"),
@@ -699,7 +710,7 @@ def test_saving_failed_after_the_run(run, tmp_path, monkeypatch):
 def test_saving_onto_a_folder(run, tmp_path):
     result = run("--seed", 3, "--save", tmp_path)
     assert result.code == 2 and not result.logs
-    assert result.err == f"train_gpt: saving {tmp_path}: expected the name of a file, found a folder; fix: add a name\n"
+    assert result.err == f"train_gpt: saving {tmp_path}: expected the name of a file, found a folder or a device; fix: add a name\n"
 
 
 def test_saving_where_one_cannot(run, tmp_path):
