@@ -629,6 +629,9 @@ def test_run_refuses_busy_gpus_and_changed_inputs(tmp_path, monkeypatch):
     with pytest.raises(runlog.Failure, match="4711") as caught:
         runner.check_idle(patience_s=0)
     assert caught.value.code == 4
+    monkeypatch.setattr(runner, "check_idle", lambda: runlog.fail("GPUs", "idle ones", "others", "wait"))
+    with pytest.raises(runlog.Failure, match="found others"):
+        runner.run_plan(path, None)
     shards = root / "data/sample/sample_train_000001.bin"
     shards.write_bytes(shard([50256, 1, 2, 4]))
     with pytest.raises(runlog.Failure, match="sample_train_000001.bin"):
@@ -823,6 +826,12 @@ def test_target_by_mean_and_by_test(copy, monkeypatch):
     assert claim(copy, {"target_loss": barely, "alpha": 0.01}, "systems", monkeypatch)["target"].ok  # the test is waived
 
 
+@pytest.mark.parametrize("option", ["no_fp8", "eager", "reference", "no_graphs", "save", "stop_after"])
+def test_no_option_but_those_of_the_plan(copy, option):
+    rewrite_log(first_log(copy), lambda e: e[0]["settings"].update({option: "True"}))
+    assert f"options: expected [], found ['{option}']" in {check.name: check.text for check in verify(copy)}["settings"]
+
+
 def test_no_run_is_validated_along_the_way(finished):
     """Verification refuses --val-every and any pause of the clock; `run` asks for neither."""
     folder = record.load(finished[2])
@@ -968,6 +977,13 @@ def test_compare_refuses_edited_logs_and_mixed_runs(copy):
     assert not report.differing(runs, runs, {"preset": lambda run: "x"})
     names = iter("xyxy")
     assert report.differing(runs, runs, {"preset": lambda run: next(names)}) == ["preset x, y against x, y"]
+
+
+def test_time_at_equal_loss_is_at_the_worse_one(finished, monkeypatch):
+    """Which both have reached; at the better one a side would be extrapolated."""
+    curves = iter((np.array([[1.0, 5.0], [2.0, 4.0]]), np.array([[1.0, 5.0], [3.0, 3.0]])))
+    monkeypatch.setattr(report, "mean_curve", lambda runs: (next(curves), 0, "training loss"))
+    assert "training loss 4.0000 after 2.00 s (A) and 2.00 s (B)" in report.equal_loss([], [])
 
 
 def test_compare_says_why_not(finished, copy):
