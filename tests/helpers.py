@@ -279,7 +279,7 @@ def start_world(world, *arguments):
 def fork_worlds(corpus, folder, share, worlds):
     for name in worlds:
         nodes, world = nodes_and_world(name)
-        ranks = start_world(world, corpus, folder, (), None, bool(share), nodes)
+        ranks = start_world(world, corpus, folder, ("--val-every", "3"), None, bool(share), nodes)
         for process in ranks:
             process.join(120)
         if codes := [process.exitcode for process in ranks if process.exitcode != 0]:

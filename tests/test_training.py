@@ -599,9 +599,11 @@ def test_processes_agree_with_one(ranked, request, how, world):
 def test_processes_log_the_same_training(ranked, world):
     alone, together = (read_log(next((ranked / f"logs-{w}").glob("*.jsonl"))) for w in (1, world))
     assert [e["kind"] for e in alone] == [e["kind"] for e in together]
-    assert [e["step"] for e in only(alone, "step")] == [e["step"] for e in only(together, "step")] == [1, 2, 4, 5]
+    assert [e["step"] for e in only(alone, "step")] == [e["step"] for e in only(together, "step")] == [1, 2, 3, 4, 5]
     for a, b in zip(only(alone, "step"), only(together, "step")):
         assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-5) and a["tokens"] == b["tokens"]
+    validations, others = ([e["loss"] for e in only(log, "val")] for log in (alone, together))
+    assert len(validations) > 1 and others == pytest.approx(validations, rel=1e-5), "each rank with all weights of the step, not only its own"
     end, other = alone[-1], together[-1]
     assert end["state"] == other["state"] == "ok"
     assert (end["train_hash"], end["val_hash"]) == (other["train_hash"], other["val_hash"])
@@ -645,7 +647,7 @@ def test_memory_is_shared_within_a_node_only(monkeypatch, other_node, shared):
         created(ranks, *settings)
         ranks.nccl = True
 
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tg.Ranks, "__init__", with_nccl)
     monkeypatch.setattr(tg.Ranks, "_share_memory", lambda ranks: calls.append(ranks))
@@ -683,7 +685,8 @@ def test_two_torchruns_are_two_nodes(ranked, corpus, tmp_path):
         port = free.getsockname()[1]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    script = [tmp_path / "tiny.py", Path(__file__).parent, "--preset", "tiny", "--seed", helpers.SEED, "--data", corpus, "--log-dir", tmp_path / "logs"]
+    script = [tmp_path / "tiny.py", Path(__file__).parent, "--preset", "tiny", "--seed", helpers.SEED, "--data", corpus, "--log-dir", tmp_path / "logs",
+              "--val-every", 3]
     agents = [subprocess.Popen([*command, f"--node_rank={node}", *map(str, script)], env=environment, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT) for node in range(2)]
     try:
