@@ -5151,7 +5151,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--stall-limit", type=within(float, 0.1, 1_000_000), default=120, metavar="SECONDS",
         help="exit code 4 if nothing progresses so long")
     add("--save", type=Path, metavar="FILE", help="write the trained model")
-    add = parser.add_mutually_exclusive_group().add_argument
+    add = parser.add_mutually_exclusive_group().add_argument  # at most one of what follows
     add("--check", action="store_true", help="what a start would check, one line an item, then exit")
     add("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
     add("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
