@@ -87,7 +87,7 @@ NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 
-# Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name.
+# Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name: the first that it holds counts.
 PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
 
@@ -4436,7 +4436,7 @@ class Ranks:
         if "MASTER_ADDR" not in os.environ:
             fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none",
                  "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
-        torchrun_number("MASTER_PORT", "none")
+        torchrun_number("MASTER_PORT", "none")  # torch reads it: here only for the line that it gives if it is none
 
         # All ranks exchange first where they run: NCCL would wait without a limit for one that never comes.
         timeout = timedelta(seconds=2 * stall_limit_s)

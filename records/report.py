@@ -64,10 +64,15 @@ def write_numbers(folder: Folder) -> None:
     write_block(folder.path / "README.md", "numbers", numbers_block(folder))
 
 
+def names_record(path: Path) -> bool:
+    """Whether `load` finds one: a folder, or a name in records/."""
+    return any((place / "record.json").exists() for place in (path, HOME / path.name))
+
+
 def load_runs(spec: str) -> tuple[str, list[Run]]:
     """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, one log, or `record-89`, one of curves/."""
     path, arm = (Path(spec[:-2]), spec[-1]) if spec.endswith((":a", ":b")) else (Path(spec), "a")
-    if (path / "record.json").exists() or (HOME / path.name / "record.json").exists():
+    if names_record(path):
         folder = load(path)
         runs, label = folder.runs(arm), folder.path.name + (":b" if arm == "b" else "")
     else:
@@ -86,7 +91,7 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
 def load_pair(a: str, b: str) -> tuple[tuple[str, list[Run]], tuple[str, list[Run]], bool]:
     """Both sides, and whether they are the arms of one plan. A record against its parent means its own arm b: same machine, interleaved."""
     path = Path(a.removesuffix(":a"))
-    if any((place / "record.json").exists() for place in (path, HOME / path.name)) and load(path).record["parent"] == Path(b).resolve().name:
+    if names_record(path) and load(path).record["parent"] == Path(b).resolve().name:
         b = f"{path}:b"
     left, right = load_runs(a), load_runs(b)
     seeds = [[run.head.get("seed") for run in runs] for _, runs in (left, right)]
