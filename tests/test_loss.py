@@ -692,7 +692,7 @@ def test_sparse_adam(update, name):
         again = weights.clone(), square.clone(), last.clone()
         numbers = [torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in (step, rate, shrink)]
         update(grad, tg.group_ids(read), weights, square, last, *numbers, beta2, epsilon, scale, **options)
-        if not INTERPRETED:
+        if not INTERPRETED and update is tg.sparse_adam:  # the reference adds in any order on a GPU
             update(grad, tg.group_ids(read), *again, *numbers, beta2, epsilon, scale, **options)
             assert all(torch.equal(a, b) for a, b in zip((weights, square, last), again)), "bitwise repeatable"
         g = scale * tg.embedding_grad_reference(grad.double().repeat_interleave(2, 0), read.flatten(), rows)
