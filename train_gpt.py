@@ -76,8 +76,8 @@ SHARD_HEADER_BYTES = 1024
 
 BOS = 50256  # <|endoftext|>: opens every document
 CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that every world size sees the same tokens
-# The parts whose matrix products can be FP8: their weights, as names end, and the largest magnitude that the weights'
-# scale holds (MlpScales, HeadScales).
+# The parts of the model whose matrix products can be FP8. Each maps the endings of its weights' names to the largest
+# magnitude that the FP8 scale of these weights can hold (MlpScales, HeadScales).
 FP8_PARTS = {"attention": {"qkv": 7.0}, "head": {"lm_head": 3.2}, "mlp": {"up": 7.0, "down": 7.0}}
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
@@ -87,7 +87,7 @@ NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 
-# Dense bfloat16 TFLOP/s as the vendors state them, by a part of the device's name: the first that it holds counts.
+# Dense bfloat16 TFLOP/s as the vendors state them. A key is a part of the device's name; the first that fits counts.
 PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
 
@@ -118,21 +118,23 @@ class ModelConfig:
     mlp_width: int
     layers: tuple[Layer, ...]
     value_embeddings: int
-    # Of hashed n-grams, in equal parts by NGRAM_MULTIPLIERS, added in every layer (records 62, 92). 0: none.
+    # Rows of the table of hashed n-grams, whose embedding is added in every layer (records 62, 92). Each order of
+    # NGRAM_MULTIPLIERS has an equal part of them. 0: no hashed n-grams.
     ngram_rows: int
     # Each row is cut into so many pieces, 1 to 4 (see HASH_MULTIPLIERS), and an n-gram takes each of its pieces from
-    # another row: two n-grams that share one piece rarely share the others. The table's parameter has a row a piece.
+    # another row: two n-grams that share one piece rarely share the others. The table's parameter has one row for each
+    # piece.
     ngram_pieces: int = 1
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
-    # The factor of products of normalised queries and keys, before YaRN. Narrower ones want more: with 64 channels
-    # the loss is 0.005 lower at 0.13 than at 0.1; 0.16 and 0.2 give the same.
+    # The factor of products of normalised queries and keys, before YaRN. Narrower keys want a larger factor: with 64
+    # channels the loss is 0.005 lower at 0.13 than at 0.1; 0.16 and 0.2 give the same.
     attention_scale: float = 0.1
-    # What an MLP reads holds two earlier tokens too, see `mixed`: -0.0021 after 243 M tokens, for 0.7 % of a step; in a
-    # sprint -0.0046, together with EnterStream. Before attention too it gained a further -0.0019, not worth its time,
-    # and a third earlier token nothing.
+    # Whether the two tokens before are mixed into an MLP's input, see `mixed`. The loss falls by 0.0021 after 243 M
+    # tokens, for 0.7 % of a step; in a sprint by 0.0046, together with EnterStream. To mix attention's input as well
+    # gained another 0.0019, not worth its time, and a third earlier token gained nothing.
     mlp_taps: bool = False
-    longest_suffix_match: bool = True  # adds a row of what followed the same tokens, see that function
+    longest_suffix_match: bool = True  # also adds a row for what last followed the same tokens, see the function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
     # The factor of products of its normalised queries and keys. This value, a window of 4096 and not 2048 tokens and a
     # higher learning rate of the n-grams lowered the loss by 0.0025 together.
@@ -258,8 +260,9 @@ class Preset:
 EMPTY = Layer(attention=False, mlp=False)
 MLP_ONLY = Layer(attention=False)
 
-# Layer 0 is empty, as the public records removed its MLP (30) and its attention (35): the numbers stay comparable.
-# Layer 10 is, because other layers gave more for its time (records/LOG.md).
+# Layer 0 is empty, because the public records removed its MLP (record 30) and its attention (record 35); it stays here
+# so that layers have the same numbers as there. Layer 10 is empty, because other layers gave more for its time
+# (records/LOG.md).
 LAYERS = (
     EMPTY,  # 0
     Layer(),  # 1
@@ -357,11 +360,12 @@ def stage_index(preset: Preset, step: int) -> int:
 
 
 def learning_rate(preset: Preset, step: int) -> float:
-    """Relative rate: the stage's multiplier, then a linear cooldown to the final rate, which the extension keeps."""
+    """Learning rate relative to the base rate: the stage's multiplier, then a linear cooldown to the final rate, which
+    the extension keeps."""
     config = preset.optimizer
     stage = preset.stages[stage_index(preset, step)]
 
-    share = 0.0  # of the stage's multiplier; the rest is the final rate's
+    share = 0.0  # of the stage's multiplier in the mean with the final rate: 1 until the cooldown, then falling to 0
     if not stage.extension:
         scheduled = sum(s.steps for s in preset.stages if not s.extension)
         share = min((1 - step / scheduled) / config.cooldown_fraction, 1.0)
@@ -369,7 +373,8 @@ def learning_rate(preset: Preset, step: int) -> float:
 
 
 def muon_momentum(preset: Preset, step: int) -> float:
-    """Low at the start, while gradients turn quickly (record 9), and at the end, when the weights are averaged (39)."""
+    """Low at the start, while gradients turn quickly (record 9), and at the end, while weights are averaged (record
+    39)."""
     config = preset.optimizer
     low, high = config.muon_momentum
     warm = step / preset.steps / config.momentum_warmup_fraction
@@ -395,11 +400,12 @@ def step_rates(preset: Preset, step: int) -> dict[str, float]:
 
 
 def averaging(preset: Preset, step: int) -> tuple[float, float]:
-    """(rate, share) for Optimizer.average after a step. The average of the weights moves towards them by
-    `rate`: 1 starts it, 0 leaves it as it is. `share` is above 0 after the last step only: so far the
-    weights then move towards the average."""
+    """(rate, share) for Optimizer.average after a step.
+
+    The average moves the part `rate` of the way to the weights: 1 starts it, 0 leaves it as it is. Then the weights
+    move the part `share` of the way to the average, which is above 0 only after the last step."""
     config = preset.optimizer
-    since = step - math.ceil((1 - config.averaging_fraction) * preset.steps)
+    since = step - math.ceil((1 - config.averaging_fraction) * preset.steps)  # steps since averaging began
     if since < 0:
         return 0.0, 0.0
 
