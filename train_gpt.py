@@ -447,8 +447,7 @@ class Targets(NamedTuple):
     copy_token: int = 0  # its class index
 
     def ahead(self, k: int) -> Tensor:
-        """Class index [T] of the token k further than the next, -1 where the document ends
-        before."""
+        """Class index [T] of the token k further than the next, -1 where the document ends before."""
         def later(x):
             return F.pad(x[k:], (0, min(k, len(x))), value=-1)
 
@@ -500,8 +499,8 @@ class Geometry:
 class LayerScalars(NamedTuple):
     """A layer's four learned scalars, each expanded to one value a token, [T].
 
-    So their gradients are sums over a row, made by the kernel of the activation's gradient, which reads
-    both operands anyway."""
+    Because of that, a gradient is first summed over each row only. The kernel that makes the gradient of the
+    activation does so on the way: it reads both operands anyway."""
     resid_lambda: Tensor  # of the residual stream
     x0_lambda: Tensor  # of the token embedding
     ngram_lambda: Tensor  # of the n-grams' embedding; unused without that table
@@ -512,8 +511,7 @@ class LayerScalars(NamedTuple):
 # regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
 # The MLP's output, the n-grams' embedding, skip and value are None where a layer has none.
 def add_mlp(x, mlp_out):
-    """The residual stream after a layer. The next region that reads it adds the MLP's output: no
-    kernel of its own."""
+    """The residual stream after a layer. The next region that reads it adds the MLP's output: no kernel of its own."""
     return x if mlp_out is None else x + mlp_out
 
 
@@ -523,9 +521,10 @@ def scaled(scalar, x):
 
 
 def injections(x0, ngram, *lambdas):
-    """A list of what enters each layer of the embeddings of the token and of the last few tokens, given
-    (x0_lambda, ngram_lambda) of each. All layers in one region, so that one kernel sums their
-    gradients."""
+    """What enters each layer from the two embeddings, that of the token and that of the last few tokens: a list.
+
+    All layers are in one region, so that one kernel sums their gradients. `lambdas` are x0_lambda and ngram_lambda of
+    one layer after the other, a flat list because compile_dynamic looks for tensors among the arguments alone."""
     injected = []
     for x0_lambda, ngram_lambda in zip(lambdas[::2], lambdas[1::2]):
         total = scaled(x0_lambda, x0)
@@ -536,10 +535,11 @@ def injections(x0, ngram, *lambdas):
 
 
 class EnterStream(Function):
-    """resid_lambda (x + injected), in the dtype of `injected`, where autograd would keep the sum: 1.5 % of a step.
+    """resid_lambda (x + injected), in the dtype of `injected`.
 
-    The backward pass reads the result, as that of the norm does, so no region writes the sum; and x and `injected` have
-    one gradient. It divides by resid_lambda, which begins at 1.1."""
+    Autograd would keep the sum for the gradient of resid_lambda, which costs 1.5 % of a step. This backward pass
+    computes it from the result, which that of the norm reads too, so no region writes the sum. It divides by
+    resid_lambda, which begins at 1.1. x and `injected` share one gradient."""
     @staticmethod
     def forward(ctx, resid_lambda, x, injected):
         x = scaled(resid_lambda, x + injected).to(injected.dtype)
@@ -589,8 +589,9 @@ class Deferred(Function):
 
 
 def product_input(x, h, fp8, positions=None, taps=None):
-    """What a product reads, and None: mixed(h, taps, positions) of h [T, width], the norm of the stream x. In FP8
-    training instead what stands for it, see Deferred, and the inverse RMS [T] of x."""
+    """(operand, inverse_rms): mixed(h, taps, positions), which a matrix product reads, and None. h [T, width] is the
+    norm of the stream x. In FP8 training the operand only stands for it, see Deferred, and inverse_rms [T] is that of
+    x, from which the FP8 operators make it."""
     if not (fp8 and torch.is_grad_enabled()):
         return mixed(h, taps, positions), None
     inverse_rms = torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
@@ -598,20 +599,20 @@ def product_input(x, h, fp8, positions=None, taps=None):
     if taps is not None:
         # The taps' gradient from every 16th token: 0.3 % of a step. From every fourth it took 1.8 %.
         norms = x.detach() * inverse_rms[:, None]
-        after = positions[15::16, None]
-        sample = sum(torch.where(after >= distance, norms[15 - distance::16][:len(after)], 0) * tap
+        sampled = positions[15::16, None]
+        sample = sum(torch.where(sampled >= distance, norms[15 - distance::16][:len(sampled)], 0) * tap
                      for distance, tap in enumerate(taps, 1))
         h = mixed(h, taps.detach(), positions)
     return Deferred.apply(h, sample), inverse_rms
 
 
 def attention_in(attn_scale, gate, value, fp8, *entry):
-    """A layer up to its projection: the stream, the two results of product_input, and the gates [T, H] of the heads'
-    outputs and of the value embedding, or None without one. `entry` are the operands of enter_layer; gate is
-    [H, inputs], or [2 H, inputs] with a value embedding.
+    """A layer up to the projection of queries, keys and values. Returns the stream, the two results of product_input,
+    the gates [T, H] of the heads' outputs, and those of the value embedding, which are None without one.
 
-    attn_scale multiplies the gates of the outputs: on weights (record 47) it would take passes over
-    them. Attention's backward pass divides by these gates, so they are kept from zero."""
+    `entry` are the operands of enter_layer; gate is [H, inputs], or [2 H, inputs] with a value embedding. attn_scale
+    multiplies the gates of the outputs: multiplied with weights, as in record 47, it would take passes over them.
+    Attention's backward pass divides by these gates, so they are kept from zero."""
     x = enter_layer(*entry)
     h = norm(x)
 
@@ -631,8 +632,8 @@ def attention_in(attn_scale, gate, value, fp8, *entry):
 
 
 def attention_out(x, y, out, positions, taps, fp8):
-    """The stream after attention, x + y out, and product_input of it for the MLP; y [T, H, D] gated
-    heads, out [H D, width]."""
+    """The stream after attention, x + y out, and product_input of it for the MLP; y [T, H, D] are the gated heads, out
+    is [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
     return x, *product_input(x, norm(x), fp8, positions, taps)
 
@@ -655,8 +656,7 @@ def final_states(x, mlp_out, x0, ngram, gate):
 
 
 def pointer_in(h, weight):
-    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W,
-    width]."""
+    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [2 W, width]."""
     return norm(F.linear(h, weight).view(len(h), 2, -1))
 
 
@@ -732,13 +732,13 @@ class Block(nn.Module):
             self.out = make_param("attention", empty(config.attention_width, width), matrix)
             gates = heads if layer.value_embedding is None else 2 * heads
             self.gate = make_param("gate", empty(gates, config.gate_inputs))
+        self.mlp_taps = None  # of `mixed`
         if layer.mlp:
             shape = config.mlp_width, width
             self.up = make_param("mlp_up", empty(shape), shape)
             self.down = make_param("mlp_down", empty(shape), shape)
-        self.mlp_taps = None  # of `mixed`
-        if layer.mlp and config.mlp_taps:
-            self.mlp_taps = make_param("gate", empty(2, width))
+            if config.mlp_taps:
+                self.mlp_taps = make_param("gate", empty(2, width))
 
         self.attention_in = ops.compile(attention_in)
         self.attention_out = ops.compile(attention_out)
@@ -753,8 +753,7 @@ class Block(nn.Module):
                 bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
                 parameter.uniform_(-bound, bound, generator=generator)
 
-        # resid_lambda: record 45; x0_lambda: record 9; ngram_lambda: record 62; attn_scale: record
-        # 47, not tuned.
+        # resid_lambda: record 45; x0_lambda: record 9; ngram_lambda: record 62; attn_scale: record 47, not tuned.
         self.scalars.copy_(torch.tensor((1.1, 0.0, 0.09, 0.5)))
         if self.skip_weight is not None:
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
@@ -799,20 +798,20 @@ class GPT(nn.Module):
         self.config = config
         self.ops = ops
         width = config.width
+        pieces = config.ngram_pieces
         if config.attention_width > width:  # values of n-grams are channels of the stream
             fail("heads * head_width", f"at most the model's width, {width}", config.attention_width,
                  "fewer heads, or narrower ones")
+        if pieces not in range(1, 5) or width % pieces:
+            fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
 
         weight = functools.partial(torch.empty, device=device, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)
         self.embedding = make_param("embedding", table(width))
-        pieces = config.ngram_pieces
-        if pieces not in range(1, 5) or width % pieces:
-            fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
-
         self.ngram = None
         if config.table_rows:
             self.ngram = make_param("ngram", weight(pieces * config.table_rows, width // pieces))
+
         self.blocks = nn.ModuleDict()
         for index, layer in enumerate(config.layers):
             if layer.value_embedding == NGRAMS and not config.ngram_rows:
@@ -869,8 +868,7 @@ class GPT(nn.Module):
         yield self.lm_head
 
     def scalars_by_token(self, tokens: int) -> list[LayerScalars]:
-        """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums
-        their gradients."""
+        """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums their gradients."""
         stacked = torch.cat([block.scalars for block in self.blocks.values()])
         rows = iter(stacked[:, None].expand(-1, tokens).unbind())
         return [LayerScalars(*itertools.islice(rows, 4)) for _ in self.blocks]
@@ -879,7 +877,9 @@ class GPT(nn.Module):
         """Normalised final states [T, width], ready for the head."""
         x = x0 = self.norm(self.ops.embed(gathered(self.embedding), documents))
         ngram = None
-        if self.ngram is not None:  # the second lookup, so that its gradient, which has the longest way, is first
+        # Autograd goes back in the opposite order, so the gradient of this lookup, which takes longest to reach its
+        # table, comes before that of the embedding above.
+        if self.ngram is not None:
             pieces = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
             ngram = pieces.view(len(x), -1)
 
@@ -904,7 +904,7 @@ class GPT(nn.Module):
 
             x, mlp_out = block(
                 x, mlp_out, own_injected, own_scalars, skips[layer.skip_from], value, documents, geometry)
-            if block.index in self.skip_sources:  # two will read the sum: so it is made once, and so is its gradient
+            if block.index in self.skip_sources:  # two layers will read the sum, so it and its gradient are made once
                 x = add_mlp(x, mlp_out)
                 mlp_out = None
                 skips[block.index] = x
@@ -939,7 +939,8 @@ class GPT(nn.Module):
     def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Probabilities [padded vocabulary], float32, of what follows a single document.
 
-        Where the operators remember earlier tokens, `documents` holds new ones only, but every class index."""
+        Where the operators remember earlier tokens, as in next_tokens, `documents` holds only new tokens, but the class
+        indices of all."""
         config = self.config
         h = self.features(documents, geometry)
         p = softcapped(F.linear(h[-1], self.lm_head).float(), config.softcap).softmax(-1)
@@ -978,8 +979,7 @@ def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
 
 def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int], positions: int, dtype: torch.dtype,
                     device: torch.device) -> Geometry:
-    """Geometry with cosines and sines for `positions` positions; the stationary dims get angle
-    0."""
+    """Geometry with cosines and sines for `positions` positions; the stationary dims get angle 0."""
     frequencies = torch.tensor(np.pad(frequency, (0, len(frequency))), device=device)
     angle = torch.arange(positions, device=device)[:, None] * frequencies
     return Geometry(dict(zip(("short", "long"), windows)), scale, angle.cos().to(dtype), angle.sin().to(dtype))
@@ -987,8 +987,7 @@ def geometry_tables(frequency: np.ndarray, scale: float, windows: tuple[int, int
 
 def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.device,
                     windows: tuple[int, int] | None = None) -> Geometry:
-    """Attention's geometry in a stage, or with other `windows`: the final validation looks further
-    back (record 33)."""
+    """Attention's geometry in a stage, or with other `windows`: the final validation looks further back (record 33)."""
     stage = preset.stages[index]
     windows = windows or (stage.short_window_tokens, stage.long_window_tokens)
     frequency, scale = rotary_frequencies(preset, index)
