@@ -1492,9 +1492,9 @@ class Optimizer:
         self.pending_grads = {owner: len(owner.parameters) * len(ids) for owner in self.hooked}
         self.reduced = []  # the owners whose gradients have left, in that order
 
-        # Phase 1: gather. After the first barrier every rank has updated all its shards.
+        # Phase 1: gather. Only the first needs a barrier: after it every rank has updated all its shards.
         for number, owner in enumerate(self.gather_lazy):
-            owner.gather_(barrier=not number)
+            owner.gather_(barrier=number == 0)
 
         # Phase 2: exchange row numbers.
         for table in self.sparse:
@@ -1511,7 +1511,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self, rates: dict[str, Tensor]):
         """Update everything after the last backward pass. `rates` holds 0-dimensional tensors, see step_rates."""
-        # Phase 1 ends: no gather may stay under way, as that of a table which no layer reads would.
+        # Phase 1 ends: no gather may stay under way. That of a table which no layer reads has not been waited for yet.
         for owner in self.gather_lazy:
             owner.wait_gather()
 
@@ -1642,10 +1642,10 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
 
     state = state_bytes(preset, ranks, ops)
     largest_chunk = max(stage.chunk_tokens for stage in preset.stages)
-    # Of a token, in bfloat16, and their gradient.
-    logits = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
+    # Of each token: its logits in bfloat16, and their gradient.
+    logit_bytes = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
     for recompute in (False, True):
-        token_bytes = logits + (RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]])
+        token_bytes = logit_bytes + (RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]])
         most_tokens = min(int(room_bytes - state) // token_bytes, USEFUL_MICRO_BATCH_TOKENS)
         tokens = max(micro_batch_chunks(stage, ranks, most_tokens) * stage.chunk_tokens for stage in preset.stages)
         needed = state + max(tokens * token_bytes, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
@@ -1736,8 +1736,8 @@ class Trainer:
         sources = [*(batch.data for batch in batches), self.rates[step], self.target_weights[step]]
         if index not in self.inputs:
             copies = [torch.empty_like(source, device=self.device) for source in sources]
+            # zip ends with the batches: the last two copies, of the rates and the target weights, need no views.
             self.inputs[index] = copies, [batch.views(copy) for batch, copy in zip(batches, copies)]
-        # Behind those of the micro-batches come two copies that need no views: the rates and the target weights.
         for copy, source in zip(self.inputs[index][0], sources):
             copy.copy_(source, non_blocking=True)
 
@@ -1842,14 +1842,14 @@ def training_work(trainer: Trainer, steps: int) -> tuple[int, float]:
         pieces = cut_documents(sample, stage.document_cap_tokens)
         positions = np.concatenate([np.arange(len(piece) - 1) for piece in pieces])
 
-        def earlier(window):
+        def earlier_keys(window):  # that a token sees, besides its own
             return np.minimum(positions, window).mean()
 
         classes = stage.sampled_classes or model.padded_vocabulary
-        keys = sum(1 + earlier(getattr(stage, f"{layer.window}_window_tokens"))
+        keys = sum(1 + earlier_keys(getattr(stage, f"{layer.window}_window_tokens"))
                    for layer in model.layers if layer.attention)
         weights = hidden + classes * model.width + keys * model.heads * (model.key_width + model.head_width)
-        weights += model.pointer_width * earlier(model.pointer_window_tokens)
+        weights += model.pointer_width * earlier_keys(model.pointer_window_tokens)
         tokens += taken * stage.batch_tokens
         operations += 6 * taken * stage.batch_tokens * weights
     return tokens, operations
@@ -1874,7 +1874,7 @@ def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
 
 
 def largest_weights(trainer: Trainer, log: RunLog) -> dict[str, float]:
-    """The largest magnitude of each kind of weights whose products are FP8. Says them too, beside the kind's range.
+    """The largest magnitude of each kind of weights whose products are FP8. Also prints it beside the kind's range.
 
     Beyond the range FP8 saturates silently: there is a warning from 90 % of it on."""
     largest = {}
@@ -1989,7 +1989,7 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
     meter = Meter(log, trainer, steps)
     batches = prefetched(training_batches(trainer.stream, preset, trainer.micro_chunks, ranks))
     digest = 0
-    ends_stage = True  # whether the step before did
+    ends_stage = True  # whether the step before ended one, so that this one begins the next
 
     clock.intervals.clear()
     clock.switch("training")
