@@ -2168,12 +2168,11 @@ class TokenStream:
             wanted = min(start + count, shard_stop) - first
             if wanted <= 0:
                 continue
-            at = first - shard_start
-            # Not through the memory map: a file that was cut since it was checked would kill the
-            # process by a signal.
-            part = np.fromfile(path, "<u2", wanted, offset=SHARD_HEADER_BYTES + 2 * at)
+            offset = first - shard_start
+            # Not through the memory map: a file that was cut since it was checked would kill the process by a signal.
+            part = np.fromfile(path, "<u2", wanted, offset=SHARD_HEADER_BYTES + 2 * offset)
             if len(part) != wanted:
-                fail(f"{path}: reading at token {at:,}", f"{wanted:,} tokens as when it was checked", "its end",
+                fail(f"{path}: reading at token {offset:,}", f"{wanted:,} tokens as when it was checked", "its end",
                      "fetch this file again")
             parts.append(part)
         return np.concatenate(parts)
@@ -2193,12 +2192,9 @@ class TokenStream:
 
 def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
     """Cut tokens before each BOS and after `cap` tokens. Each piece carries one token more, its last target."""
-    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}  # of documents
-    pieces = []
-    for document, end in itertools.pairwise(sorted(bounds)):
-        for start in range(document, end, cap):
-            pieces.append(tokens[start:min(start + cap, end) + 1])
-    return pieces
+    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}
+    documents = itertools.pairwise(sorted(bounds))
+    return [tokens[start:min(start + cap, end) + 1] for begin, end in documents for start in range(begin, end, cap)]
 
 
 # Primes, and no divisors of a vocabulary: their multiples meet every class once before any again. The second is the
@@ -2344,10 +2340,10 @@ class HostBatch:
 
 def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None,
          digest: int = 0) -> HostBatch:
-    """Pack batch chunks one after the other. Asynchronous copies to a GPU need a `pin`, pinned memory.
+    """Pack batch chunks one after the other; with `pin` in pinned memory, which asynchronous copies to a GPU need.
 
-    `chunks` maps the number of each in the run to what cut_documents made of it. Without
-    `sampled_classes` the softmax is over the whole vocabulary: `classes` and `num_always` are None.
+    `chunks` maps the number of each in the run to what cut_documents made of it. Without `sampled_classes` the softmax
+    is over the whole vocabulary: `classes` and `num_always` are None.
     """
     pieces = list(itertools.chain(*chunks.values()))
     lengths = [len(piece) - 1 for piece in pieces]
@@ -2412,10 +2408,10 @@ def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Sta
     for stage in preset.stages:
         size = micro_chunks[stage]
         for _ in range(stage.steps):
-            for at in range(0, len(own), size):
+            for first in range(0, len(own), size):
                 chunks = {}
                 digest = 0
-                for chunk in own[at:at + size]:
+                for chunk in own[first:first + size]:
                     tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
                     chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
                     digest += chunk_digest(number + chunk, tokens)
@@ -3128,8 +3124,7 @@ class PackedAttention(Function):
         tokens, heads, width = q.shape
         if scale * width >= 60:
             raise ValueError(
-                "attention without running maximum: expected scale * head width < 60, "
-                f"found {scale:g} * {width}")
+                f"attention without running maximum: expected scale * head width < 60, found {scale:g} * {width}")
         q, k, v = map(with_aligned_rows, (q, k, v))
         gates = gates.contiguous()
         out = v.new_empty(v.shape)
@@ -3250,9 +3245,7 @@ class PointerLogCopy(Function):
     def forward(ctx, qk, ids, positions, remaining, window, scale):
         tokens, _, width = qk.shape
         if scale * width >= 60:
-            raise ValueError(
-                "pointer without running maximum: expected scale * width < 60, "
-                f"found {scale:g} * {width}")
+            raise ValueError(f"pointer without running maximum: expected scale * width < 60, found {scale:g} * {width}")
         qk = qk.contiguous()
         log_copy = qk.new_empty(tokens, dtype=torch.float32)
         lse = torch.empty_like(log_copy)
@@ -3919,7 +3912,7 @@ class HeadLoss(Function):
             scales = scales._replace(grad=grad_output * scales.grad)
 
         for _, part in targets.parts():
-            *operands, logits, lse, copied = itertools.islice(saved, 5)
+            *operands, logits, lse, copied = itertools.islice(saved, 5)  # as the forward pass saved them for this part
             grad, grad_t = head_grad(logits, part, len(weight), lse, copied, factor, cap, dtype, fast)
             dx_part, dweight_part = linear_backward(grad, grad_t, *operands, scales)
             del grad, grad_t  # before those of the next part, which are as large, are made
@@ -4155,7 +4148,7 @@ def embedding_grad_kernel(
 
 
 def launch_groups(
-    kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, num_warps=2, **options,
+    kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, **options,
 ):
     """Launch a kernel that sums the rows of grad [T, D] over each group of equal ids, in a fixed order.
 
@@ -4167,7 +4160,7 @@ def launch_groups(
     width = grad.size(1)
     partial = grad.new_empty(max(chunks, 1), width, dtype=torch.float32)
     shape = dict(IDS_PER_ROW=len(order) // len(grad), CHUNK_ROWS=CHUNK_ROWS, BLOCK_M=BLOCK_M,
-                 BLOCK_N=triton.next_power_of_2(width), num_warps=num_warps)
+                 BLOCK_N=triton.next_power_of_2(width), num_warps=2)
     if chunks:
         chunk_sum_kernel[(chunks,)](grad, ids, order, partial, width, **shape)
     programs = triton.cdiv(len(starts) - 1, per_program)
