@@ -4409,7 +4409,7 @@ class Ranks:
         self.copy_stream = None  # on which `fetch` copies, where memory can be shared
         self.peers = {}  # address of a shared tensor or part -> its handle, and every rank's version of it
         self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if self.on_gpu else []
-        self.processes = []  # numbers of the processes of several ranks
+        self.processes = []  # the process number of each rank, if there are several
         self.nodes = [""] * world  # on which node each rank is, in words for messages if there are several
         self.stop_asked = False
         self.heartbeat = lambda *_: None  # the watchdog's, while one watches
@@ -4602,7 +4602,8 @@ class Ranks:
 
     def lost(self) -> str:
         """Which ranks of this node have ended or stand still, in words for a message. Only Linux tells."""
-        threading.Event().wait(1.0)  # a dying process closes its connections before it counts as ended
+        # A dying process closes its connections before it counts as ended. This sleeps without a use of Clock's module.
+        threading.Event().wait(1.0)
         lost = [str(rank) for rank, process in enumerate(self.processes)
                 if self.nodes[rank] == self.nodes[self.rank] and process_stopped(process)]
         if not lost or str(self.rank) in lost:  # in the latter case nothing tells here
@@ -4632,8 +4633,8 @@ class Watchdog:
     It is needed because a collective waits for a dead rank for ever. Progress is a heartbeat, or that the device
     reaches the point queued at one: the host may be far ahead and then wait. While `patience` is above 1, in the
     warm-up, where the host compiles, it is also that any Python thread is at another line than at the last look. A rank
-    that waits in a collective is not, even if it keeps a core busy. So a deadlock in the warm-up is found after 1.5
-    times the limit; that long one kernel may compile, during which no line changes.
+    that waits in a collective stays at its line, even if it keeps a core busy. So a deadlock in the warm-up is found
+    after 1.5 times the limit; that long one kernel may compile, during which no line changes.
 
     Two cases escape it: a deadlock in the warm-up while some other Python thread goes on, and whatever stands still
     outside of train_once, except collectives, which have a time limit of their own (see Ranks.start).
@@ -4703,7 +4704,7 @@ class Clock:
         return f"{np.datetime64(time.time_ns() // 1_000_000, 'ms')}Z"
 
     def switch(self, reason: str | None):
-        """Wait for the device. From then on time passes for `reason` and counts if that is "training"; None stops."""
+        """Wait for the device. From then on time passes for `reason`, and counts if it is "training". None: it stops."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = 1e3 * self.since_start()
@@ -4814,7 +4815,7 @@ class RunLog:
             self.file.close()
 
     def _work(self):
-        while (item := self.queue.get()) is not None:
+        for item in iter(self.queue.get, None):  # until `close` queues None
             if isinstance(item, dict):
                 self._append(item)
                 continue
@@ -4941,7 +4942,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
     table = tensors.pop("ngram", torch.empty(0, 0))
     ids = table.any(1).nonzero().flatten()
     tensors["ngram.ids"] = ids.int()
-    rows = (table[some] for some in ids.split(2**16))  # a device may have no room for all of them once more
+    rows = (table[part] for part in ids.split(2**16))  # a device may have no room for all of them once more
     likes = tensors | {"ngram.rows": table.new_empty(len(ids), table.size(1), device="meta")}
     write_tensors(path, MODEL_FORMAT, content, likes, itertools.chain(tensors.values(), rows))
 
@@ -4985,6 +4986,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
         model = GPT(config, reference_ops(), torch.device("meta"))
         if model.ngram is not None:
             tensors["ngram"] = model.ngram.detach()
+        # assign=True puts these parameters in the place of the model's, so they need its roles.
         model.load_state_dict(
             {name: make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
             assign=True)
@@ -5006,14 +5008,14 @@ def export_model(path: Path, target: Path):
 
 
 def sum_stored_rows(ids: Tensor, rows: Tensor, wanted: Tensor, table: Tensor) -> Tensor:
-    """Sums [T, D] of the rows `wanted` [T, K] of the n-gram table, in its dtype, for T tokens times pieces; rows that
-    are not stored are zero.
+    """GPT.sum_rows from a file: for each of T token pieces the sum of K rows of the n-gram table, [T, D], in its dtype.
 
-    ids [N], in order, are the numbers of the stored `rows` [N, D]."""
+    `wanted` [T, K] are the numbers of these rows. ids [N], in ascending order, are the numbers of the stored `rows`
+    [N, D]; rows that are not stored are zero."""
     numbers = wanted.cpu()
-    at = torch.searchsorted(ids, numbers).clamp(max=len(ids) - 1)
-    stored = ids[at] == numbers
-    return (rows[at] * stored[:, :, None]).to(wanted.device, table.dtype).sum(1)
+    index = torch.searchsorted(ids, numbers).clamp(max=len(ids) - 1)
+    stored = ids[index] == numbers
+    return (rows[index] * stored[:, :, None]).to(wanted.device, table.dtype).sum(1)
 
 
 def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
@@ -5065,7 +5067,7 @@ def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tens
     first = 0  # of the tokens that pass
 
     def remembered(earlier, part):
-        """All parts in `earlier`, which first gets what it lacks of `part` [T, ...], whose first token is `first`."""
+        """Append to `earlier` the new tokens of `part` [T, ...], which begins at token `first`. Returns all so far."""
         known = sum(map(len, earlier))
         earlier.append(part[known - first:])
         return torch.cat(earlier)
@@ -5271,7 +5273,7 @@ def check_network(ranks: Ranks) -> str:
         received[0].item()  # waits for the device
         return 1e3 * (clock.since_start() - started)
 
-    rounds = range(ranks.world // nodes, ranks.world)
+    rounds = range(ranks.world // nodes, ranks.world)  # smaller numbers would pair ranks of one node
     best_ms = [min(exchange_ms(ranks.rank ^ number) for _ in range(4)) for number in rounds]
     table = np.array(ranks.gather_objects(best_ms))  # of each rank and round
     text = f"\n{nodes} nodes: 4 MB both ways in {table.min():.2f} to {table.max():.2f} ms"
@@ -5308,7 +5310,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
     """Check what can be checked beforehand, then train. Returns the exit code."""
     preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    seed = ranks.gather_objects(seed)[0]
+    seed = ranks.gather_objects(seed)[0]  # each rank may have drawn its own
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
     ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {files_hash([Path(__file__)])[:8]}",
                 "start every node with the same --nproc_per_node, options and files")
