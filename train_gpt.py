@@ -2192,9 +2192,12 @@ class TokenStream:
 
 def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
     """Cut tokens before each BOS and after `cap` tokens. Each piece carries one token more, its last target."""
-    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}
-    documents = itertools.pairwise(sorted(bounds))
-    return [tokens[start:min(start + cap, end) + 1] for begin, end in documents for start in range(begin, end, cap)]
+    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}  # of documents
+    pieces = []
+    for document, end in itertools.pairwise(sorted(bounds)):
+        for start in range(document, end, cap):
+            pieces.append(tokens[start:min(start + cap, end) + 1])
+    return pieces
 
 
 # Primes, and no divisors of a vocabulary: their multiples meet every class once before any again. The second is the
