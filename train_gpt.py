@@ -4707,7 +4707,7 @@ class Clock:
         return f"{np.datetime64(time.time_ns() // 1_000_000, 'ms')}Z"
 
     def switch(self, reason: str | None):
-        """Wait for the device. From then on time passes for `reason`, and counts if it is "training". None: it stops."""
+        """Wait for the device. Then time passes for `reason`, and counts if that is "training"; None stops it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = 1e3 * self.since_start()

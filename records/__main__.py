@@ -29,7 +29,8 @@ def command_new(arguments: argparse.Namespace) -> int:
     made = record.load(path).record
     print(f"{os.path.relpath(path)}: {made['track']}, {made['kind']}, parent {made['parent'] or 'none'}, "
           f"{record.hardware_here(made['plan']['world'])}\n"
-          f"plan {made['plan']['id']}: {' '.join(made['plan']['order'])}\nnext: python records run {os.path.relpath(path)}")
+          f"plan {made['plan']['id']}: {' '.join(made['plan']['order'])}\nnext: python records run {os.path.relpath(path)}"
+          + (f" --data {arguments.data}" if arguments.data else ""))
     return 0
 
 
@@ -155,6 +156,9 @@ def main(argv: list[str] | None = None) -> int:
     except Failure as failure:
         print(f"records: {failure}", file=sys.stderr, flush=True)
         return failure.code
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"records: {where}{error.strerror or error}; fix: check the path, its permissions and the free space", file=sys.stderr, flush=True)

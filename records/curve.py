@@ -10,7 +10,7 @@ import numpy as np
 
 import stats
 from plots import COLOURS, canvas, save
-from report import VALIDATION, differing, load_runs, mean_curve, seconds_to
+from report import VALIDATION, differing, load_all, mean_curve, seconds_to
 from runlog import Run, fail
 
 
@@ -29,7 +29,7 @@ def final_validation(side: Side) -> Side:
 
 def load_curves(specs: list[str]) -> list[Side]:
     """Each side, all with losses of one kind. Beside a side that was validated along the way a record has only its final validation."""
-    loaded = [load_runs(spec) for spec in specs]
+    loaded = load_all(specs)
     for _, runs in loaded[1:]:
         if different := differing(loaded[0][1], runs, VALIDATION):
             fail("curves", "the same validation tokens on every side", "; ".join(different), "name runs of one track")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from record import HOME, Folder, all_folders, load
-from report import hardware, load_runs, mean_curve
+from report import hardware, load_all, mean_curve
 from runlog import fail, read_run, stage_times
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # distinct for the colour-blind too (Okabe and Ito)
@@ -47,8 +47,8 @@ def plot_runs(specs: list[str], path: Path) -> None:
     """Left: loss against time on the clock, mean and standard deviation over runs, the final validation as a point. Right: ms a step by stage."""
     figure, ((loss_axes, step_axes),) = canvas(2, (1.5, 1))
     top, width = 0.0, 0.8 / len(specs)
-    for number, spec in enumerate(specs):
-        (label, runs), colour = load_runs(spec), COLOURS[number % len(COLOURS)]
+    for number, (spec, (label, runs)) in enumerate(zip(specs, load_all(specs))):
+        colour = COLOURS[number % len(COLOURS)]
         curve, band, kind = mean_curve(runs)
         if not len(curve) or len({len(run.stages) for run in runs}) > 1:
             fail(f"runs of {spec}", "losses along the run, and as many stages in each", f"{len(curve)} losses and "

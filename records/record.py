@@ -233,7 +233,7 @@ No runs yet.
 def hardware_here(world: int) -> str:
     """`hardware` of the runs that this machine would make with `world` processes: named as train_gpt.py names it in its log."""
     gpus = query_gpus("--query-gpu=name")
-    return f"{world} x {gpus[0].strip() if gpus else platform.processor() or platform.machine()}"
+    return f"{world} x {gpus[0].strip() if gpus else platform.machine()}"
 
 
 def finished(home: Path, track: str) -> list[Folder]:

@@ -21,6 +21,8 @@ def means(folder: Folder) -> dict[str, dict[str, float]]:
 
 def gain(folder: Folder) -> stats.Interval:
     """Time of arm a minus time of its parent in ms, paired by seed: negative is faster."""
+    if len(folder.runs("a")) != len(folder.runs("b")):
+        fail(f"runs of {folder.path}", "as many of arm a as of arm b", f"{len(folder.runs('a'))} and {len(folder.runs('b'))}", "restore the missing run")
     return stats.paired(*([run.ms for run in folder.runs(arm)] for arm in "ab"))
 
 
@@ -69,9 +71,13 @@ def names_record(path: Path) -> bool:
     return any((place / "record.json").exists() for place in (path, HOME / path.name))
 
 
+def split_arm(spec: str) -> tuple[Path, str]:
+    return (Path(spec[:-2]), spec[-1]) if spec.endswith((":a", ":b")) else (Path(spec), "a")
+
+
 def load_runs(spec: str) -> tuple[str, list[Run]]:
     """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, one log, or `record-89`, one of curves/."""
-    path, arm = (Path(spec[:-2]), spec[-1]) if spec.endswith((":a", ":b")) else (Path(spec), "a")
+    path, arm = split_arm(spec)
     if names_record(path):
         folder = load(path)
         runs, label = folder.runs(arm), folder.path.name + (":b" if arm == "b" else "")
@@ -80,7 +86,8 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
             path = next((HOME / "curves").glob(f"{path.name}_*"), path)
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".txt")) if path.is_dir() else [path]
         runs, label = [read_run(file) for file in files], path.name
-    if broken := next((run for run in runs if run.ok and run.broken), None):  # an edit above the end leaves no whole training
+    cut = "the last line is cut off"  # as of a training that was killed; anything else is an edit
+    if broken := next((run for run in runs if run.broken and (run.ok or run.broken != cut)), None):
         fail(f"log {broken.path}", "an unbroken chain of lines", broken.broken, "restore the log that was written")
     if not (done := [run for run in runs if run.ok]):
         why = next((f", {run.path.name}: {run.broken}" for run in runs if run.broken), "")
@@ -95,7 +102,14 @@ def load_pair(a: str, b: str) -> tuple[tuple[str, list[Run]], tuple[str, list[Ru
         b = f"{path}:b"
     left, right = load_runs(a), load_runs(b)
     seeds = [[run.head.get("seed") for run in runs] for _, runs in (left, right)]
-    return left, right, b == f"{a.removesuffix(':a')}:b" and seeds[0] == seeds[1]
+    places, arms = zip(*map(split_arm, (a, b)))
+    arms_of_one = all(map(names_record, places)) and len({load(place).path for place in places}) == 1 and len(set(arms)) == 2
+    return left, right, arms_of_one and seeds[0] == seeds[1]
+
+
+def load_all(specs: list[str]) -> list[tuple[str, list[Run]]]:
+    """Label and runs of each side; the first one's parent is its own arm b, see load_pair."""
+    return [load_runs(specs[0]), *(load_pair(specs[0], spec)[1] for spec in specs[1:])]
 
 
 def differing(a: list[Run], b: list[Run], facts: dict[str, Callable[[Run], object]]) -> list[str]:

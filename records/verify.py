@@ -78,7 +78,8 @@ def check_plan(c: Context) -> Findings:
 def check_runs(c: Context) -> Findings:
     planned = {f"{key}.jsonl" for key in c.folder.record["plan"]["order"]}
     listed, found = set(c.folder.record["runs"]), {path.name for path in (c.folder.path / "runs").glob("*")}
-    bad = [f"expected {name}, found none; fix: python records run {c.folder.path}" for name in sorted(planned - found)]
+    bad = [f"expected {name}, found none; fix: {'restore it' if name in listed else f'python records run {c.folder.path}'}"
+           for name in sorted(planned - found)]
     bad += [f"expected the planned runs only, found {name} too" for name in sorted(found - planned)]
     bad += [f"expected {name} in record.json, found no hash" for name in sorted((found & planned) - listed)]
     bad += [f"expected the runs of the plan in record.json, found {name} too" for name in sorted(listed - planned)]
@@ -88,8 +89,12 @@ def check_runs(c: Context) -> Findings:
 
 def check_files(c: Context) -> Findings:
     hashes = c.folder.record["runs"]
-    return [f"{key}: expected sha256 {hashes[run.path.name][:16]}, found another: edited after the run" for key, run in c.runs.items()
-            if run.path.name in hashes and sha256(run.path.read_bytes()) != hashes[run.path.name]], "every run file has the recorded SHA-256"
+    bad = [f"{key}: expected sha256 {hashes[run.path.name][:16]}, found another: edited after the run" for key, run in c.runs.items()
+           if run.path.name in hashes and sha256(run.path.read_bytes()) != hashes[run.path.name]]
+    for other in c.folder.path.parent.glob("*/record.json"):
+        if other.parent != c.folder.path and any(digest in other.read_text() for digest in hashes.values()):
+            bad.append(f"expected runs of its own, found some of {other.parent.name} too; fix: remove the copy of the two")
+    return bad, "every run file has the recorded SHA-256 and is of this record alone"
 
 
 def check_chain(c: Context) -> Findings:

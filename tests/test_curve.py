@@ -74,13 +74,13 @@ def test_what_the_other_side_never_reached_is_said(sides, trained):
     assert numbers(curve.table([trained, sides[1]])) == [[["50.0", "2.9000", "-", "-"]], [["2.9000", "50.0", "never", "-"]]]
 
 
-@pytest.mark.parametrize("path", sorted(path.parent.name for path in (ROOT / "records").glob("*/record.json")))
+@pytest.mark.parametrize("path", sorted(path.parent.name for path in (ROOT / "records").glob("*/record.json") if '"means"' in path.read_text()))
 def test_every_record_on_webtext_compares_with_record_89(path):
     if "webtext" in (ROOT / "records" / path / "record.json").read_text():
         text = curve.table([path, "record-89"])
         assert "validation loss, from 4.9420 after 10.8 s to 3.2200 after 137.5 s" in text and "perhaps not the same" in text
     else:
-        with pytest.raises(Failure, match="the same validation tokens on every side, found corpus webmix against webtext; fix: "):
+        with pytest.raises(Failure, match="the same validation tokens on every side, found .*corpus [a-z0-9]+ against webtext; fix: "):
             curve.table([path, "record-89"])
 
 

@@ -698,6 +698,19 @@ def test_edited_line(copy, old, new):
     assert "chain" in failed(copy)
 
 
+def test_a_copy_under_another_name(copy):
+    """Both are refused: nothing tells which is the copy."""
+    other = copy.parent / copy.name.replace("child", "twin")
+    shutil.copytree(copy, other)
+    assert failed(other) == failed(copy) == {"files"}
+
+
+def test_a_run_that_is_gone(copy):
+    first_log(copy).unlink()
+    told = {check.name: check.text for check in verify(copy) if not check.ok}
+    assert "fix: restore it" in told["runs"] and "as many of arm a as of arm b" in told["gain"] and "zip" not in str(told)
+
+
 def change_end(events, **fields):
     events[-1].update(fields)
 
@@ -960,9 +973,13 @@ def test_compare_takes_names_and_the_arm_as_paths(finished, copy, monkeypatch):
         monkeypatch.setattr(module, "HOME", copy.parent)
     monkeypatch.chdir(copy.parents[1])
     parent = finished[1].name
-    for a, b in ((str(copy), str(copy.parent / parent)), (copy.name, parent), (f"{copy}:a", parent)):
+    relative = f"./records/{copy.name}"
+    for a, b in ((str(copy), str(copy.parent / parent)), (copy.name, parent), (f"{copy}:a", parent), (f"{relative}/", parent), (f"{relative}:b", copy.name),
+                 (f"{copy.name}:a", f"{relative}/:b")):
         *_, paired = report.load_pair(a, b)
         assert paired, (a, b)
+    assert [label for label, _ in report.load_all([copy.name, parent, f"{parent}:a"])] == [copy.name, f"{copy.name}:b", parent]
+    assert not report.load_pair(copy.name, copy.name)[2]
 
 
 def test_compare_refuses_edited_logs_and_mixed_runs(copy):
@@ -972,6 +989,9 @@ def test_compare_refuses_edited_logs_and_mixed_runs(copy):
     path.write_text(before + "\n" + end.replace('"loss": 5', '"loss": 4') + "\n")
     with pytest.raises(runlog.Failure, match="expected an unbroken chain of lines"):
         report.compare(str(copy), str(copy))
+    path.write_text(log.replace('"step": 80', '"step": 81'))  # before the end: it is no unfinished run
+    with pytest.raises(runlog.Failure, match="expected an unbroken chain of lines, found line .* edited"):
+        report.load_runs(str(copy))
     path.write_text(log)
     runs = [runlog.read_run(path), runlog.read_run(path)]
     assert not report.differing(runs, runs, {"preset": lambda run: "x"})
@@ -1107,6 +1127,13 @@ def test_verify_command(clone):
 
 
 @pytest.mark.slow
+def test_a_reader_that_has_seen_enough(clone):
+    process = subprocess.Popen([sys.executable, "-u", "records", "verify"], cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert (process.wait(60), process.stderr.read()) == (0, "")
+
+
+@pytest.mark.slow
 def test_a_retime_has_the_plan_of_its_record(clone):
     done = call(clone, "new", "again", "--retime", named(clone, "child").name, "--n", "9")
     assert done.returncode == 2 and "found --n too; fix: leave those options out" in done.stderr
@@ -1231,7 +1258,7 @@ def test_history_is_complete():
     assert float(rows[0]["seconds"]) == 2700 and float(rows[91]["seconds"]) == 39.9 and all(3 < len(row["change"]) < 100 for row in rows)
 
 
-@pytest.mark.parametrize("path", record.all_folders() or [None])
+@pytest.mark.parametrize("path", [path for path in record.all_folders() if '"means"' in (path / "record.json").read_text()] or [None])
 def test_every_record_verifies(path, monkeypatch):
     monkeypatch.setattr(record, "PARENTS_SINCE", REAL_DAY)
     assert path is None or failed(path) == set()
