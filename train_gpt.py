@@ -1494,7 +1494,7 @@ class Optimizer:
 
         # Phase 1: gather. Only the first needs a barrier: after it every rank has updated all its shards.
         for number, owner in enumerate(self.gather_lazy):
-            owner.gather_(barrier=number == 0)
+            owner.gather_(barrier=not number)
 
         # Phase 2: exchange row numbers.
         for table in self.sparse:
