@@ -4605,7 +4605,7 @@ class Ranks:
 
     def lost(self) -> str:
         """Which ranks of this node have ended or stand still, in words for a message. Only Linux tells."""
-        # A dying process closes its connections before it counts as ended. This sleeps without a use of Clock's module.
+        # A dying process closes its connections before it counts as ended. Only Clock uses `time`, so an event sleeps.
         threading.Event().wait(1.0)
         lost = [str(rank) for rank, process in enumerate(self.processes)
                 if self.nodes[rank] == self.nodes[self.rank] and process_stopped(process)]
