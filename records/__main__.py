@@ -156,9 +156,9 @@ def main(argv: list[str] | None = None) -> int:
     except Failure as failure:
         print(f"records: {failure}", file=sys.stderr, flush=True)
         return failure.code
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # whoever read the output has seen enough; not all was checked, so it is no success
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 128 + signal.SIGPIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"records: {where}{error.strerror or error}; fix: check the path, its permissions and the free space", file=sys.stderr, flush=True)

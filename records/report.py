@@ -11,7 +11,7 @@ import numpy as np
 
 import stats
 from record import HOME, Folder, hardware, load, write_whole
-from runlog import Run, fail, loss_curve, read_run, stage_times
+from runlog import CUT_OFF, Run, fail, loss_curve, read_run, stage_times
 
 def means(folder: Folder) -> dict[str, dict[str, float]]:
     """{arm: {loss, ms}} over the finished runs."""
@@ -72,6 +72,7 @@ def names_record(path: Path) -> bool:
 
 
 def split_arm(spec: str) -> tuple[Path, str]:
+    """`DIR:b` as (DIR, "b"); without an arm it is arm a."""
     return (Path(spec[:-2]), spec[-1]) if spec.endswith((":a", ":b")) else (Path(spec), "a")
 
 
@@ -86,8 +87,7 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
             path = next((HOME / "curves").glob(f"{path.name}_*"), path)
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".txt")) if path.is_dir() else [path]
         runs, label = [read_run(file) for file in files], path.name
-    cut = "the last line is cut off"  # as of a training that was killed; anything else is an edit
-    if broken := next((run for run in runs if run.broken and (run.ok or run.broken != cut)), None):
+    if broken := next((run for run in runs if run.broken and (run.ok or run.broken != CUT_OFF)), None):
         fail(f"log {broken.path}", "an unbroken chain of lines", broken.broken, "restore the log that was written")
     if not (done := [run for run in runs if run.ok]):
         why = next((f", {run.path.name}: {run.broken}" for run in runs if run.broken), "")

@@ -62,6 +62,9 @@ def sha256(content: bytes | str) -> str:
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
+CUT_OFF = "the last line is cut off"  # as of a training that was killed; any other break of the chain is an edit
+
+
 def chained_lines(text: str) -> tuple[list[dict[str, Any]], str | None]:
     """The events of a log and the first place where a line is not the one that was written, None if all are."""
     lines, chain = [], ""
@@ -75,7 +78,7 @@ def chained_lines(text: str) -> tuple[list[dict[str, Any]], str | None]:
             return [line for line in lines if isinstance(line, dict) and "kind" in line], f"line {number} is no event"
         if mark != f'{chain}"}}':
             return lines, f"line {number} or the one before it was edited"
-    return lines, None if text.endswith("\n") else "the last line is cut off"
+    return lines, None if text.endswith("\n") else CUT_OFF
 
 
 def describe_stage(line: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import curve  # noqa: E402
+import record  # noqa: E402
 import report  # noqa: E402
 from runlog import Failure  # noqa: E402
 
@@ -80,7 +81,8 @@ def test_every_record_on_webtext_compares_with_record_89(path):
         text = curve.table([path, "record-89"])
         assert "validation loss, from 4.9420 after 10.8 s to 3.2200 after 137.5 s" in text and "perhaps not the same" in text
     else:
-        with pytest.raises(Failure, match="the same validation tokens on every side, found .*corpus [a-z0-9]+ against webtext; fix: "):
+        corpus = record.load(ROOT / "records" / path).track.corpus
+        with pytest.raises(Failure, match=f"the same validation tokens on every side, found .*corpus {corpus} against webtext; fix: "):
             curve.table([path, "record-89"])
 
 
