@@ -759,7 +759,8 @@ class Block(nn.Module):
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
 
     def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars, skip: Tensor | None,
-                value: Tensor | None, documents: Documents, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+                value: Tensor | None, documents: Documents,
+                geometry: Geometry) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The stream x [T, width] after attention and, apart, the MLP's output, which the next
         region adds:
 
@@ -767,7 +768,8 @@ class Block(nn.Module):
             x = x + attn_scale attention(norm(x)) out
             mlp_out = mlp(mixed(norm(x)))
 
-        `value` [T, attention_width or more] is what attention adds to V, if anything.
+        `value` [T, attention_width or more] is what attention adds to V, if anything. It is handed on: see
+        ProjectHeads.
         """
         layer = self.layer
         ops = self.ops
@@ -777,7 +779,7 @@ class Block(nn.Module):
         if layer.attention:
             x, h, inverse_rms, gates, value_gates = self.attention_in(
                 scalars.attn_scale, self.gate, value, ops.attention_fp8, *entry)
-            q, k, v = ops.project_heads(
+            q, k, v, value = ops.project_heads(
                 h, (x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
                 documents.positions, geometry.cos, geometry.sin, self.heads, layer.key_offset)
             y = ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
@@ -788,7 +790,7 @@ class Block(nn.Module):
         mlp_out = None
         if layer.mlp:
             mlp_out = ops.mlp(h, (x.detach(), inverse_rms, *mix), gathered(self.up), gathered(self.down))
-        return x, mlp_out
+        return x, mlp_out, value
 
 
 class GPT(nn.Module):
@@ -902,8 +904,10 @@ class GPT(nn.Module):
             elif layer.value_embedding is not None:
                 value = self.ops.embed(gathered(self.value_embeddings[layer.value_embedding]), documents)
 
-            x, mlp_out = block(
+            x, mlp_out, value = block(
                 x, mlp_out, own_injected, own_scalars, skips[layer.skip_from], value, documents, geometry)
+            if layer.value_embedding == NGRAMS:
+                ngram = value
             if block.index in self.skip_sources:  # two layers will read the sum, so it and its gradient are made once
                 x = add_mlp(x, mlp_out)
                 mlp_out = None
@@ -3560,9 +3564,11 @@ def split_heads_grad_kernel(
     qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
     dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, PTX: constexpr, tokens,
     HEADS: constexpr, HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
-    VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr,
+    VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr, ADD: constexpr = False,
 ):
     """dqkv, and dvalue and dgates if there is a value, of BLOCK_M tokens of one head; shapes as in split_heads_kernel.
+
+    With ADD, dvalue gains what is computed instead of becoming it.
 
     dqkv has the layout of qkv. Given descriptors of its transposed copy (of tiles as high as half a head of
     q and k, and of v), it writes both in e5m2, times `factor`: two layouts then take the bytes of one in
@@ -3606,8 +3612,13 @@ def split_heads_grad_kernel(
         value_first, value_second = load_halves(
             value_ptr + head * HEAD_DIM_V, token, valid, VALUE_WIDTH, HEAD_DIM_V)
         gate = tl.load(gates_ptr + token * HEADS + head, valid, other=0.0).to(tl.float32)[:, None]
-        store_halves(
-            dvalue_ptr + head * HEAD_DIM_V, gate * first, gate * second, token, valid, VALUE_WIDTH, HEAD_DIM_V)
+        dvalue_ptr += head * HEAD_DIM_V
+        dvalue_first, dvalue_second = gate * first, gate * second
+        if ADD:
+            other_first, other_second = load_halves(dvalue_ptr, token, valid, VALUE_WIDTH, HEAD_DIM_V)
+            dvalue_first += other_first
+            dvalue_second += other_second
+        store_halves(dvalue_ptr, dvalue_first, dvalue_second, token, valid, VALUE_WIDTH, HEAD_DIM_V)
         dgate = tl.sum(first * value_first, 1) + tl.sum(second * value_second, 1)
         tl.store(dgates_ptr + token * HEADS + head, dgate, valid)
 
@@ -3618,9 +3629,12 @@ class ProjectHeads(Function):
     `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, heads, key_offset, scales, *copies)`;
     h [T, width], weight [H (2 Dk + Dv), width]. With `scales` the products are FP8, with the limits of
     Fp8Mlp; else they are in the operands' dtype. ValueError if value has too few channels.
+
+    After q, k and v it hands the value on. Where a later reader takes that, its gradient comes back through here, and
+    the kernel adds to it: no tensor and no sum for each reader.
     """
     @staticmethod
-    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, block_m=32):
+    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, block_m=32, **options):
         """Launch the kernel or its gradient: a program for `block_m` tokens of each head."""
         tokens, qkv_width = qkv.shape
         qk_dim = 2 * cos.size(1)
@@ -3628,7 +3642,7 @@ class ProjectHeads(Function):
             qkv, value, value_gates, positions, cos, *arguments, tokens,
             HEADS=heads, HEAD_DIM_QK=qk_dim, HEAD_DIM_V=qkv_width // heads - 2 * qk_dim,
             VALUE_WIDTH=0 if value is None else value.size(1),
-            KEY_OFFSET=key_offset, BLOCK_M=block_m, num_warps=block_m // 8)
+            KEY_OFFSET=key_offset, BLOCK_M=block_m, num_warps=block_m // 8, **options)
 
     @staticmethod
     def forward(ctx, h, weight, value, value_gates, positions, cos, sin, heads, key_offset=False, scales=None,
@@ -3649,19 +3663,26 @@ class ProjectHeads(Function):
         inputs = qkv, value, value_gates, positions, cos, sin
         ProjectHeads.launch(split_heads_kernel, *inputs, q, k, v, **ctx.flags)
         ctx.save_for_backward(h, weight, *inputs)
-        return q, k, v
+        ctx.shapes = [out.shape for out in (q, k, v)]
+        ctx.set_materialize_grads(False)
+        return q, k, v, value
 
     @staticmethod
     def backward(ctx, *grads):
         h, weight, *inputs = ctx.saved_tensors
         qkv, value, value_gates = inputs[:3]
-        dvalue = dgates = None
+        *grads, dvalue = grads
+        add = dvalue is not None
+        dgates = None
         if value is not None:
-            wider = value.size(1) > grads[2][0].numel()  # no head reads its last channels
-            dvalue = torch.zeros_like(value) if wider else torch.empty_like(value)
             dgates = torch.empty_like(value_gates)
-        grads = [grad.contiguous() for grad in grads]
-        launch = functools.partial(ProjectHeads.launch, split_heads_grad_kernel, *inputs, *grads, **ctx.flags)
+            if add:
+                dvalue = dvalue.contiguous()
+            else:
+                wider = value.size(1) > ctx.shapes[2][1:].numel()  # no head reads its last channels
+                dvalue = torch.zeros_like(value) if wider else torch.empty_like(value)
+        grads = [qkv.new_zeros(shape) if grad is None else grad.contiguous() for grad, shape in zip(grads, ctx.shapes)]
+        launch = functools.partial(ProjectHeads.launch, split_heads_grad_kernel, *inputs, *grads, **ctx.flags, ADD=add)
 
         scales = ctx.scales
         if scales is None:
@@ -4248,7 +4269,7 @@ class Ops:
     sparse_adam: Callable  # see sparse_adam_reference
     # The next two read h [T, width] of product_input; `source` is (x, its inverse RMS), and for
     # the MLP (positions, taps) besides.
-    project_heads: Callable  # (h, source, weight, ...) -> q, k, v: see split_heads_reference
+    project_heads: Callable  # (h, source, weight, value, ...) -> q, k, v, value: see split_heads_reference
     mlp: Callable  # (h, source, up, down [mlp_width, width]) -> [T, width]
     orthogonalize: Callable  # (matrices [N, rows, columns]) -> the same shape
     compile: Callable  # (function of tensors) -> the same function, faster
@@ -4289,8 +4310,8 @@ def reference_ops() -> Ops:
     def embed(table, documents):
         return F.embedding(documents.tokens, table)
 
-    def project_heads(h, _, weight, *rest):
-        return split_heads_reference(F.linear(h, weight), *rest)
+    def project_heads(h, _, weight, value, *rest):
+        return *split_heads_reference(F.linear(h, weight), value, *rest), value
 
     def mlp(h, _, up, down):
         return relu_squared_mlp(h, up, down)

@@ -219,7 +219,7 @@ class Watch:
             self.note(layer, "qkv", weight, SCALES.weight, E4M3)
             qkv = F.linear(h, weight)
             qkv.register_hook(backward)
-            return tg.split_heads_reference(qkv, *rest)
+            return *tg.split_heads_reference(qkv, *rest), rest[0]
         return watched
 
     def train(self, arguments):

@@ -118,6 +118,8 @@ def split_heads(a, grad: bool):
         # Only the heads' channels of the value embedding: these, v and the sum; or these and their gradient.
         size += (2 if grad else 3) * heads * a["HEAD_DIM_V"] * value.itemsize
         size += (2 if grad else 1) * a["gates_ptr"].nbytes
+        if a.get("ADD"):
+            size += heads * a["HEAD_DIM_V"] * value.itemsize
     return Cost(size)
 
 

@@ -63,7 +63,7 @@ def parts_of(qkv, heads, keys):
 
 def split_heads(qkv, *rest):
     """The kernels alone: the identity projects without changing a bit."""
-    return tg.ProjectHeads.apply(qkv, torch.eye(qkv.size(1), dtype=qkv.dtype, device=qkv.device), *rest)
+    return tg.ProjectHeads.apply(qkv, torch.eye(qkv.size(1), dtype=qkv.dtype, device=qkv.device), *rest)[:3]
 
 
 def run(function, leaves, turn, grads, **flags):
@@ -244,6 +244,32 @@ def test_strides_do_not_matter(flags):
     assert same(found, want[3:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("extra", [0, 8])
+def test_value_handed_on(extra, dtype):
+    """Two projections and a sum read one value, the last ones what the one before hands on: the gradient is that of all."""
+    (qkv, value, gates), turn, grads = make_inputs(LAYOUTS["odd"], dtype=dtype)
+    value = torch.cat([value.detach(), value.detach()[:, :extra]], 1).requires_grad_()
+    eye, scale = torch.eye(qkv.size(1), dtype=dtype, device=DEVICE), torch.linspace(-1, 1, value.size(1), dtype=dtype, device=DEVICE)
+
+    def total(project, value):
+        first = project(qkv, value, gates)
+        second = project(qkv, first[3], 2 * gates)
+        loss = sum((out * grad).sum() for outs in (first, second) for out, grad in zip(outs, grads))
+        return loss + (second[3] * scale).sum()
+
+    kernels = torch.autograd.grad(total(lambda x, *rest: tg.ProjectHeads.apply(x, eye, *rest, *turn), value), (qkv, value, gates))
+    apart = torch.autograd.grad(total(lambda x, value, gates: (*tg.split_heads_reference(x, value, gates, *turn), value), value), (qkv, value, gates))
+    for got, want in zip(kernels, apart):
+        assert relative(got, want) < (1e-5 if dtype == torch.float32 else 5e-3)
+    later, = torch.autograd.grad((tg.ProjectHeads.apply(qkv, eye, value, gates, *turn)[3] * scale).sum(), value)
+    assert same([later], [scale.expand_as(value).contiguous()]), "no projection was used: the value's gradient passes"
+    eyes = [tg.ProjectHeads.apply(qkv, eye, value, gates, *turn) for _ in range(2)]
+    of_a_sum, of_ones = (torch.autograd.grad([out[2], out[3]], value, [grads[2], grad])
+                         for out, grad in zip(eyes, (torch.ones_like(value[:1, :1]).expand_as(value), torch.ones_like(value))))
+    assert same(of_a_sum, of_ones), "an expanded gradient is one number of memory"
+
+
 @each_flag
 @with_value
 def test_expanded_and_missing_gradients(value, flags):
@@ -340,7 +366,7 @@ def exact_projection(leaves, turn, grads, model=None, **flags):
 def project(scales, h, *rest):
     """ProjectHeads of a norm h, in FP8 with `scales`."""
     copies = tg.quantize_both(h.detach(), scales.x) if scales else ()
-    return tg.ProjectHeads.apply(h, *rest, scales, *copies)
+    return tg.ProjectHeads.apply(h, *rest, scales, *copies)[:3]
 
 
 def run_projection(leaves, turn, grads, scales=SCALES, **flags):
@@ -428,7 +454,7 @@ def test_choice_of_operators(monkeypatch):
         """Of a stream h whose norm is h, if the operator makes it."""
         in_fp8 = ops.attention_fp8 and torch.is_grad_enabled()
         source = h.detach(), ones if in_fp8 else None, turn[0], None
-        return ops.project_heads(torch.full_like(h, torch.nan).requires_grad_() if in_fp8 else h, source, *others, *turn, True)
+        return ops.project_heads(torch.full_like(h, torch.nan).requires_grad_() if in_fp8 else h, source, *others, *turn, True)[:3]
 
     reference = chosen(tg.select_ops(torch.device("cuda"), fast=False))
     assert 0 < max(map(relative, bf16, reference)) < 2.0 ** -7 < min(map(relative, fp8, bf16))
@@ -450,7 +476,7 @@ def test_model_with_fp8_projections():
 
     def in_fp8(h, source, weight, *rest):
         copies = tg.quantize_both(source[0], SCALES.x, E4M3, *source[1:])
-        return [x.float() for x in tg.ProjectHeads.apply(h, weight.bfloat16(), *rest, SCALES, *copies)]
+        return [x if x is None else x.float() for x in tg.ProjectHeads.apply(h, weight.bfloat16(), *rest, SCALES, *copies)]
 
     for ops in (reference, replace(reference, attention_fp8=True, project_heads=in_fp8)):
         model = tg.GPT(helpers.MODEL, ops, device)
