@@ -316,6 +316,20 @@ def three_stages(first_steps: int, second_steps: int, third_steps: int, extensio
         replace(third, steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True))
 
 
+def small_batches_first(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """The first third of the first stage's tokens in batches half as large: -0.002 to -0.005 for 0.8 % more time.
+
+    That is on one GPU. On eight, whose small steps wait for each other, it would be a bad exchange.
+    """
+    first, *others = stages
+    third = first.steps // 3
+    start, end = first.targets
+    between = tuple(a + (b - a) / 3 for a, b in zip(start, end))
+    return (replace(first, steps=2 * third, batch_tokens=first.batch_tokens // 2, learning_rate_multiplier=0.55,
+                    targets=(start, between)),
+            replace(first, steps=first.steps - third, targets=(between, end)), *others)
+
+
 PRESETS = {preset.name: preset for preset in (
     Preset(
         "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40),
@@ -326,7 +340,7 @@ PRESETS = {preset.name: preset for preset in (
         "speedrun-webmix", GPT_SMALL, three_stages(618, 618, 592, 25), data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
-        "sprint", GPT_SPRINT, three_stages(239, 239, 229, 10, third_classes=10_240),
+        "sprint", GPT_SPRINT, small_batches_first(three_stages(239, 239, 229, 10, third_classes=10_240)),
         train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset(
         "smoke", GPT_TINY,
@@ -347,7 +361,8 @@ PRESETS = {preset.name: preset for preset in (
 # The sprint for 12 GB of memory: rows take 1.5 kB each, and a window of the validation 39 kB a token. It has an eighth
 # of the rows, but keeps what the sprint gives up for them: the MLP of layer 5, and more classes in the third stage.
 PRESETS["sprint-small"] = replace(
-    PRESETS["sprint"], name="sprint-small", stages=three_stages(239, 239, 229, 10), val_window_tokens=65_536,
+    PRESETS["sprint"], name="sprint-small", stages=small_batches_first(three_stages(239, 239, 229, 10)),
+    val_window_tokens=65_536,
     model=replace(GPT_SPRINT, ngram_rows=2**21, layers=(*GPT_SPRINT.layers[:5], MLP_ONLY, *GPT_SPRINT.layers[6:])),
     status="sprint-small: the sprint with an eighth of its n-gram rows, run on no small card yet")
 
