@@ -316,18 +316,16 @@ def three_stages(first_steps: int, second_steps: int, third_steps: int, extensio
         replace(third, steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True))
 
 
-def small_batches_first(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """The first third of the first stage's tokens in batches half as large: -0.002 to -0.005 for 0.8 % more time.
+def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
+    """The three stages, but a third of the first one's tokens come in batches half as large: -0.002 to -0.005 for 0.8 %
+    more time.
 
     That is on one GPU. On eight, whose small steps wait for each other, it would be a bad exchange.
     """
-    first, *others = stages
-    third = first.steps // 3
-    start, end = first.targets
-    between = tuple(a + (b - a) / 3 for a, b in zip(start, end))
-    return (replace(first, steps=2 * third, batch_tokens=first.batch_tokens // 2, learning_rate_multiplier=0.55,
-                    targets=(start, between)),
-            replace(first, steps=first.steps - third, targets=(between, end)), *others)
+    first, *others = three_stages(239, 239, 229, 10, third_classes)
+    small = replace(first, steps=158, batch_tokens=32_768, learning_rate_multiplier=0.55,
+                    targets=(first.targets[0], (1.0, 13 / 30, 1 / 6)))
+    return small, replace(first, steps=160, targets=(small.targets[1], first.targets[1])), *others
 
 
 PRESETS = {preset.name: preset for preset in (
@@ -340,7 +338,7 @@ PRESETS = {preset.name: preset for preset in (
         "speedrun-webmix", GPT_SMALL, three_stages(618, 618, 592, 25), data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
-        "sprint", GPT_SPRINT, small_batches_first(three_stages(239, 239, 229, 10, third_classes=10_240)),
+        "sprint", GPT_SPRINT, sprint_stages(10_240),
         train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset(
         "smoke", GPT_TINY,
@@ -361,8 +359,7 @@ PRESETS = {preset.name: preset for preset in (
 # The sprint for 12 GB of memory: rows take 1.5 kB each, and a window of the validation 39 kB a token. It has an eighth
 # of the rows, but keeps what the sprint gives up for them: the MLP of layer 5, and more classes in the third stage.
 PRESETS["sprint-small"] = replace(
-    PRESETS["sprint"], name="sprint-small", stages=small_batches_first(three_stages(239, 239, 229, 10)),
-    val_window_tokens=65_536,
+    PRESETS["sprint"], name="sprint-small", stages=sprint_stages(14_336), val_window_tokens=65_536,
     model=replace(GPT_SPRINT, ngram_rows=2**21, layers=(*GPT_SPRINT.layers[:5], MLP_ONLY, *GPT_SPRINT.layers[6:])),
     status="sprint-small: the sprint with an eighth of its n-gram rows, run on no small card yet")
 
@@ -370,8 +367,7 @@ PRESETS["sprint-small"] = replace(
 # ==== 3. Schedule: pure functions of the step =========================================================================
 def stage_index(preset: Preset, step: int) -> int:
     """The index of the stage that holds a step (0-based); the number of stages after the last step."""
-    ends = itertools.accumulate(stage.steps for stage in preset.stages)
-    return sum(end <= step for end in ends)
+    return sum(end <= step for end in itertools.accumulate(stage.steps for stage in preset.stages))
 
 
 def learning_rate(preset: Preset, step: int) -> float:
@@ -841,8 +837,8 @@ class GPT(nn.Module):
         self.lm_head = make_param("lm_head", table(width))
         self.pointer = None
         if config.pointer_width:
-            shape = config.pointer_width, width
-            self.pointer = make_param("pointer", weight(2 * config.pointer_width, width), shape)
+            size = config.pointer_width
+            self.pointer = make_param("pointer", weight(2 * size, width), (size, width))
         self.final_gate = make_param("gate", weight(2 if config.table_rows else 1, config.gate_inputs))
 
         self.norm = ops.compile(norm)
@@ -951,8 +947,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def evaluate(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Summed cross-entropy without gradients, full vocabulary, float32 log-probabilities."""
-        weights = torch.ones(1, device=self.lm_head.device)
-        return self.ops.head_loss_eval(*self.predictions(documents, geometry, weights))
+        return self.ops.head_loss_eval(
+            *self.predictions(documents, geometry, torch.ones(1, device=self.lm_head.device)))
 
     @torch.no_grad()
     def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
@@ -2402,8 +2398,7 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
         fields["classes"], fields["num_always"], class_index = map(np.array, zip(*samples))
         fields["class_index"] = class_index.ravel()
 
-    size = sum(aligned(array.size) for array in fields.values())
-    data = torch.zeros(size, dtype=torch.int32, pin_memory=pin)
+    data = torch.zeros(sum(aligned(array.size) for array in fields.values()), dtype=torch.int32, pin_memory=pin)
     batch = HostBatch(data, {name: array.shape for name, array in fields.items()}, digest)
     views = batch.views(data)
     for name, array in fields.items():
@@ -3577,9 +3572,9 @@ def store_qkv_grad(dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, f
 @jit
 def split_heads_grad_kernel(
     qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, PTX: constexpr, tokens,
+    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, ADD: constexpr, PTX: constexpr, tokens,
     HEADS: constexpr, HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
-    VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr, ADD: constexpr = False,
+    VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr,
 ):
     """dqkv, and dvalue and dgates if there is a value, of BLOCK_M tokens of one head; shapes as in split_heads_kernel.
 
@@ -3649,7 +3644,7 @@ class ProjectHeads(Function):
     the kernel adds to it: no tensor and no sum for each reader.
     """
     @staticmethod
-    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, block_m=32, **options):
+    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, block_m=32):
         """Launch the kernel or its gradient: a program for `block_m` tokens of each head."""
         tokens, qkv_width = qkv.shape
         qk_dim = 2 * cos.size(1)
@@ -3657,7 +3652,7 @@ class ProjectHeads(Function):
             qkv, value, value_gates, positions, cos, *arguments, tokens,
             HEADS=heads, HEAD_DIM_QK=qk_dim, HEAD_DIM_V=qkv_width // heads - 2 * qk_dim,
             VALUE_WIDTH=0 if value is None else value.size(1),
-            KEY_OFFSET=key_offset, BLOCK_M=block_m, num_warps=block_m // 8, **options)
+            KEY_OFFSET=key_offset, BLOCK_M=block_m, num_warps=block_m // 8)
 
     @staticmethod
     def forward(ctx, h, weight, value, value_gates, positions, cos, sin, heads, key_offset=False, scales=None,
@@ -3697,13 +3692,13 @@ class ProjectHeads(Function):
                 wider = value.size(1) > ctx.shapes[2][1:].numel()  # no head reads its last channels
                 dvalue = torch.zeros_like(value) if wider else torch.empty_like(value)
         grads = [qkv.new_zeros(shape) if grad is None else grad.contiguous() for grad, shape in zip(grads, ctx.shapes)]
-        launch = functools.partial(ProjectHeads.launch, split_heads_grad_kernel, *inputs, *grads, **ctx.flags, ADD=add)
+        launch = functools.partial(ProjectHeads.launch, split_heads_grad_kernel, *inputs, *grads, **ctx.flags)
 
         scales = ctx.scales
         if scales is None:
             dqkv = torch.empty_like(qkv)
             dqkv_t = dweight = None
-            launch(dqkv, None, None, dvalue, dgates, 1.0, False)
+            launch(dqkv, None, None, dvalue, dgates, 1.0, add, False)
         else:
             dweight = memory_for_grad(ctx.parameter)
             dqkv = torch.empty_like(qkv, dtype=torch.float8_e5m2)
@@ -3711,7 +3706,7 @@ class ProjectHeads(Function):
             descriptors = [  # for q and k, and for v
                 TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [grad.size(2) // 2, 64]) for grad in grads[1:]]
             launch(
-                dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, qkv.is_cuda, block_m=64)
+                dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, add, qkv.is_cuda, block_m=64)
         dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, dweight)
         return dh, dweight, dvalue, dgates, *(None,) * 8
 
@@ -4202,8 +4197,7 @@ def launch_groups(
                  BLOCK_N=triton.next_power_of_2(width), num_warps=2)
     if chunks:
         chunk_sum_kernel[(chunks,)](grad, ids, order, partial, width, **shape)
-    programs = triton.cdiv(len(starts) - 1, per_program)
-    kernel[(programs,)](grad, order, starts, partial, *arguments, width, **shape, **options)
+    kernel[(triton.cdiv(len(starts) - 1, per_program),)](grad, order, starts, partial, *arguments, width, **shape, **options)
 
 
 @jit
@@ -4923,11 +4917,12 @@ def files_hash(paths: Sequence[Path]) -> str:
 # hash, so that whoever reads it need not ask whether settings and shapes are possible.
 #
 # Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` [N, D] are the others, in the
-# order of their numbers, `ngram.ids` [N].
-MODEL_FORMAT = "train_gpt model 1"
+# order of their numbers, `ngram.ids` [N]. They are in e4m3, to be multiplied by `ngram.scale`: half of the bytes for
+# 0.00003 of a sprint's loss.
+MODEL_FORMAT = "train_gpt model 2"
 # Which rows of the table a text reads follows from these too, and no weight's shape would show it.
 LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 
 
 def header_hash(header: dict[str, Any]) -> str:
@@ -4978,16 +4973,18 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
             **machine_facts()},
     }
     tensors = trainer.model.state_dict()
-    table = tensors.pop("ngram", torch.empty(0, 0))
+    table = tensors.pop("ngram", torch.zeros(1, 1))
     ids = table.any(1).nonzero().flatten()
-    tensors["ngram.ids"] = ids.int()
-    rows = (table[part] for part in ids.split(2**16))  # a device may have no room for all of them once more
-    likes = tensors | {"ngram.rows": table.new_empty(len(ids), table.size(1), device="meta")}
+    row_scale = torch.linalg.vector_norm(table, math.inf, dtype=torch.float32) / 448
+    tensors |= {"ngram.ids": ids.int(), "ngram.scale": row_scale}
+    # A device may have no room for all of them once more.
+    rows = ((table[part].float() / row_scale).to(torch.float8_e4m3fn) for part in ids.split(2**16))
+    likes = tensors | {"ngram.rows": torch.empty(len(ids), table.size(1), dtype=torch.float8_e4m3fn, device="meta")}
     write_tensors(path, MODEL_FORMAT, content, likes, itertools.chain(tensors.values(), rows))
 
 
-def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
-    """A saved model, the content of its file, and ids and rows of its n-gram table.
+def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor, Tensor]:
+    """A saved model, the content of its file, and ids, rows and scale of its n-gram table.
 
     They are mapped into memory, with the dtypes of the file; the model itself has its n-gram table on the meta device.
     """
@@ -5020,7 +5017,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
             raise ValueError(f"{len(file):,} of {start + stop:,} bytes: cut")
         tensors = {name: data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]]).view(entry["shape"])
                    for name, entry in header.items()}
-        ids, rows = tensors.pop("ngram.ids"), tensors.pop("ngram.rows")
+        stored = [tensors.pop(f"ngram.{name}") for name in ("ids", "rows", "scale")]
 
         model = GPT(config, reference_ops(), torch.device("meta"))
         if model.ngram is not None:
@@ -5029,7 +5026,7 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
         model.load_state_dict(
             {name: make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
             assign=True)
-        return model.requires_grad_(False), content, ids, rows
+        return model.requires_grad_(False), content, *stored
     except Exception as error:  # a foreign file can raise anything
         fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", repr(error)[:200],
              "check the path, copy the file again, use the train_gpt.py that wrote it, or train one with --save FILE")
@@ -5037,24 +5034,24 @@ def read_model_file(path: Path) -> tuple[GPT, dict[str, Any], Tensor, Tensor]:
 
 def export_model(path: Path, target: Path):
     """Copy a model file without the rows of hashed n-grams, for other programs: nothing here reads it."""
-    model, content, ids, rows = read_model_file(path)
+    model, content, ids, rows, scale = read_model_file(path)
     if target.exists():  # perhaps the model itself, whose n-grams would be lost
         fail(f"exporting to {target}", "a new file", "one that exists", "choose another name, or remove it")
     kept = ids >= model.config.ngram_pieces * model.config.ngram_rows
     model.ngram = None
-    tensors = {**model.state_dict(), "ngram.ids": ids[kept], "ngram.rows": rows[kept]}
+    tensors = {**model.state_dict(), "ngram.ids": ids[kept], "ngram.rows": rows[kept], "ngram.scale": scale}
     write_tensors(target, f"dense part of {MODEL_FORMAT}", content, tensors, tensors.values())
 
 
-def sum_stored_rows(ids: Tensor, rows: Tensor, wanted: Tensor, table: Tensor) -> Tensor:
+def sum_stored_rows(ids: Tensor, rows: Tensor, scale: Tensor, wanted: Tensor, table: Tensor) -> Tensor:
     """GPT.sum_rows from a file: for each of T token pieces the sum of K rows of the n-gram table, [T, D], in its dtype.
 
     `wanted` [T, K] are the numbers of these rows. ids [N], in ascending order, are the numbers of the stored `rows`
-    [N, D]; rows that are not stored are zero."""
+    [N, D], which are to be multiplied by `scale`; rows that are not stored are zero."""
     numbers = wanted.cpu()
     index = torch.searchsorted(ids, numbers).clamp(max=len(ids) - 1)
     stored = ids[index] == numbers
-    return (rows[index] * stored[:, :, None]).to(wanted.device, table.dtype).sum(1)
+    return (rows[index].float() * (scale * stored)[:, :, None]).to(wanted.device, table.dtype).sum(1)
 
 
 def load_model(path: Path, device: torch.device) -> tuple[GPT, dict[str, Any]]:
@@ -5248,12 +5245,12 @@ def check_folder(folder: Path, needed_mb: int) -> str:
 
 
 def check_model_file(path: Path | None, model: ModelConfig) -> str:
-    """Fails unless a model can be saved there. Its n-gram table takes most of the room, 2 bytes a number."""
+    """Fails unless a model can be saved there. Its n-gram table takes most of the room, a byte a number and 4 an id."""
     if path is None:
         return "not kept"
     if path.exists() and not path.is_file():
         fail(f"saving {path}", "the name of a file", "a folder or a device", "add a name")
-    return check_folder(path.parent, 1000 + model.table_rows * model.width // 500_000)
+    return check_folder(path.parent, 1000 + model.table_rows * (model.width + 4 * model.ngram_pieces) // 1_000_000)
 
 
 def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: Ops) -> int:

@@ -50,7 +50,7 @@ def reference(h, weight, *rest):
 
 
 def both(function, leaves, rest, grads):
-    outs = function(*leaves, *rest)
+    outs = function(*leaves, *rest)[:3]  # what is handed on is not used
     return *(out.detach() for out in outs), *torch.autograd.grad(outs, [x for x in leaves if x is not None], grads)
 
 
@@ -91,8 +91,8 @@ def time_kernels(T, kind, tiles=((None, None),)):
 
         for name, size, call in (
                 ("split", forward, lambda: run(tg.split_heads_kernel, *outs)),
-                ("gradient, bf16", backward, lambda: run(split_gradient, *grads, dqkv, None, None, *others, 1.0, False)),
-                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, *grads, dqkv8, *bits_t, *others, 1 / scale, qkv.is_cuda, block_m=64))):  # noqa: B023
+                ("gradient, bf16", backward, lambda: run(split_gradient, *grads, dqkv, None, None, *others, 1.0, False, False)),
+                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, *grads, dqkv8, *bits_t, *others, 1 / scale, False, qkv.is_cuda, block_m=64))):  # noqa: B023
             us, tile = 1e3 * bench_mlp.milliseconds(call), "" if rows is None else f", {rows} tokens, {warps} warps"
             name += tile + " **WRONG RESULT**" * ("fp8" in name and not torch.equal(dqkv8.T, dqkv8_t))
             print(f"| {T} | {kind} | {name} | {us:.1f} | {size / us / 1e3:.0f} | {size / BYTES_PER_MICROSECOND:.1f} |", flush=True)

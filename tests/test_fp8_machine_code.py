@@ -91,11 +91,11 @@ def test_gradient_of_the_logits(capability):
     assert not misuses(tg.head_grad_kernel, capability, 4, given, dict(TARGETS=3, FAST=True, PTX=True, BLOCK_M=32, BLOCK_N=64))
 
 
-def split_gradient(capability, ptx, value=True, keys=128):
+def split_gradient(capability, ptx, value=True, keys=128, add=False):
     given = {f"{name}_ptr": "*bf16" for name in ("qkv", "value", "gates", "dq", "dk", "dv", "dvalue", "dgates")}
     given |= dict(dqkv_ptr="*i8", dqk_t_desc=f"tensordesc<i8[{keys // 2}, 64]>", dv_t_desc="tensordesc<i8[64, 64]>")
     nothing = {} if value else dict.fromkeys(("value_ptr", "gates_ptr", "dvalue_ptr", "dgates_ptr"))
-    constants = dict(PTX=ptx, HEADS=6, HEAD_DIM_QK=keys, HEAD_DIM_V=128, VALUE_WIDTH=768, KEY_OFFSET=False, BLOCK_M=64, **nothing)
+    constants = dict(ADD=add, PTX=ptx, HEADS=6, HEAD_DIM_QK=keys, HEAD_DIM_V=128, VALUE_WIDTH=768, KEY_OFFSET=False, BLOCK_M=64, **nothing)
     return misuses(tg.split_heads_grad_kernel, capability, 8, given, constants)
 
 
@@ -104,6 +104,7 @@ def split_gradient(capability, ptx, value=True, keys=128):
 @pytest.mark.parametrize("keys", [64, 128])
 def test_gradient_of_the_projection(keys, value, capability):
     assert not split_gradient(capability, ptx=True, value=value, keys=keys)
+    assert not value or not split_gradient(capability, ptx=True, keys=keys, add=True)
 
 
 def test_the_cure_is_still_needed():

@@ -303,7 +303,7 @@ def gradients_of_qkv(leaves, turn, grads, scale=None, rows=64, key_offset=False)
     bits = (out.view(torch.int8), *map(describe, grads[1:])) if scale else (out, None, None)
     others = [None if x is None else torch.empty_like(x) for x in (value, gates)]
     tg.ProjectHeads.launch(tg.split_heads_grad_kernel, qkv, value, gates, *turn[:3], *grads, *bits, *others, 1.0 / (scale or 1.0),
-                           qkv.is_cuda, heads=turn[3], block_m=rows, key_offset=key_offset)
+                           False, qkv.is_cuda, heads=turn[3], block_m=rows, key_offset=key_offset)
     return out, out_t
 
 

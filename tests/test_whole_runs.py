@@ -532,21 +532,35 @@ def test_rows_that_were_not_trained_are_not_saved(saved):
     header, data = helpers.read_safetensors(path)
     ids, rows = (header[f"ngram.{name}"]["shape"] for name in ("ids", "rows"))
     assert ids == rows[:1] and rows[1] == MODEL.width / 2 and 0 < rows[0] < 0.9 * 2 * MODEL.table_rows
-    model, _, ids, rows = tg.read_model_file(path)
-    assert (ids.diff() > 0).all() and rows.any(1).all() and model.ngram.is_meta
-    assert len(data) == sum(p.nbytes for p in [*model.parameters(), ids, rows] if p is not model.ngram)
+    model, _, ids, rows, scale = tg.read_model_file(path)
+    assert (ids.diff() > 0).all() and rows.float().any(1).all() and model.ngram.is_meta
+    assert len(data) == sum(p.nbytes for p in [*model.parameters(), ids, rows, scale] if p is not model.ngram)
 
 
 def test_stored_rows_are_those_of_the_table(saved):
-    """Of any ids, those below, between and above the stored ones included; also where they are bfloat16 in the file alone."""
-    _, _, ids, rows = tg.read_model_file(saved[0])
+    """Of any ids, those below, between and above the stored ones included."""
+    _, _, ids, rows, scale = tg.read_model_file(saved[0])
     ids, rows = ids[5:-5], rows[5:-5]
     wanted = torch.arange(2 * MODEL.table_rows, dtype=torch.int32).flip(0).view(-1, 4)
-    for dtype in (torch.float32, torch.bfloat16):
-        table = torch.zeros(2 * MODEL.table_rows, MODEL.width // 2)
-        table[ids.long()] = rows.to(dtype).float()
-        found = tg.sum_stored_rows(ids, rows.to(dtype), wanted, torch.empty(0, device="meta"))
-        assert found.dtype == torch.float32 and found.allclose(torch.nn.functional.embedding(wanted.long(), table).sum(1), rtol=0, atol=1e-7)
+    table = torch.zeros(2 * MODEL.table_rows, MODEL.width // 2)
+    table[ids.long()] = rows.float() * scale
+    found = tg.sum_stored_rows(ids, rows, scale, wanted, torch.empty(0, device="meta"))
+    assert found.dtype == torch.float32 and found.allclose(torch.nn.functional.embedding(wanted.long(), table).sum(1), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stored_rows_are_rounded_to_a_byte(corpus, tiny, tmp_path, dtype):
+    """Each number to the nearest of 8 bits: within 2^-4 of itself, or 2^-10 of the 448th part of the largest one; the rows of many parts are in their places."""
+    trainer = helpers.make_trainer(corpus, dataclasses.replace(PRESET, model=dataclasses.replace(MODEL, dtype=dtype)))
+    table = trainer.model.ngram.detach()
+    table.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 1, len(table))[:, None])
+    table[::3] = 0
+    table[7, 3] = -100
+    tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
+    _, _, ids, rows, scale = tg.read_model_file(tmp_path / "model")
+    assert rows.dtype == torch.float8_e4m3fn and float(scale) == pytest.approx(100 / 448) and ids.tolist() == [i for i in range(len(table)) if i % 3]
+    want = table[ids.long()].float()
+    assert ((rows.float() * scale - want).abs() <= 1.02 * (want.abs() * 2 ** -4).clamp_min(float(scale) * 2 ** -10)).all()
 
 
 def test_exported_weights(saved, tmp_path):
@@ -557,15 +571,15 @@ def test_exported_weights(saved, tmp_path):
     assert tg.main(["--export", str(path), str(path)]) == 2 and path.read_bytes() == before, "never onto itself"
     header, data = helpers.read_safetensors(tmp_path / "out" / "dense.safetensors")
     assert all(isinstance(value, str) for value in header.pop("__metadata__").values())
-    model, _, ids, rows = tg.read_model_file(path)
+    model, _, ids, rows, scale = tg.read_model_file(path)
     suffixes = ids >= 2 * MODEL.ngram_rows
-    expected = dict(model.state_dict()) | {"ngram.ids": ids[suffixes], "ngram.rows": rows[suffixes]}
+    expected = dict(model.state_dict()) | {"ngram.ids": ids[suffixes], "ngram.rows": rows[suffixes], "ngram.scale": scale}
     assert header.keys() == expected.keys() - {"ngram"} and suffixes.any() and not suffixes.all()
     end = 0
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
-        tensor = torch.frombuffer(bytearray(data[start:stop]), dtype={"F32": torch.float32, "I32": torch.int32}[entry["dtype"]])
-        assert start == end and tensor.view(entry["shape"]).equal(expected[name]), name
+        tensor = torch.frombuffer(bytearray(data[start:stop]), dtype={"F32": torch.float32, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}[entry["dtype"]])
+        assert start == end and tensor.view(entry["shape"]).float().equal(expected[name].float()), name
         end = stop
     assert end == len(data)
 
@@ -578,10 +592,10 @@ def test_the_safetensors_library_reads_it(saved, tmp_path, monkeypatch):
     example = re.search(r"((?:    .*\n)*    .*safe_open.*\n(?:    .*\n)*)", (ROOT / "docs/options.md").read_text())[1]
     found = {}
     exec(textwrap.dedent(example), found)
-    model, _, ids, rows = tg.read_model_file(saved[0])
+    model, _, ids, rows, scale = tg.read_model_file(saved[0])
     first = MODEL.ngram_pieces * MODEL.ngram_rows
     assert found["head"].equal(model.lm_head) and found["content"]["model"]["width"] == MODEL.width
-    assert found["ids"].equal(ids[ids >= first] - first) and found["ids"].min() >= 0 and found["rows"].equal(rows[ids >= first])
+    assert found["ids"].equal(ids[ids >= first] - first) and found["ids"].min() >= 0 and found["rows"].equal(rows[ids >= first].float() * scale)
 
 
 def test_a_mapped_model_keeps_its_dtype_on_disk_only(corpus, tiny, tmp_path):
@@ -590,11 +604,13 @@ def test_a_mapped_model_keeps_its_dtype_on_disk_only(corpus, tiny, tmp_path):
     helpers.randomise(trainer.model, size=0.1)
     tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
     header, _ = helpers.read_safetensors(tmp_path / "model")
-    assert {header[name]["dtype"] for name in ("lm_head", "ngram.rows")} == {"BF16"} and header["final_gate"]["dtype"] == "F32"
+    assert [header[name]["dtype"] for name in ("lm_head", "ngram.rows", "final_gate")] == ["BF16", "F8_E4M3", "F32"]
     model, content = tg.load_model(tmp_path / "model", CPU)
     assert {p.dtype for p in model.parameters()} == {torch.float32} and model.lm_head.equal(trainer.model.lm_head.float())
     wide = tg.GPT(MODEL, tg.reference_ops(), CPU)
     wide.load_state_dict(trainer.model.state_dict())
+    _, _, ids, rows, scale = tg.read_model_file(tmp_path / "model")
+    wide.ngram.detach()[ids.long()] = rows.float() * scale
     piece = torch.randint(508, (50,)).numpy().astype("uint16")
     batch, geometry = tg.pack({0: [piece]}, MODEL, pin=False).to(CPU), tg.saved_geometry(content, model, 50)
     assert float(model.evaluate(batch, geometry)) == pytest.approx(float(wide.evaluate(batch, geometry)), rel=1e-6)
@@ -630,7 +646,8 @@ def test_whole_numbers_in_the_softcap(saved):
 def test_saving_asks_for_the_room_that_it_takes(monkeypatch, tmp_path, name):
     monkeypatch.setattr(tg, "check_folder", lambda folder, needed_mb: needed_mb)
     model = tg.PRESETS[name].model
-    size = sum(p.nbytes for p in tg.GPT(model, tg.select_ops(CPU), torch.device("meta")).parameters()) / 1e6
+    weights = tg.GPT(model, tg.select_ops(CPU), torch.device("meta"))
+    size = (sum(p.nbytes for p in weights.parameters() if p is not weights.ngram) + weights.ngram.numel() + 4 * len(weights.ngram)) / 1e6
     assert size < tg.check_model_file(tmp_path / "m.pt", model) < size + 1100
 
 
@@ -638,8 +655,8 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "code": (lambda path: path.write_bytes(pickle.dumps({"model": Code()})), "no whole header"),
     "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "no whole header"),
     "of an older version": (lambda path: torch.save({"weights": {"lm_head": torch.zeros(3)}, "model": "{}"}, path), "an older version"),
-    "of a newer version": (edit(lambda header, content: header["__metadata__"].update(format="train_gpt model 2")), "format train_gpt model 2"),
-    "a dense part": (lambda path: (tg.export_model(path, path.with_name("part")), path.with_name("part").replace(path)), "format dense part of train_gpt model 1"),
+    "of a newer version": (edit(lambda header, content: header["__metadata__"].update(format="train_gpt model 3")), "format train_gpt model 3"),
+    "a dense part": (lambda path: (tg.export_model(path, path.with_name("part")), path.with_name("part").replace(path)), "format dense part of train_gpt model 2"),
     "cut in its header": (cut(1000), "no whole header"),
     "cut in its tensors": (cut(-1000), "bytes: cut"),
     "cut in its length": (cut(5), "found"),
