@@ -1,6 +1,6 @@
 """A roofline of one training step: the time of every kernel beside the time that its bytes or operations need; not a test.
 
-    python benchmarks/roofline.py --preset sprint --stage 2 --out table.md       stages count from 0; on generated documents
+    python benchmarks/roofline.py --preset sprint --stage 2 --out table.md       stages count from 0; by default the one before the extension
     python benchmarks/roofline.py --preset sprint --data FOLDER --model ngram_rows=33554432 pointer_width=0
     python benchmarks/roofline.py --preset smoke --stage 1 --steps 2             on a CPU: proves that it runs through
     python benchmarks/roofline.py --preset sprint --ncu                          prints a command for Nsight Compute, which fills ncu.csv
@@ -298,6 +298,7 @@ def prepared(options: argparse.Namespace, folder: Path) -> tuple[tg.Trainer, Cal
     """A trainer and the step to measure. Each stage up to that one has run, as kernels are compiled for the first sizes that they meet."""
     preset = tg.PRESETS[options.preset]
     stages = tuple(dataclasses.replace(stage, steps=1) for stage in preset.stages)
+    options.stage %= len(stages)  # a step of each stage: its number is the stage's index
     val_tokens = min(preset.val_window_tokens, 8192)
     preset = dataclasses.replace(
         preset, stages=stages, model=dataclasses.replace(preset.model, **dict(options.model)), val_tokens=val_tokens, val_window_tokens=val_tokens,
@@ -392,7 +393,7 @@ def assignment(text: str) -> tuple[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tg.PRESETS, default="sprint")
-    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=-2)
     parser.add_argument("--data", type=Path, help="folder of shards; by default documents are generated")
     parser.add_argument("--model", type=assignment, nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--ceilings", type=assignment, nargs="+", default=[], metavar="KEY=VALUE", help="those of another GPU than an H200")
