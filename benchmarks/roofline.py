@@ -1,6 +1,6 @@
 """A roofline of one training step: the time of every kernel beside the time that its bytes or operations need; not a test.
 
-    python benchmarks/roofline.py --preset sprint --stage 2 --out table.md       stages count from 0; by default the one before the extension
+    python benchmarks/roofline.py --preset sprint --out table.md                 the stage before the extension; --stage N another one, from 0
     python benchmarks/roofline.py --preset sprint --data FOLDER --model ngram_rows=33554432 pointer_width=0
     python benchmarks/roofline.py --preset smoke --stage 1 --steps 2             on a CPU: proves that it runs through
     python benchmarks/roofline.py --preset sprint --ncu                          prints a command for Nsight Compute, which fills ncu.csv

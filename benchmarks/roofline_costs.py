@@ -115,11 +115,10 @@ def split_heads(a, grad: bool):
     size = moved(a, "positions_ptr", "cos_ptr", "sin_ptr", *outputs)
     size += 2 * heads * a["HEAD_DIM_QK"] * qkv.itemsize  # q and k; v is read only to add the value embedding
     if value is not None:
-        # Only the heads' channels of the value embedding: these, v and the sum; or these and their gradient.
-        size += (2 if grad else 3) * heads * a["HEAD_DIM_V"] * value.itemsize
+        # Only the heads' channels of the value embedding: these, v and the sum; or these and their gradient, which is
+        # read too where it adds to another reader's.
+        size += (2 + a["ADD"] if grad else 3) * heads * a["HEAD_DIM_V"] * value.itemsize
         size += (2 if grad else 1) * a["gates_ptr"].nbytes
-        if a.get("ADD"):
-            size += heads * a["HEAD_DIM_V"] * value.itemsize
     return Cost(size)
 
 

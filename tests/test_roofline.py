@@ -84,6 +84,9 @@ def test_rules_fit_the_launches_of_a_step(tiny, corpus, monkeypatch):
     a = next(a for a in launches["split_heads_kernel"] if a["value_ptr"] is not None)
     entries = tokens * heads * 16  # q and k read and written; v, value and sum; gates, positions and rotary tables
     assert costs.OWN["split_heads_kernel"](a).bytes == 2 * 7 * entries + 2 * tokens * heads + 4 * tokens + 2 * a["cos_ptr"].nbytes
+    adding, alone = (next(costs.OWN["split_heads_grad_kernel"](a).bytes for a in launches["split_heads_grad_kernel"]
+                          if a["value_ptr"] is not None and a["ADD"] == add) for add in (True, False))
+    assert adding - alone == 2 * entries, "the gradient of n-grams' values is read besides"
     classes, chunk = 192, tokens // tg.CHUNKS
     assert found["head_grad_kernel"][0].bytes == pytest.approx(4 * chunk * classes, rel=0.05)  # bf16 read, e5m2 in two layouts written
     weights = [cost for cost in found["quantize_kernel"] if cost.bytes == 4 * 64 * 32]

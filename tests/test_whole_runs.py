@@ -551,7 +551,7 @@ def test_stored_rows_are_those_of_the_table(saved):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stored_rows_are_rounded_to_a_byte(corpus, tiny, tmp_path, dtype):
     """Each number to the nearest of 8 bits: within 2^-4 of itself, or 2^-10 of the 448th part of the largest one; the rows of many parts are in their places."""
-    trainer = helpers.make_trainer(corpus, dataclasses.replace(PRESET, model=dataclasses.replace(MODEL, dtype=dtype)))
+    trainer = helpers.make_trainer(corpus, dataclasses.replace(PRESET, model=dataclasses.replace(MODEL, dtype=dtype, ngram_rows=2**16)))
     table = trainer.model.ngram.detach()
     table.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 1, len(table))[:, None])
     table[::3] = 0
@@ -655,6 +655,7 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "code": (lambda path: path.write_bytes(pickle.dumps({"model": Code()})), "no whole header"),
     "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "no whole header"),
     "of an older version": (lambda path: torch.save({"weights": {"lm_head": torch.zeros(3)}, "model": "{}"}, path), "an older version"),
+    "of the version before": (edit(lambda header, content: header["__metadata__"].update(format="train_gpt model 1")), "format train_gpt model 1"),
     "of a newer version": (edit(lambda header, content: header["__metadata__"].update(format="train_gpt model 3")), "format train_gpt model 3"),
     "a dense part": (lambda path: (tg.export_model(path, path.with_name("part")), path.with_name("part").replace(path)), "format dense part of train_gpt model 2"),
     "cut in its header": (cut(1000), "no whole header"),
