@@ -919,7 +919,7 @@ class GPT(nn.Module):
             x, mlp_out, value = block(
                 x, mlp_out, own_injected, own_scalars, skips[layer.skip_from], value, documents, geometry)
             if layer.value_embedding == NGRAMS:
-                ngram = value
+                ngram = value  # handed on to the next reader, see ProjectHeads
             if block.index in self.skip_sources:  # two layers will read the sum, so it and its gradient are made once
                 x = add_mlp(x, mlp_out)
                 mlp_out = None
@@ -4919,7 +4919,7 @@ def files_hash(paths: Sequence[Path]) -> str:
 #
 # Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` [N, D] are the others, in the
 # order of their numbers, `ngram.ids` [N]. They are in e4m3, to be multiplied by `ngram.scale`: half of the bytes for
-# 0.00003 of a sprint's loss.
+# 0.00003 of a sprint's loss, measured with a scale for each row.
 MODEL_FORMAT = "train_gpt model 2"
 # Which rows of the table a text reads follows from these too, and no weight's shape would show it.
 LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
