@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
-SPEEDRUN_GIB=62 SPRINT_GIB=36 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
+SPEEDRUN_GIB=62 SPRINT_GIB=61 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -59,7 +59,7 @@ choose_preset() { # GPUS CAPABILITY GIB TOKENS: sets preset and why
   elif (($2 < 80)); then preset=smoke why="compute capability below 8.0: no bfloat16 or Triton there, --preset sprint would take hours"
   elif (($3 < SPRINT_SMALL_GIB)); then preset=smoke why="$card, sprint-small needs a card of 12 GB"
   elif (($4 < SPRINT_TOKENS)); then preset=smoke-gpu why="$found, sprint needs $((SPRINT_TOKENS / 1000000)) M: $fix --shards 1"
-  elif (($3 < SPRINT_GIB)); then preset=sprint-small why="$found; $card, sprint needs a card of 40 GB"
+  elif (($3 < SPRINT_GIB)); then preset=sprint-small why="$found; $card, sprint needs a card of 80 GB"
   elif (($2 < 90)); then preset=sprint why="$found; speedrun is for compute capability 9 and above"
   elif (($3 < SPEEDRUN_GIB)); then preset=sprint why="$found; $card, speedrun needs cards of 80 GB"
   elif (($4 < SPEEDRUN_TOKENS)); then preset=sprint why="$found, speedrun needs $((SPEEDRUN_TOKENS / 1000000)) M: $fix"
@@ -102,7 +102,7 @@ advise() { # PRESET EXIT_CODE ARGUMENTS...: the end of --check, what this machin
   case $preset in
     smoke) takes="one to two minutes on two free CPU cores" ;;
     smoke-gpu) takes="20 steps, a few minutes, most of them compilation" ;;
-    sprint) takes="on one H200 39 s after a start of 80 s, the first time; on one card with a tenth of its speed ten times as long" ;;
+    sprint) takes="on one H200 37 s after a start of 80 s, the first time; on one card with a tenth of its speed ten times as long" ;;
     sprint-small) takes="a quarter of an hour (RTX 4080) to an hour (RTX 3060), computed: none was tried" ;;
     speedrun) takes="computed, not yet run: four minutes on one H200, under one on eight, besides a start of a minute" ;;
     *) takes="the first lines of a run say how many seconds are left" ;;

@@ -180,9 +180,9 @@ def test_half_precision_stays_close_to_float64():
     assert (out.double().cpu() - expected).norm() / expected.norm() < 0.02
 
 
-# Composite of the five quintics where the smallest singular value is above .01 of the norm, as in any gaussian
+# Composite of the four quintics where the smallest singular value is above .01 of the norm, as in any gaussian
 # matrix of aspect 3, and the polar error of a gaussian one: aspect 3, square.
-BOUNDS = (0.85, 1.15), 0.11, 0.13
+BOUNDS = (0.77, 1.23), 0.17, 0.22
 
 
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64), (96, 96)], ids=lambda shape: "x".join(map(str, shape)))
@@ -205,9 +205,9 @@ def test_close_to_polar_factor(path, shape):
 
 @pytest.mark.fast
 def test_gain_and_room_above_one():
-    """Slope at 0 of the composite as published; inputs 2 % above the norm, far more than bf16 adds, stay in bounds."""
+    """Slope at 0 of the composite; inputs 2 % above the norm, far more than bf16 adds, stay in bounds."""
     gain = torch.tensor([a for a, _, _ in tg.POLAR_EXPRESS]).prod() / tg.POLAR_EXPRESS_SAFETY
-    assert gain == pytest.approx(970, rel=2e-3)
+    assert gain == pytest.approx(277.2, rel=2e-3)
     x = torch.linspace(0.01, 1.02, 1000, dtype=torch.float64) / tg.POLAR_EXPRESS_SAFETY
     for a, b, c in tg.POLAR_EXPRESS:
         x = a * x + b * x**3 + c * x**5

@@ -136,12 +136,12 @@ def test_choice(machine, gpus, capability, shards, expected):
 
 @pytest.mark.parametrize("gib, capability, shards, preset, reason", [
     (9.8, 8, 7, "smoke", "GPU memory of 9 GiB, sprint-small needs a card of 12 GB"),
-    (11.6, 8, 7, "sprint-small", "sprint needs a card of 40 GB"),
+    (11.6, 8, 7, "sprint-small", "sprint needs a card of 80 GB"),
     (11.6, 8, 0, "smoke-gpu", "sprint needs 94 M"),
     (15.5, 12, 7, "sprint-small", "GPU memory of 15 GiB"),
     (31.5, 12, 7, "sprint-small", "GPU memory of 31 GiB"),
-    (39.4, 8, 7, "sprint", "speedrun is for compute capability 9"),
-    (47.5, 9, 7, "sprint", "GPU memory of 47 GiB, speedrun needs cards of 80 GB"),
+    (47.5, 9, 7, "sprint-small", "GPU memory of 47 GiB"),
+    (79.1, 8, 7, "sprint", "speedrun is for compute capability 9"),
     (79.1, 9, 7, "speedrun", "700 M training tokens"),
 ])
 def test_memory_decides(machine, gib, capability, shards, preset, reason):
@@ -166,7 +166,7 @@ def test_memory_of_the_smallest_card_is_enough():
 
 @pytest.mark.parametrize("arguments, environment, lines", [
     (["--seed", "3"], {}, ["can run preset smoke (one to two minutes on two free CPU cores)", "next: ./run.sh --seed 3"]),
-    (["--preset", "sprint", "--data=my texts"], {"FAKE_GPUS": "2"}, ["can run preset sprint (on one H200 39 s ", "next: ./run.sh --preset sprint --data=my\\ texts"]),
+    (["--preset", "sprint", "--data=my texts"], {"FAKE_GPUS": "2"}, ["can run preset sprint (on one H200 37 s ", "next: ./run.sh --preset sprint --data=my\\ texts"]),
     (["--preset", "sprint"], {}, ["can run preset sprint (many hours here", "next: ./run.sh --preset sprint"]),
     ([], {"FAKE_GPUS": "1"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", "without --check it asks the Hugging Face hub"]),
     ([], {"FAKE_GPUS": "1", "FAKE_GIB": "15.5"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", f"then: {sys.executable} data/fineweb.py fetch --shards 1"]),
