@@ -2758,9 +2758,9 @@ def load_vector(x_ptr, index, size, row=0, other=0.0):
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
 # All three products of a step are written for wide matrices. A tall X is passed as its transposed view.
 # Strides are arguments, and a stride of 1 is compiled in, so loads are contiguous along whichever axis is,
-# and X^T X needs no copy. The five steps of polar-express take 1059 us on 14 matrices of 2304 x 768 (a sprint's
-# MLPs), where products at 790 TFLOP/s, with half of each symmetric one, would take 401 and torch's take 1189; on 36
-# of 192 x 768 they take 184, torch's 191.
+# and X^T X needs no copy. Five steps of polar-express took 1059 us on 14 matrices of 2304 x 768 (a sprint's MLPs),
+# where products at 790 TFLOP/s, with half of each symmetric one, would take 401 and torch's took 1189; on 36 of
+# 192 x 768 they took 184, torch's 191. There are four since.
 
 
 def product_tiles(batch, rows, columns, dtype, symmetric):
