@@ -362,7 +362,9 @@ PRESETS = {preset.name: preset for preset in (
 # more classes in the third stage.
 PRESETS["sprint-small"] = replace(
     PRESETS["sprint"], name="sprint-small", stages=sprint_stages(14_336), val_window_tokens=65_536,
-    model=replace(GPT_SPRINT, ngram_rows=2**21, layers=(*LAYERS[:3], EMPTY, LAYERS[4], MLP_ONLY, *GPT_SPRINT.layers[6:])),
+    model=replace(
+        GPT_SPRINT, ngram_rows=2**21,
+        layers=(*LAYERS[:3], EMPTY, LAYERS[4], MLP_ONLY, *GPT_SPRINT.layers[6:])),
     status="sprint-small: the sprint with a sixteenth of its n-gram rows, run on no small card yet")
 
 
@@ -4924,7 +4926,7 @@ STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int3
 
 
 def quantize_rows(rows):
-    """Rows [N, D] of any dtype in 4 bits a number: bytes [N, D / 2] and a bfloat16 scale for each 32 numbers, [N, D / 32].
+    """Rows [N, D] of any dtype in 4 bits a number: bytes [N, D / 2] and a bfloat16 scale for 32 numbers, [N, D / 32].
 
     A byte holds a number of the row's first half and, times 16, one of its second half, both from 1 to 15: 8 is zero.
     These 0.56 bytes a number cost 0.0003 of a sprint's loss (one model, measured); 1 byte in e4m3 costs 0.00002."""

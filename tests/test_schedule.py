@@ -152,7 +152,7 @@ def test_layer_table_of_the_record():
     assert [i for i, l in enumerate(layers) if l.window == "long"] == [4, 11]
     assert {i: l.skip_from for i, l in enumerate(layers) if l.skip_from is not None} == {7: 4}
     sprint = tg.GPT_SPRINT.layers
-    assert [i for i, l in enumerate(sprint) if l.attention] == [1, 2, 4, 6, 9, 11] and [i for i, l in enumerate(sprint) if not l.mlp] == [0, 3, 5, 8, 10]
+    assert [i for i, l in enumerate(sprint) if l.attention] == [2, 4, 6, 9, 11] and [i for i, l in enumerate(sprint) if not l.mlp] == [0, 3, 5, 8, 10]
     assert all([i for i, l in enumerate(table) if l.value_embedding == tg.NGRAMS] == [4, 6] for table in (layers, sprint))
 
 
