@@ -1885,7 +1885,7 @@ def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
         return text
 
     achieved = operations / elapsed_ms / 1e9 / trainer.ranks.world  # TFLOP/s of one GPU
-    return f"{text}, MFU {achieved / peak:.1%} of {peak:.0f} TFLOP/s a GPU (dense bf16; FP8 has twice that)"
+    return f"{text}, MFU {achieved / peak:.1%} of {peak:.0f} TFLOP/s a GPU (dense bf16; FP8 products: twice that)"
 
 
 def largest_weights(trainer: Trainer, log: RunLog) -> dict:

@@ -266,7 +266,7 @@ def test_the_summary(corpus, tiny, monkeypatch):
         assert tg.training_work(trainer, steps) == (sum(tokens for tokens, _ in stages), pytest.approx(operations, rel=1e-12))
     facts, milliseconds = tg.machine_facts(), 1e3 * tg.training_work(trainer, 5)[1] / 989e12 / 0.4
     monkeypatch.setattr(tg, "machine_facts", lambda: facts | {"device": "NVIDIA H200"})
-    assert tg.speed(trainer, milliseconds, 5).endswith(" tokens/s, MFU 40.0% of 989 TFLOP/s a GPU (dense bf16; FP8 has twice that)")
+    assert tg.speed(trainer, milliseconds, 5).endswith(" tokens/s, MFU 40.0% of 989 TFLOP/s a GPU (dense bf16; FP8 products: twice that)")
     trainer.ranks.world = 4
     assert " MFU 10.0% of 989 " in tg.speed(trainer, milliseconds, 5)
 
