@@ -2707,7 +2707,8 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
 # diverges above 1.02, hence the safety. Muon's first polynomial, five times 3.4445, -4.7750, 2.0315, never settles.
 # Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
 # values log-uniform in 1e-3..1: .153 | .211 | .526, of Muon's first .163 | .201 | .459. A fifth step, fitted from 1e-3
-# on, halves these errors and takes 0.4 % of a sprint's time, but its loss is the same.
+# on, halves these errors and takes 0.4 % of a sprint's time, but its loss is the same (two pairs of runs; a whole
+# speedrun has not been tried with four).
 POLAR_EXPRESS_SAFETY = 1.02
 POLAR_EXPRESS = (
     (8.089256959191, -22.297789245261, 15.747758400660),
@@ -4986,7 +4987,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
     table = tensors.pop("ngram", torch.zeros(1, 2))
     ids = table.any(1).nonzero().flatten()
     tensors["ngram.ids"] = ids.int()
-    # In parts, because a device may have no room for the table once more.
+    # In parts, because a device may have no room for the table once more: all rows first, then all scales.
     parts = (quantize_rows(table[part])[which] for which in (0, 1) for part in ids.split(2**16))
     rows, scales = quantize_rows(torch.empty(len(ids), table.size(1), device="meta"))
     likes = tensors | {"ngram.rows": rows, "ngram.scales": scales}
