@@ -198,7 +198,9 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     ops = tg.select_ops(ranks.device, tg.capability(ranks.device) >= (8, 0), fp8=fp8)
     clock = tg.Clock(ranks.device)
     # Another run may hold much of the memory when this one starts: micro-batches must not depend on it.
-    torch.cuda.mem_get_info = lambda device: (10**12, 10**12)
+    if torch.cuda.is_available():
+        total = torch.cuda.mem_get_info(ranks.device)[1]
+        torch.cuda.mem_get_info = lambda device: (total, total)
     trainer = tg.Trainer(preset, ranks, ops, clock, options.data or Path(preset.data))
     rates = [rate for rate, _ in arm.get("averages", [])]
     trainer.initialise(arm.get("seed", 1))
