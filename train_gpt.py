@@ -187,8 +187,8 @@ class OptimizerConfig:
     # (record 39). Tried as the second: 0.91 +0.0008, 0.95 +0.0021, 0.97 +0.0109. The first is the
     # public records', not tuned.
     muon_momentum: tuple[float, float] = (0.85, 0.93)
-    momentum_warmup_fraction: float = 0.42  # of all steps; not tuned, like the next one
-    momentum_cooldown_fraction: float = 0.07
+    momentum_warmup_fraction: float = 0.42  # of all steps; 0.2: -0.0005 at length, which chance makes too
+    momentum_cooldown_fraction: float = 0.07  # not tuned
     second_moment_decay: float = 0.95  # 0.98: +0.0008
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
     adam_epsilon: float = 1e-10  # record 20
@@ -202,7 +202,8 @@ class OptimizerConfig:
     # at length -0.010.
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
-    averaging_lookback: float = 0.074  # the share of all steps that it looks back over, which is interval / rate
+    # The share of all steps that it looks back over, which is interval / rate. 0.11: +0.0006 at length.
+    averaging_lookback: float = 0.074
     averaged_share: float = 0.65  # of the final weights, 0.5: +0.0005; 0: no averages are kept
     # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004; scalars' 5 +0.003.
     # Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and gates: record 52. First betas of tables
@@ -301,14 +302,14 @@ GPT_TINY = ModelConfig(
 
 
 def three_stages(first_steps: int, second_steps: int, third_steps: int, extension_steps: int,
-                 third_classes: int = 14_336) -> tuple[Stage, ...]:
+                 third_classes: int = 10_240) -> tuple[Stage, ...]:
     """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
     targets (record 53). The extension follows (record 35).
 
     Batches twice as large in half the steps: +0.04 in the sprint. Short windows of 128, 384 and 640 tokens: +0.0003,
-    and a step of the third stage takes 2.7 % longer. 10,240 classes in the third stage: +0.0022, and 4.4 % less.
-    8192 and 14,336 in the first two: the same loss for 2.1 % of a sprint's time. The second next token fading to 0.5
-    in the first stage: +0.0012."""
+    and a step of the third stage takes 2.7 % longer. 14,336 classes in the third stage: -0.0022 for 4 % of a sprint's
+    time, -0.0027 for 2.4 % of a speedrun's. 8192 and 14,336 in the first two: the same loss for 2.1 % of a sprint's
+    time. The second next token fading to 0.5 in the first stage: +0.0012."""
     # In this order: steps, tokens of a batch, cap of a document, short window, long window, learning rate, targets.
     third = Stage(third_steps, 196_608, 3072, 256, 1408, 1.45, sampled_classes=third_classes)
     return (
@@ -321,8 +322,8 @@ def three_stages(first_steps: int, second_steps: int, third_steps: int, extensio
 def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
     """The three stages, where the first third of the first one's tokens comes in batches half as large.
 
-    That gains 0.002 to 0.005 of loss for 0.8 % more time on one GPU. On eight, whose small steps wait for each other,
-    it would be a bad exchange."""
+    That gains 0.002 to 0.005 of loss for 0.8 % more time on one GPU, but only 0.0006 at the speedrun's length. On
+    eight, whose small steps wait for each other, it would be a bad exchange."""
     first, *others = three_stages(239, 239, 229, 10, third_classes)
     small = replace(first, steps=158, batch_tokens=32_768, learning_rate_multiplier=0.55,
                     targets=(first.targets[0], (1.0, 13 / 30, 1 / 6)))
@@ -2707,8 +2708,7 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
 # diverges above 1.02, hence the safety. Muon's first polynomial, five times 3.4445, -4.7750, 2.0315, never settles.
 # Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
 # values log-uniform in 1e-3..1: .153 | .211 | .526, of Muon's first .163 | .201 | .459. A fifth step, fitted from 1e-3
-# on, halves these errors and takes 0.4 % of a sprint's time, but its loss is the same (two pairs of runs; a whole
-# speedrun has not been tried with four).
+# on, halves these errors and takes 0.4 % of a sprint's time and 1 % of a speedrun's, but the loss is no lower.
 POLAR_EXPRESS_SAFETY = 1.02
 POLAR_EXPRESS = (
     (8.089256959191, -22.297789245261, 15.747758400660),
