@@ -121,9 +121,18 @@ def schema_errors(record: Any) -> list[str]:
     return errors
 
 
+def find(path: Path, home: Path | None = None) -> Path:
+    """The folder of a record: `path` itself if it is there, else what has that name in records/, with or without its date."""
+    if path.exists():
+        return path
+    home = home or HOME
+    dated = [folder for folder in all_folders(home) if folder.name.partition("_")[2] == path.name]
+    return dated[0] if len(dated) == 1 else home / path.name
+
+
 def load(path: Path) -> Folder:
-    """The record in `path`, or of that name in records/."""
-    path = (path if path.exists() else HOME / path.name).resolve()
+    """The record in `path`, or of that name in records/, see `find`."""
+    path = find(path).resolve()
     try:
         record = json.loads((path / "record.json").read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -280,7 +289,7 @@ def choose_parent(home: Path, parent: str | None, kind: str | None, track: str, 
     if parent == "none" or not parent and kind == "baseline":
         return None
     if parent:
-        return Path(parent).name
+        return find(home / Path(parent).name, home).name
     found = best(home, track, place, now)
     return found.path.name if found else None
 
@@ -324,7 +333,7 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
         parent, length = old.record["parent"] or "none", old.record["plan"].get("length", 1)
     if not track_name:
         named = parent not in (None, "none")
-        track_name = load(home / Path(parent).name).record["track"] if named else fail("track", f"one of {', '.join(TRACKS)}", "none", "add --track")
+        track_name = load(find(home / Path(parent).name, home)).record["track"] if named else fail("track", f"one of {', '.join(TRACKS)}", "none", "add --track")
     if world is None:
         world = next(w for w in (8, 4, 2, 1) if w <= max(1, len(query_gpus("--query-gpu=name"))))
     place, now = hardware_here(world), utc_now()

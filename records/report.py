@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import stats
-from record import HOME, Folder, hardware, load, write_whole
+from record import HOME, Folder, find, hardware, load, write_whole
 from runlog import CUT_OFF, Run, fail, loss_curve, read_run, stage_times
 
 def means(folder: Folder) -> dict[str, dict[str, float]]:
@@ -67,8 +67,8 @@ def write_numbers(folder: Folder) -> None:
 
 
 def names_record(path: Path) -> bool:
-    """Whether `load` finds one: a folder, or a name in records/."""
-    return any((place / "record.json").exists() for place in (path, HOME / path.name))
+    """Whether `load` finds one."""
+    return (find(path) / "record.json").exists()
 
 
 def split_arm(spec: str) -> tuple[Path, str]:
@@ -98,7 +98,7 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
 def load_pair(a: str, b: str) -> tuple[tuple[str, list[Run]], tuple[str, list[Run]], bool]:
     """Both sides, and whether they are the arms of one plan. A record against its parent means its own arm b: same machine, interleaved."""
     path = Path(a.removesuffix(":a"))
-    if names_record(path) and load(path).record["parent"] == Path(b).resolve().name:
+    if names_record(path) and load(path).record["parent"] == find(Path(b)).resolve().name:
         b = f"{path}:b"
     left, right = load_runs(a), load_runs(b)
     seeds = [[run.head.get("seed") for run in runs] for _, runs in (left, right)]

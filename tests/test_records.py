@@ -1128,6 +1128,19 @@ def test_verify_command(clone):
 
 
 @pytest.mark.slow
+def test_a_name_may_lack_its_date(clone, finished):
+    child, start = (named(clone, name).name for name in ("child", "start"))
+    short, whole = (call(clone, "compare", a, b) for a, b in (("child", "start"), (child, start)))
+    assert short.returncode == whole.returncode and short.stdout == whole.stdout != "" and not short.stderr
+    assert "1 of 1 records verify" in call(clone, "verify", "child").stdout
+    shutil.copytree(finished[0] / "data", clone / "data")
+    assert call(clone, "new", "idea", "--parent", "child").returncode == 0
+    assert record.load(named(clone, "idea")).record["parent"] == child
+    shutil.copytree(named(clone, "child"), clone / "records/2020-01-01_child")
+    assert "records/child: expected a folder with record.json" in call(clone, "verify", "child").stdout, "one of two would be a guess"
+
+
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(clone):
     process = subprocess.Popen([sys.executable, "-u", "records", "verify"], cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
