@@ -291,7 +291,9 @@ def verify(folder: Path) -> None:
             if sums.get(path.name, shard.sha256) != shard.sha256:
                 fix = f"fetch it again, or remove its line from {SUMS} if you changed it on purpose"
                 raise DataError(f"{path} SHA-256", f"{sums[path.name]} as in {SUMS}", shard.sha256, fix)
-        except DataError as error:
+        except (DataError, OSError) as error:
+            if isinstance(error, OSError):
+                error = DataError(f"{path}", "a file that can be read", error.strerror, "see to its permissions or the disk, or fetch it again")
             bad += 1
             print(f"error: {error}", flush=True)
             continue

@@ -285,6 +285,14 @@ def test_verify_bad_shard(tmp_path, capsys, content, message):
     assert err == f"error: {tmp_path}: expected only good shards, found 1 bad; fix: see the lines above\n"
 
 
+def test_verify_goes_on_after_a_shard_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "bad.bin").mkdir()
+    (tmp_path / "good.bin").write_bytes(shard([BOS, 7]))
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert f"error: {tmp_path}/bad.bin: expected a file that can be read, found Is a directory; fix: " in out and "1 of 2 shards good" in out
+
+
 def test_verify_knows_the_sums_and_the_empty_folder(tmp_path, capsys):
     assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
     assert "expected *.bin files, found none; fix: python data/fineweb.py fetch" in capsys.readouterr().err
