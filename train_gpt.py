@@ -322,8 +322,8 @@ def three_stages(first_steps: int, second_steps: int, third_steps: int, extensio
 def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
     """The three stages, where the first third of the first one's tokens comes in batches half as large.
 
-    That gains 0.002 to 0.005 of loss for 0.8 % more time on one GPU, but only 0.0006 at the speedrun's length. On
-    eight, whose small steps wait for each other, it would be a bad exchange."""
+    That gains 0.002 to 0.005 of loss for 0.8 % more time on one GPU, and nothing certain at the speedrun's length. On
+    eight GPUs, whose small steps wait for each other, it would be a bad exchange."""
     first, *others = three_stages(239, 239, 229, 10, third_classes)
     small = replace(first, steps=158, batch_tokens=32_768, learning_rate_multiplier=0.55,
                     targets=(first.targets[0], (1.0, 13 / 30, 1 / 6)))

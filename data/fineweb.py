@@ -293,7 +293,7 @@ def verify(folder: Path) -> None:
                 raise DataError(f"{path} SHA-256", f"{sums[path.name]} as in {SUMS}", shard.sha256, fix)
         except (DataError, OSError) as error:
             if isinstance(error, OSError):
-                error = DataError(f"{path}", "a file that can be read", error.strerror, "see to its permissions or the disk, or fetch it again")
+                error = DataError(path, "a file that can be read", error.strerror, "see to its permissions or the disk, or fetch it again")
             bad += 1
             print(f"error: {error}", flush=True)
             continue
