@@ -50,6 +50,15 @@ def test_fast_operators_train_as_the_reference_does(corpus):
     assert losses == pytest.approx(expected, rel=1e-2)
 
 
+def test_a_saved_model_is_the_same_on_a_cpu(corpus, tmp_path):
+    """Its stored rows are unpacked on the device of the model."""
+    trainer = helpers.make_trainer(corpus, PRESET)
+    trainer.model.ngram.data.normal_(generator=torch.Generator().manual_seed(1))
+    tg.save_model(tmp_path / "model", trainer, 1.0, seed=3)
+    on_gpu, on_cpu = (tg.evaluate_file(tmp_path / "model", corpus, torch.device(name)) for name in ("cuda", "cpu"))
+    assert on_gpu == pytest.approx(on_cpu, rel=1e-4)
+
+
 SHARING = """
 import torch
 import train_gpt as tg
