@@ -898,8 +898,7 @@ class GPT(nn.Module):
         # Autograd goes back in the opposite order, so the gradient of this lookup, which takes longest to reach its
         # table, comes before that of the embedding above.
         if self.ngram is not None:
-            pieces = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams)
-            ngram = pieces.view(len(x), -1)
+            ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams).view(len(x), -1)
 
         scalars = self.scalars_by_token(len(x))
         lambdas = [(s.x0_lambda, s.ngram_lambda) for s in scalars]
@@ -967,8 +966,7 @@ class GPT(nn.Module):
         if self.pointer is None:
             return p
 
-        qk = self.pointer_in(h, self.pointer)[-1 - config.pointer_window_tokens:]
-        q, k = qk.float().unbind(1)
+        q, k = self.pointer_in(h, self.pointer)[-1 - config.pointer_window_tokens:].float().unbind(1)
         scores = config.pointer_scale * (k[:-1] @ q[-1])
         shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
         copy_token = config.vocabulary
@@ -2666,8 +2664,7 @@ def head_loss_reference(x, weight, targets, cap, chunk_rows=4096):
 def embedding_grad_reference(grad, tokens, vocab_rows):
     """Dense gradient [vocab_rows, D] of `table[tokens]` from grad [T, D]: float32 (or wider) sums, rounded once."""
     wide = grad.to(wide_dtype(grad))
-    dense = wide.new_zeros(vocab_rows, grad.shape[1])
-    return dense.index_add_(0, tokens.long(), wide).to(grad.dtype)
+    return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
 
 
 def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale,
@@ -5075,6 +5072,10 @@ def load_model(path: Path, device: torch.device) -> tuple[GPT, dict]:
     model, content, *stored = read_model_file(path)
     if device.type == "cpu":
         model.float()  # bfloat16 matrix products are slow there
+    else:
+        # Looking rows up takes one thread 9 to 13 ms for 2400 tokens. 64 threads, which wait for each other in busy
+        # loops, kept 36 cores busy, and took 97 s for the sprint's 870 times as many.
+        torch.set_num_threads(1)
     for parameter in model.parameters():
         if parameter is not model.ngram:
             parameter.data = parameter.to(device, copy=True)
@@ -5094,7 +5095,7 @@ def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
     model, content = load_model(path, device)
     validation = content["validation"]
     shard = find_shards(data or Path(validation["data"]), "val")[0]
-    windows, _ = validation_windows(shard, validation["tokens"], validation["window"], model.config.vocabulary)
+    windows = validation_windows(shard, validation["tokens"], validation["window"], model.config.vocabulary)[0]
     pieces = sum(windows, [])
     total = 0.0
     for start in range(0, len(pieces), 4):  # documents one by one take minutes on a GPU, a whole window gigabytes
