@@ -9,12 +9,15 @@ arms.json is a list of arms. All keys but the name are optional:
     {"name": "larger-table", "seed": 1, "length": 1.0, "val_tokens": 4194304, "fp8": ["attention", "head", "mlp"],
      "model": {"ngram_rows": 33554432}, "layers": {"3": {"attention": false}}, "optimizer": {"muon_learning_rate": 0.016},
      "stages": {"batch_tokens": [65536, 131072, 196608, 196608]}, "rules": {"embedding": {"learning_rate_multiplier": 50}},
-     "averages": [[0.03, 0.65]], "edits": [["text of train_gpt.py that occurs once", "what stands there instead"]]}
+     "averages": [[0.03, 0.65]], "edits": [["text of train_gpt.py that occurs once", "what stands there instead"]],
+     "steps": 1000, "watch_every": 25}
 
 `layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate, share]: the run is validated
-with each of them besides the preset's own and none, so they cost no run. While one arm trains, the next on that GPU compiles and warms up, which
-disturbs the first seconds of the timing: of `ms`, the later stages count. With `"alone": true` an arm waits until the GPU is free, where two would
-not fit into its memory. The file is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time.
+with each of them besides the preset's own and none, so they cost no run. With `steps` the run ends early, and is validated without averages. With
+`watch_every` a line each so many steps in OUT.NAME.watch.jsonl says which entry of each matrix whose products are FP8 is largest, as [magnitude, row,
+column]. While one arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the later stages
+count. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory. The file is read again before each arm, so
+arms may be appended while it runs. `--seconds` ends the search in time.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor
 being what it changes. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11
@@ -189,6 +192,31 @@ class Averages:
         return found
 
 
+def largest_entries(model: torch.nn.Module, kinds: set[str]) -> dict[str, tuple[float, int, int]]:
+    """Of each matrix whose name ends with one of `kinds`, its largest magnitude, with row and column."""
+    largest = {}
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in kinds:
+            magnitudes = parameter.detach().abs()
+            row, column = divmod(int(magnitudes.argmax()), parameter.size(1))
+            largest[name] = round(float(magnitudes[row, column]), 3), row, column
+    return largest
+
+
+def watch(trainer, kinds: set[str], every: int, path: Path) -> None:
+    """From now on write largest_entries after each `every` steps."""
+    training_step = trainer.training_step
+
+    def watched(step, micro_batches):
+        loss = training_step(step, micro_batches)
+        if (step + 1) % every == 0:
+            with path.open("a") as file:
+                file.write(json.dumps({"step": step + 1} | largest_entries(trainer.model, kinds)) + "\n")
+        return loss
+
+    trainer.training_step = watched
+
+
 def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     """One run, whose timed loop waits until the one before it on this GPU has ended."""
     tg = load_trainer(arm.get("edits", []))
@@ -207,6 +235,10 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     trainer.warm_up()
     trainer.initialise(arm.get("seed", 1))
     averages = Averages(tg, trainer.optimizer, rates)
+    fp8_kinds = {kind for ranges in tg.FP8_PARTS.values() for kind in ranges}
+    if "watch_every" in arm:
+        watch(trainer, fp8_kinds, arm["watch_every"], Path(f"{options.out}.{arm['name']}.watch.jsonl"))
+    steps = min(arm.get("steps", preset.steps), preset.steps)
 
     with open(f"{options.out}.lock{os.environ.get('CUDA_VISIBLE_DEVICES', '')}", "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -214,11 +246,14 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
         log_path = Path(f"{options.out}.{arm['name']}.jsonl")
         log = tg.RunLog(log_path)
         try:
-            tg.timed_loop(trainer, log, preset.steps, None)
+            tg.timed_loop(trainer, log, steps, None)
         finally:
             log.close()
         seconds = clock.milliseconds() / 1e3
-        losses = averages.losses(trainer, [share for _, share in arm.get("averages", [])])
+        if steps < preset.steps:
+            losses = {"none": round(trainer.validate(trainer.final_geometry), 5)}
+        else:
+            losses = averages.losses(trainer, [share for _, share in arm.get("averages", [])])
 
     lines = [json.loads(line) for line in log_path.read_text().splitlines()]
     starts = [line["step"] for line in lines if line["kind"] == "stage"]
@@ -227,10 +262,9 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
         if line["kind"] == "step" and line["step"] > 1:  # the first one waits for data; a stage's last is logged after the next has begun
             times[bisect.bisect_left(starts, line["step"]) - 1].append(line["ms_per_step"])
     largest = {}
-    for name, parameter in trainer.model.named_parameters():
+    for name, (magnitude, _, _) in largest_entries(trainer.model, fp8_kinds).items():
         kind = name.rpartition(".")[2]
-        if kind in ("qkv", "up", "down", "lm_head"):
-            largest[kind] = max(largest.get(kind, 0.0), round(float(parameter.detach().abs().max()), 2))
+        largest[kind] = max(largest.get(kind, 0.0), round(magnitude, 2))
     return {"name": arm["name"], "loss": losses, "seconds": round(seconds, 2), "ms": [round(statistics.median(t), 2) if t else None for t in times],
             "mib": tg.peak_memory_mib(ranks), "largest_weights": largest}
 
