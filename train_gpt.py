@@ -5073,8 +5073,8 @@ def load_model(path: Path, device: torch.device) -> tuple[GPT, dict]:
     if device.type == "cpu":
         model.float()  # bfloat16 matrix products are slow there
     else:
-        # Looking rows up takes one thread 9 to 13 ms for 2400 tokens. 64 threads, which wait for each other in busy
-        # loops, kept 36 cores busy, and took 97 s for the sprint's 870 times as many.
+        # One thread needs 9 to 13 ms to look up the rows of 2400 tokens. A sprint's validation, 870 times as many, took
+        # 97 s and kept 36 cores busy where 64 threads did it, which wait for each other in busy loops.
         torch.set_num_threads(1)
     for parameter in model.parameters():
         if parameter is not model.ngram:
