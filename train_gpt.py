@@ -308,7 +308,7 @@ def three_stages(first_steps: int, second_steps: int, third_steps: int, extensio
 
     Batches twice as large in half the steps: +0.04 in the sprint. Short windows of 128, 384 and 640 tokens: +0.0003,
     and a step of the third stage takes 2.7 % longer. 14,336 classes in the third stage: -0.0022 for 4 % of a sprint's
-    time, -0.0027 for 2.4 % of a speedrun's. 8192 and 14,336 in the first two: the same loss for 2.1 % of a sprint's
+    time, -0.0034 for 2.4 % of a speedrun's. 8192 and 14,336 in the first two: the same loss for 2.1 % of a sprint's
     time. The second next token fading to 0.5 in the first stage: +0.0012."""
     # In this order: steps, tokens of a batch, cap of a document, short window, long window, learning rate, targets.
     third = Stage(third_steps, 196_608, 3072, 256, 1408, 1.45, sampled_classes=third_classes)
