@@ -5073,8 +5073,8 @@ def load_model(path: Path, device: torch.device) -> tuple[GPT, dict]:
     if device.type == "cpu":
         model.float()  # bfloat16 matrix products are slow there
     else:
-        # One thread needs 9 to 13 ms to look up the rows of 2400 tokens. A sprint's validation, 870 times as many, took
-        # 97 s and kept 36 cores busy where 64 threads did it, which wait for each other in busy loops.
+        # A sprint's validation takes 49 s with one thread that looks up rows. With 64, which wait for each other in
+        # busy loops, it took 97 s and kept 36 cores busy.
         torch.set_num_threads(1)
     for parameter in model.parameters():
         if parameter is not model.ngram:
