@@ -14,8 +14,8 @@ arms.json is a list of arms. All keys but the name are optional:
 
 `layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate, share]: the run is validated
 with each of them besides the preset's own and none, so they cost no run. With `steps` the run ends early, and is validated without averages. With
-`watch_every` a line each so many steps in OUT.NAME.watch.jsonl says which entry of each matrix whose products are FP8 is largest, as [magnitude, row,
-column]. While one arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the later stages
+`watch_every` a line each so many steps in OUT.NAME.watch.jsonl says which entry of each matrix is largest, as [magnitude, row, column], what the scalars
+are, and how much of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While one arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the later stages
 count. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory. The file is read again before each arm, so
 arms may be appended while it runs. `--seconds` ends the search in time.
 
@@ -203,15 +203,48 @@ def largest_entries(model: torch.nn.Module, kinds: set[str]) -> dict[str, tuple[
     return largest
 
 
-def watch(trainer, kinds: set[str], every: int, path: Path) -> None:
-    """From now on write largest_entries after each `every` steps."""
+@torch.no_grad()
+def largest_channels(trainer) -> dict[str, tuple[float, int, float]]:
+    """How much of the stream after each layer lies in one channel, on the first window of the validation.
+
+    Of a token, the share of the sum of squares that its largest channel has. Here the mean over the tokens, then the
+    channel that is largest most often, with the share of the tokens where it is.
+    """
+    found = {}
+
+    def measure(block, _, output):
+        x, mlp_out, _ = output
+        shares, channels = [], []
+        for rows in (x if mlp_out is None else x + mlp_out).split(8192):
+            squares = rows.float().square()
+            largest = squares.max(1)
+            shares.append(largest.values / squares.sum(1))
+            channels.append(largest.indices)
+        counts = torch.cat(channels).bincount(minlength=x.size(1))
+        channel = int(counts.argmax())
+        share = float(torch.cat(shares).mean())
+        found[f"stream.{block.index}"] = round(share, 4), channel, round(int(counts[channel]) / len(x), 4)
+
+    hooks = [block.register_forward_hook(measure) for block in trainer.model.blocks.values()]
+    trainer.evaluate(trainer.validation[0], trainer.final_geometry)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def watch(trainer, every: int, path: Path) -> None:
+    """From now on write what largest_entries and largest_channels find, and all scalars, after each `every` steps."""
     training_step = trainer.training_step
+    scalars = {name: parameter for name, parameter in trainer.model.named_parameters() if parameter.info.role == "scalar"}
 
     def watched(step, micro_batches):
         loss = training_step(step, micro_batches)
         if (step + 1) % every == 0:
+            line = {"step": step + 1} | largest_entries(trainer.model, {"qkv", "out", "gate", "up", "down"})
+            line |= {name: parameter.tolist() for name, parameter in scalars.items()}
+            line |= largest_channels(trainer)
             with path.open("a") as file:
-                file.write(json.dumps({"step": step + 1} | largest_entries(trainer.model, kinds)) + "\n")
+                file.write(json.dumps(line) + "\n")
         return loss
 
     trainer.training_step = watched
@@ -237,7 +270,7 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     averages = Averages(tg, trainer.optimizer, rates)
     fp8_kinds = {kind for ranges in tg.FP8_PARTS.values() for kind in ranges}
     if "watch_every" in arm:
-        watch(trainer, fp8_kinds, arm["watch_every"], Path(f"{options.out}.{arm['name']}.watch.jsonl"))
+        watch(trainer, arm["watch_every"], Path(f"{options.out}.{arm['name']}.watch.jsonl"))
     steps = min(arm.get("steps", preset.steps), preset.steps)
 
     with open(f"{options.out}.lock{os.environ.get('CUDA_VISIBLE_DEVICES', '')}", "w") as turn:
