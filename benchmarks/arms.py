@@ -12,12 +12,13 @@ arms.json is a list of arms. All keys but the name are optional:
      "averages": [[0.03, 0.65]], "edits": [["text of train_gpt.py that occurs once", "what stands there instead"]],
      "steps": 1000, "watch_every": 25}
 
-`layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate, share]: the run is validated
-with each of them besides the preset's own and none, so they cost no run. With `steps` the run ends early, and is validated without averages. With
-`watch_every` a line each so many steps in OUT.NAME.watch.jsonl says which entry of each matrix is largest, as [magnitude, row, column], what the scalars
-are, and how much of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While one arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the later stages
-count. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory. The file is read again before each arm, so
-arms may be appended while it runs. `--seconds` ends the search in time.
+`layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate, share]: the run is validated with
+each of them besides the preset's own and none, so they cost no run. With `steps` the run ends early, and is validated without averages. With
+`watch_every` a line each so many steps in OUT.NAME.watch.jsonl says which entry of each matrix is largest, as [magnitude, row, column], what the
+scalars are, and how much of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While one arm
+trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the later stages count. With `"alone":
+true` an arm waits until the GPU is free, where two would not fit into its memory. The file is read again before each arm, so arms may be appended
+while it runs. `--seconds` ends the search in time.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor
 being what it changes. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11
@@ -215,8 +216,10 @@ def largest_channels(trainer) -> dict[str, tuple[float, int, float]]:
     def measure(block, _, output):
         x, mlp_out, _ = output
         shares, channels = [], []
-        for rows in (x if mlp_out is None else x + mlp_out).split(8192):
-            squares = rows.float().square()
+        for start in range(0, len(x), 8192):
+            rows = slice(start, start + 8192)
+            stream = x[rows] if mlp_out is None else x[rows] + mlp_out[rows]
+            squares = stream.float().square()
             largest = squares.max(1)
             shares.append(largest.values / squares.sum(1))
             channels.append(largest.indices)
@@ -240,6 +243,7 @@ def watch(trainer, every: int, path: Path) -> None:
     def watched(step, micro_batches):
         loss = training_step(step, micro_batches)
         if (step + 1) % every == 0:
+            loss = loss.clone()  # it lies in memory that the evaluation borrows
             line = {"step": step + 1} | largest_entries(trainer.model, {"qkv", "out", "gate", "up", "down"})
             line |= {name: parameter.tolist() for name, parameter in scalars.items()}
             line |= largest_channels(trainer)
