@@ -14,11 +14,11 @@ arms.json is a list of arms. All keys but the name are optional:
 
 `layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate, share]: the run is validated with
 each of them besides the preset's own and none, so they cost no run. With `steps` the run ends early, and is validated without averages. With
-`watch_every` a line each so many steps in OUT.NAME.watch.jsonl says which entry of each matrix is largest, as [magnitude, row, column], what the
-scalars are, and how much of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While one arm
-trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the later stages count. With `"alone":
-true` an arm waits until the GPU is free, where two would not fit into its memory. The file is read again before each arm, so arms may be appended
-while it runs. `--seconds` ends the search in time.
+`watch_every` a line each so many steps in OUT.NAME.watch.jsonl says which entry of each matrix of a layer is largest, as [magnitude, row, column],
+what the scalars are, and how much of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While
+one arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the later stages count. With
+`"alone": true` an arm waits until the GPU is free, where two would not fit into its memory. The file is read again before each arm, so arms may be
+appended while it runs. `--seconds` ends the search in time.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor
 being what it changes. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11
@@ -272,7 +272,6 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     trainer.warm_up()
     trainer.initialise(arm.get("seed", 1))
     averages = Averages(tg, trainer.optimizer, rates)
-    fp8_kinds = {kind for ranges in tg.FP8_PARTS.values() for kind in ranges}
     if "watch_every" in arm:
         watch(trainer, arm["watch_every"], Path(f"{options.out}.{arm['name']}.watch.jsonl"))
     steps = min(arm.get("steps", preset.steps), preset.steps)
@@ -298,6 +297,7 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     for line in lines:
         if line["kind"] == "step" and line["step"] > 1:  # the first one waits for data; a stage's last is logged after the next has begun
             times[bisect.bisect_left(starts, line["step"]) - 1].append(line["ms_per_step"])
+    fp8_kinds = {kind for ranges in tg.FP8_PARTS.values() for kind in ranges}
     largest = {}
     for name, (magnitude, _, _) in largest_entries(trainer.model, fp8_kinds).items():
         kind = name.rpartition(".")[2]
