@@ -205,17 +205,22 @@ def largest_entries(model: torch.nn.Module, kinds: set[str]) -> dict[str, tuple[
 
 
 @torch.no_grad()
-def largest_channels(trainer) -> dict[str, tuple[float, int, float]]:
+def largest_channels(trainer) -> dict[str, tuple]:
     """How much of the stream after each layer lies in one channel, on the first window of the validation.
 
     Of a token, the share of the sum of squares that its largest channel has. Here the mean over the tokens, then the
-    channel that is largest most often, with the share of the tokens where it is.
+    channel that is largest most often, with the share of the tokens where it is, and of those where it is positive.
+    "head": the standard deviation of all weights of the head, then mean and standard deviation of those that read the
+    last layer's channel.
     """
     found = {}
+    head = trainer.model.lm_head[:trainer.preset.model.vocabulary].float()
+    blocks = list(trainer.model.blocks.values())
+    last = blocks[-1].index
 
     def measure(block, _, output):
         x, mlp_out, _ = output
-        shares, channels = [], []
+        shares, channels, signs = [], [], []
         for start in range(0, len(x), 8192):
             rows = slice(start, start + 8192)
             stream = x[rows] if mlp_out is None else x[rows] + mlp_out[rows]
@@ -223,12 +228,18 @@ def largest_channels(trainer) -> dict[str, tuple[float, int, float]]:
             largest = squares.max(1)
             shares.append(largest.values / squares.sum(1))
             channels.append(largest.indices)
-        counts = torch.cat(channels).bincount(minlength=x.size(1))
-        channel = int(counts.argmax())
-        share = float(torch.cat(shares).mean())
-        found[f"stream.{block.index}"] = round(share, 4), channel, round(int(counts[channel]) / len(x), 4)
+            signs.append(stream.gather(1, largest.indices[:, None])[:, 0] > 0)
+        channels = torch.cat(channels)
+        channel = int(channels.bincount().argmax())
+        here = channels == channel
+        means = torch.cat(shares).mean(), here.float().mean(), torch.cat(signs)[here].float().mean()
+        share, often, positive = (round(float(mean), 4) for mean in means)
+        found[f"stream.{block.index}"] = share, channel, often, positive
+        if block.index == last:
+            weights = head[:, channel]
+            found["head"] = tuple(round(float(value), 4) for value in (head.std(), weights.mean(), weights.std()))
 
-    hooks = [block.register_forward_hook(measure) for block in trainer.model.blocks.values()]
+    hooks = [block.register_forward_hook(measure) for block in blocks]
     trainer.evaluate(trainer.validation[0], trainer.final_geometry)
     for hook in hooks:
         hook.remove()
