@@ -115,9 +115,10 @@ def one_more_shard(folder):
 
 
 def network(rank, slow):
-    """An exchange of 20 ms, and of 300 with the peers that `slow` names for this rank.
+    """Exchanges of 20 ms, or of 300 with the peers that `slow` names for this rank.
 
-    A check that finds what takes five times as long as the best cannot mistake a busy core for a slow link then.
+    check_network warns of what takes more than five times as long as the best exchange. Without the 20 ms that would
+    be a few milliseconds, which a busy core can take too.
     """
     def exchange(operations):
         threading.Event().wait(0.3 if operations[0].peer in slow.get(rank, ()) else 0.02)
