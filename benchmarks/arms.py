@@ -23,8 +23,8 @@ appended while it runs. `--seconds` ends the search in time.
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor
 being what it changes. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11
 or 19 factors, half of the runs with a factor and half without, all else in balance. So every effect is a difference of two means over all runs,
-where pairs of single runs would need several times as many. Interactions of two factors are spread over the other effects; those of the columns
-left empty show how large chance is.
+where pairs of single runs would need several times as many. Interactions of two factors are spread over the other effects. Fewer factors than
+there is room for show how large chance is.
 """
 
 import argparse
@@ -108,25 +108,32 @@ def read_arms(path: Path) -> list[dict]:
 
 
 def print_effects(screening: dict, results: Path) -> None:
-    """What each factor of a finished screening changes, a line each."""
-    factors = list(screening["factors"])
-    matrix = design(len(factors))
-    found = {line["name"]: line for line in map(json.loads, results.read_text().splitlines())}
-    lines = [found.get(arm["name"]) for arm in screening_arms(screening)]
-    if None in lines:
-        sys.exit(f"effects: expected {len(matrix)} runs in {results}, found {len(matrix) - lines.count(None)}")
+    """What each factor of a screening changes, a line each, by least squares over the runs that have ended.
 
-    labels = list(lines[0]["loss"])
-    losses = np.array([[line["loss"][label] for label in labels] for line in lines])
-    seconds = np.array([line["seconds"] for line in lines])
-    print(f"{'factor':20}" + "".join(f"{label:>16}" for label in labels) + f"{'seconds':>10}")
-    print(f"{'mean of all runs':20}" + "".join(f"{mean:16.5f}" for mean in losses.mean(0)) + f"{seconds.mean():10.2f}")
-    for number in range(len(matrix) - 1):
-        name = factors[number] if number < len(factors) else "(empty column)"
-        with_it = matrix[:, number] > 0
-        changes = losses[with_it].mean(0) - losses[~with_it].mean(0)
-        longer = seconds[with_it].mean() - seconds[~with_it].mean()
-        print(f"{name:20}" + "".join(f"{change:+16.5f}" for change in changes) + f"{longer:+10.2f}")
+    Over all runs that is the difference of the means with and without the factor. Where runs are lost, one more than there are factors still
+    tell the effects, and each further one tells their standard error better."""
+    factors = list(screening["factors"])
+    ended = {line["name"]: line for line in map(json.loads, results.read_text().splitlines())}
+    signs = design(len(factors))[:, :len(factors)]
+    found = [(row, ended[arm["name"]]) for row, arm in zip(signs, screening_arms(screening)) if arm["name"] in ended]
+    matrix = np.array([[1, *(row / 2)] for row, _ in found]).reshape(-1, len(factors) + 1)
+    if np.linalg.matrix_rank(matrix) <= len(factors):
+        sys.exit(f"effects: expected {len(factors) + 1} runs or more of the screening in {results}, found {len(found)}")
+
+    labels = list(found[0][1]["loss"])
+    outcomes = np.array([[*(line["loss"][label] for label in labels), line["seconds"]] for _, line in found])
+    inverse = np.linalg.pinv(matrix)
+    effects = inverse @ outcomes
+    print(f"{f'{len(found)} of {len(signs)} runs':20}" + "".join(f"{label:>16}" for label in labels) + f"{'seconds':>10}")
+    for name, values in zip(["mean", *factors], effects):
+        sign = "" if name == "mean" else "+"
+        print(f"{name:20}" + "".join(f"{loss:{sign}16.5f}" for loss in values[:-1]) + f"{values[-1]:{sign}10.2f}")
+
+    spare = len(found) - len(effects)
+    if spare:
+        scatter = np.sqrt(((outcomes - matrix @ effects) ** 2).sum(0) / spare)  # the standard deviation of a run
+        errors = scatter * np.linalg.norm(inverse[1:], axis=1).max()
+        print(f"{'standard error':20}" + "".join(f"{error:16.5f}" for error in errors[:-1]) + f"{errors[-1]:10.2f}")
 
 
 def frozen(value):
