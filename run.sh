@@ -160,7 +160,12 @@ train() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun sets anyway, with a warning
     command+=("${torchrun[@]}" --nproc_per_node="$world")
   fi
-  if [[ " $* " != *" --check "* ]]; then launch "${command[@]}" train_gpt.py "$@"; return; fi
+  if [[ " $* " != *" --check "* ]]; then
+    if ((capability >= 80)) && [[ ! ${RUN_SH_DRY:-} ]]; then # ahead of the trainer, which finds in Triton's cache what this compiles
+      "$python" benchmarks/compile_kernels.py --preset "$preset" --capability "${capability%?}.${capability: -1}" </dev/null &>/dev/null &
+    fi
+    launch "${command[@]}" train_gpt.py "$@"; return
+  fi
   (launch "${command[@]}" train_gpt.py "$@") || code=$?
   advise "$preset" "$code" ${asked[@]+"${asked[@]}"}
   return "$code"

@@ -8,7 +8,7 @@ For each kernel: registers, bytes of shared memory, instructions, those that spi
 a register that nothing has written for a number. The exit code is 1 if a kernel has a fault. Run it
 before a new version of Triton is used: PTX and interpreter cannot show what ptxas makes of them. Inductor's kernels are not among them.
 
-The step runs on tensors without memory, so kernels are specialised as for pointers and sizes that are multiples of 16.
+The step runs as compile_kernels.py says.
 """
 
 import argparse
@@ -16,17 +16,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
-
-sys.path.append(str(Path(__file__).parent.parent))
-import train_gpt as tg
+from compile_kernels import compile_only, tg, train_and_validate
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
@@ -86,58 +79,7 @@ def faults(code: str) -> list[str]:
     return STACK_POINTER.findall(code) + unwritten(code)
 
 
-# ---- the kernels of a step -------------------------------------------------------------------------------------------
-def compile_only(capability: tuple[int, int]) -> dict:
-    """Let launches compile and do nothing else, and tensors without memory pass for a GPU's. Returns what they will have compiled, by hash."""
-    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    triton.runtime.driver.set_active(SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device=0: 0,
-        get_active_torch_device=lambda: torch.device("meta")))
-    kernels, launch = {}, JITFunction.run
-
-    def run(function, *arguments, grid, warmup, **options):
-        kernel = launch(function, *arguments, grid=grid, warmup=True, **options)
-        kernels.setdefault(kernel.hash, (function.__name__, kernel))
-        return kernel
-
-    def scaled_mm(left, right, *, out_dtype, out=None, **_):
-        return left.new_empty(left.size(0), right.size(1), dtype=out_dtype) if out is None else out
-
-    JITFunction.run = run
-    torch._scaled_mm = scaled_mm
-    torch.Tensor.is_cuda = property(lambda tensor: tensor.is_meta)
-    tg.capability = lambda device: capability
-    tg.multiprocessors = lambda device: 132
-    return kernels
-
-
-def documents(stage: tg.Stage, model: tg.ModelConfig) -> tg.Documents:
-    def numbers(*shape):
-        return torch.empty(*shape, dtype=torch.int32, device="meta")
-
-    tokens, orders = stage.batch_tokens, len(tg.NGRAM_MULTIPLIERS) + model.longest_suffix_match
-    return tg.Documents(
-        numbers(tokens), numbers(tokens), numbers(model.padded_vocabulary + 1), numbers(tokens * model.ngram_pieces, orders),
-        numbers(tokens), numbers(tokens), numbers(tokens), numbers(tg.CHUNKS, stage.sampled_classes), numbers(tg.CHUNKS))
-
-
-def train_and_validate(preset: tg.Preset, stages: list[int]) -> None:
-    """A step of each stage and a validation window, on tensors without memory."""
-    meta = torch.device("meta")
-    ops = tg.select_ops(SimpleNamespace(type="cuda"), compile=False, graphs=False)
-    model = tg.GPT(preset.model, ops, meta)
-    optimizer = tg.Optimizer(model, preset.optimizer, tg.Ranks(0, 1, meta), ops)
-    for index in stages:
-        stage = preset.stages[index]
-        batch = documents(stage, preset.model)
-        geometry = tg.rotary_geometry(preset, index, stage.document_cap_tokens, meta)
-        optimizer.start_step([batch.ngrams])
-        model(batch, geometry, torch.empty(len(stage.targets[0]), device=meta)).backward()
-        optimizer.step({name: torch.empty((), device=meta) for name in tg.step_rates(preset, 0)})
-    with torch.no_grad():
-        model.evaluate(replace(batch, classes=None, num_always=None), geometry)
-
-
+# ---- the report -----------------------------------------------------------------------------------------------------
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tg.PRESETS, default="sprint")
@@ -145,7 +87,9 @@ def main() -> int:
     parser.add_argument("--capability", default="9.0")
     options = parser.parse_args()
     preset = tg.PRESETS[options.preset]
-    kernels = compile_only(tuple(map(int, options.capability.split("."))))
+    kernels = {}  # by hash, as stages share most of them
+    compile_only(tuple(map(int, options.capability.split("."))),
+                 lambda name, kernel: kernels.setdefault(kernel.hash, (name, kernel)))
     train_and_validate(preset, options.stages or list(range(len(preset.stages))))
 
     bad = 0

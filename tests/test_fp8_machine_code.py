@@ -6,6 +6,7 @@ machine code and a GPU show it. So it is with clamps, which on a GPU lose a NaN 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -72,6 +73,17 @@ def test_no_kernel_of_a_step_has_the_fault():
     script = [sys.executable, ROOT / "benchmarks/machine_code.py", "--stages", "0"]
     run = subprocess.run(script, capture_output=True, text=True)
     assert run.returncode == 0 and int(run.stdout.splitlines()[-1].split()[0]) > 35, run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_compiled_kernels_are_found_again(tmp_path):
+    """compile_kernels.py leaves all kernels of a preset in Triton's cache, where another process takes them from."""
+    script = [sys.executable, ROOT / "benchmarks/compile_kernels.py", "--preset", "smoke-gpu"]
+    counts = []
+    for _ in range(2):
+        run = subprocess.run(script, capture_output=True, text=True, env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)})
+        counts.append(int(run.stdout.split()[0]))
+    assert counts[0] > 35 and counts[1] == 0, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("capability", CONVERTING)

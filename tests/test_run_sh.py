@@ -185,6 +185,22 @@ def test_check_that_fails_says_so(machine):
     assert result.returncode == 4 and said.startswith("run.sh: preset smoke cannot run yet (exit code 4)") and "It takes one to two minutes" in said
 
 
+@pytest.mark.parametrize("capability, expected", [(9, "sprint 9.0"), (12, "sprint 12.0"), (7, "nothing")])
+def test_kernels_are_compiled_beside_the_trainer(machine, capability, expected):
+    """By a process whose failure and output nobody sees."""
+    machine.write("benchmarks/compile_kernels.py", "import sys; open('told', 'w').write(' '.join(sys.argv[2::2])); print('seen'); sys.exit(1)")
+    machine.write("train_gpt.py", f"""
+import time
+from pathlib import Path
+deadline = time.monotonic() + (30 if {capability} > 7 else 1)
+while not (Path("told").exists() and Path("told").read_text()) and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(Path("told").read_text() if Path("told").exists() else "nothing")
+""")
+    result = machine.run("--preset", "sprint", RUN_SH_DRY="", FAKE_GPUS="1", FAKE_CAPABILITY=str(capability))
+    assert result.returncode == 0 and result.stdout == expected + "\n" and "seen" not in result.stderr
+
+
 def test_explicit_options_win(machine):
     machine.shards("data/fineweb10B", 100_000_000, 7)
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=8 "
