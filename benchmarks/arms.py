@@ -132,7 +132,7 @@ def print_effects(screening: dict, results: Path) -> None:
     spare = len(found) - len(effects)
     if spare:
         scatter = np.sqrt(((outcomes - matrix @ effects) ** 2).sum(0) / spare)  # the standard deviation of a run
-        errors = scatter * np.linalg.norm(inverse[1:], axis=1).max()
+        errors = scatter * np.linalg.norm(inverse[1:], axis=1).max()  # of the effect that the lost runs leave least certain
         print(f"{'standard error':20}" + "".join(f"{error:16.5f}" for error in errors[:-1]) + f"{errors[-1]:10.2f}")
 
 

@@ -12,13 +12,13 @@ import torch
 sys.path.append(str(helpers.ROOT / "benchmarks"))
 import arms
 
-NAMES = ["heads", "rows", "decay"]
-EFFECTS = np.array([0.010, -0.004, 0.0])
+NAMES = ["heads", "rows", "decay", "init", "beta"]
+EFFECTS = np.array([0.010, -0.004, 0.0, 0.002, -0.001])
 
 
-def write_results(path, factors, outcomes):
-    """A screening of so many factors and the line of results of each run that has an outcome. Returns the screening."""
-    screening = {"base": {"name": "s"}, "factors": {name: {"model": {name: 1}} for name in factors}}
+def write_results(path, outcomes):
+    """A line of results for each run, by number, of a screening of NAMES. Returns the screening."""
+    screening = {"base": {"name": "s"}, "factors": {name: {"model": {name: 1}} for name in NAMES}}
     lines = [{"name": f"s{number:02d}", "loss": {"preset": loss}, "seconds": 170.0} for number, loss in outcomes.items()]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return screening
@@ -40,14 +40,13 @@ def test_a_screening_is_balanced(factors):
 
 @pytest.mark.fast
 def test_effects_are_differences_of_means(tmp_path, capsys):
-    names = [*NAMES, "init", "beta"]
     losses = 3.1 + np.random.default_rng(1).normal(0, 0.002, 8)
-    screening = write_results(tmp_path / "a.jsonl", names, dict(enumerate(losses)))
+    screening = write_results(tmp_path / "a.jsonl", dict(enumerate(losses)))
     arms.print_effects(screening, tmp_path / "a.jsonl")
     effects = printed_effects(capsys.readouterr().out)
 
     columns = [losses[sign > 0].mean() - losses[sign < 0].mean() for sign in arms.design(5).T]
-    assert list(effects) == ["mean", *names, "standard error"]
+    assert list(effects) == ["mean", *NAMES, "standard error"]
     assert list(effects.values())[1:-1] == pytest.approx(columns[:5], abs=6e-6)
     # The columns that no factor takes show chance alone.
     assert effects["standard error"] == pytest.approx(np.sqrt(np.mean(np.square(columns[5:]))), abs=6e-6)
@@ -56,9 +55,8 @@ def test_effects_are_differences_of_means(tmp_path, capsys):
 @pytest.mark.fast
 @pytest.mark.parametrize("lost", [(), (0,), (2, 5), (1, 3, 6), (7,)])
 def test_effects_when_runs_are_lost(lost, tmp_path, capsys):
-    signs = arms.design(5)[:, :3]
-    outcomes = {number: 3.1 + row @ EFFECTS / 2 for number, row in enumerate(signs) if number not in lost}
-    screening = write_results(tmp_path / "a.jsonl", [*NAMES, "init", "beta"][:5], outcomes)
+    outcomes = {number: 3.1 + row[:5] @ EFFECTS / 2 for number, row in enumerate(arms.design(5)) if number not in lost}
+    screening = write_results(tmp_path / "a.jsonl", outcomes)
     if len(outcomes) < 6:
         with pytest.raises(SystemExit, match="expected 6 runs or more of the screening in .*, found 5"):
             arms.print_effects(screening, tmp_path / "a.jsonl")
