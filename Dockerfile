@@ -23,7 +23,7 @@ USER trainer
 
 COPY --chown=trainer:trainer run.sh train_gpt.py LICENSE README.md requirements.txt requirements-dev.txt ./
 COPY --chown=trainer:trainer data/fineweb.py data/README.md data/
-COPY --chown=trainer:trainer benchmarks/compile_kernels.py benchmarks/
+COPY --chown=trainer:trainer benchmarks/compile_ahead.py benchmarks/
 COPY --chown=trainer:trainer data/sample data/sample
 
 ENTRYPOINT ["./run.sh"]

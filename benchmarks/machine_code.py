@@ -8,7 +8,7 @@ For each kernel: registers, bytes of shared memory, instructions, those that spi
 a register that nothing has written for a number. The exit code is 1 if a kernel has a fault. Run it
 before a new version of Triton is used: PTX and interpreter cannot show what ptxas makes of them. Inductor's kernels are not among them.
 
-The step runs as compile_kernels.py says.
+The step runs as compile_ahead.py says.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 import triton
-from compile_kernels import compile_only, tg, train_and_validate
+from compile_ahead import compile_only, packed, tg, train_and_validate
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
@@ -90,7 +90,7 @@ def main() -> int:
     kernels = {}  # by hash, as stages share most of them
     compile_only(tuple(map(int, options.capability.split("."))),
                  lambda name, kernel: kernels.setdefault(kernel.hash, (name, kernel)))
-    train_and_validate(preset, options.stages or list(range(len(preset.stages))))
+    train_and_validate(preset, packed(preset, options.stages or list(range(len(preset.stages)))))
 
     bad = 0
     print(f"Triton {triton.__version__}, compute capability {options.capability}, {options.preset}")

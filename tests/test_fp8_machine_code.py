@@ -77,8 +77,8 @@ def test_no_kernel_of_a_step_has_the_fault():
 
 @pytest.mark.slow
 def test_compiled_kernels_are_found_again(tmp_path):
-    """compile_kernels.py leaves all kernels of a preset in Triton's cache, where another process takes them from."""
-    script = [sys.executable, ROOT / "benchmarks/compile_kernels.py", "--preset", "smoke-gpu"]
+    """compile_ahead.py leaves all kernels of a preset in Triton's cache, where another process takes them from."""
+    script = [sys.executable, ROOT / "benchmarks/compile_ahead.py", "--preset", "smoke-gpu"]
     counts = []
     for _ in range(2):
         run = subprocess.run(script, capture_output=True, text=True, env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)})

@@ -185,10 +185,11 @@ def test_check_that_fails_says_so(machine):
     assert result.returncode == 4 and said.startswith("run.sh: preset smoke cannot run yet (exit code 4)") and "It takes one to two minutes" in said
 
 
-@pytest.mark.parametrize("capability, expected", [(9, "sprint 9.0"), (12, "sprint 12.0"), (7, "nothing")])
-def test_kernels_are_compiled_beside_the_trainer(machine, capability, expected):
-    """By a process whose failure and output nobody sees."""
-    machine.write("benchmarks/compile_kernels.py", "import sys; open('told', 'w').write(' '.join(sys.argv[2::2])); print('seen'); sys.exit(1)")
+@pytest.mark.parametrize("capability, gib, expected", [
+    (9, 79.2, "--preset sprint --capability 9.0 --regions"), (12, 15.5, "--preset sprint --capability 12.0"), (7, 79.2, "nothing")])
+def test_step_is_compiled_beside_the_trainer(machine, capability, gib, expected):
+    """By a process whose failure and output nobody sees; regions only where the GPU has memory for it."""
+    machine.write("benchmarks/compile_ahead.py", "import sys; open('told', 'w').write(' '.join(sys.argv[1:])); print('seen'); sys.exit(1)")
     machine.write("train_gpt.py", f"""
 import time
 from pathlib import Path
@@ -197,7 +198,7 @@ while not (Path("told").exists() and Path("told").read_text()) and time.monotoni
     time.sleep(0.01)
 print(Path("told").read_text() if Path("told").exists() else "nothing")
 """)
-    result = machine.run("--preset", "sprint", RUN_SH_DRY="", FAKE_GPUS="1", FAKE_CAPABILITY=str(capability))
+    result = machine.run("--preset", "sprint", RUN_SH_DRY="", FAKE_GPUS="1", FAKE_CAPABILITY=str(capability), FAKE_GIB=str(gib))
     assert result.returncode == 0 and result.stdout == expected + "\n" and "seen" not in result.stderr
 
 
