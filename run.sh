@@ -20,19 +20,39 @@ cpu_settings() {
 
 probe() { # PYTHON MODULES...: fails without them and a fitting torch, else prints its version, GPUs, 10 * capability, GiB of a GPU, training tokens
   "$1" - "$data" "${@:2}" <<'PYTHON'
-import importlib.util, sys
+import ctypes, importlib.util, runpy, sys
 from pathlib import Path
 if absent := [name for name in sys.argv[2:] if importlib.util.find_spec(name) is None]:
     sys.exit(f"{sys.executable} has no {', '.join(absent)}")
-import numpy, torch
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # train_gpt.py warns of versions that nobody has tried
-    sys.exit(f"{sys.executable} has torch {torch.__version__}")
-gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-major, minor = min((torch.cuda.get_device_capability(gpu) for gpu in range(gpus)), default=(0, 0))
-gib = min((torch.cuda.get_device_properties(gpu).total_memory >> 30 for gpu in range(gpus)), default=0)
+import numpy
+
+def driver_says(build):  # [(major, minor, GiB) of each GPU]. torch would say the same, but takes 3 to 8 s to import beside a GPU
+    cuda, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    def ask(function, *arguments, into=found):
+        if getattr(cuda, function)(ctypes.byref(into), *arguments):
+            raise OSError(function)
+        return into.value
+    if cuda.cuInit(0) or ask("cuDriverGetVersion") // 1000 < int(build.split(".")[0]):
+        raise OSError("no GPU, or an old driver, of which torch may know more")
+    gpus = [ask("cuDeviceGet", gpu) for gpu in range(ask("cuDeviceGetCount"))]
+    return [(ask("cuDeviceGetAttribute", 75, gpu), ask("cuDeviceGetAttribute", 76, gpu), ask("cuDeviceTotalMem_v2", gpu, into=ctypes.c_size_t()) >> 30)
+            for gpu in gpus]
+
+try:
+    build = runpy.run_path(Path(importlib.util.find_spec("torch").origin).with_name("version.py"))
+    version, gpus = build["__version__"], driver_says(build["cuda"])
+except (OSError, AttributeError):  # no CUDA in this build, no driver, or one that does not do
+    import torch
+    version, gpus = torch.__version__, []
+    for gpu in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpus.append((*torch.cuda.get_device_capability(gpu), torch.cuda.get_device_properties(gpu).total_memory >> 30))
+if tuple(map(int, version.split(".")[:2])) < (2, 11):  # train_gpt.py warns of versions that nobody has tried
+    sys.exit(f"{sys.executable} has torch {version}")
+major, minor, _ = min(gpus, default=(0, 0, 0))
+gib = min((gpu[2] for gpu in gpus), default=0)
 folder = Path(sys.argv[1])
 tokens = sum(shard.stat().st_size // 2 for shard in folder.glob("*_train_*.bin")) if any(folder.glob("*_val_*.bin")) else 0
-print(torch.__version__, gpus, 10 * major + minor, gib, tokens)
+print(version, len(gpus), 10 * major + minor, gib, tokens)
 PYTHON
 }
 

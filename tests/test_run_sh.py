@@ -134,6 +134,32 @@ def test_choice(machine, gpus, capability, shards, expected):
     assert machine.command(FAKE_GPUS=str(gpus), FAKE_CAPABILITY=str(capability)) == expected
 
 
+FAKE_DRIVER = """
+#include <stddef.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 13020; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 + device : 0; return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)(device ? 12 : 80) << 30; return 0; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize("build, expected", [
+    ("13.0", "preset sprint-small, 2 process(es): 500 M training tokens in data/fineweb10B; GPU memory of 12 GiB, sprint needs a card of 80 GB. 2 GPU(s)"),
+    ("14.0", "preset smoke, 1 process(es): torch sees no GPU. 0 GPU(s)"), (None, "preset smoke, 1 process(es): torch sees no GPU. 0 GPU(s)")])
+def test_driver_is_asked_before_torch(machine, build, expected):
+    """The least of both GPUs counts. torch has its say where the driver is older than its build, and a build for CPUs."""
+    machine.shards("data/fineweb10B", 100_000_000, 5)
+    machine.write("modules/torch/__init__.py", "raise ImportError('slow')" if build == "13.0" else FAKE_TORCH)
+    machine.write("modules/torch/version.py", f"__version__ = '2.13.0+here'\ncuda = {build!r}")
+    machine.write("driver.c", FAKE_DRIVER)
+    subprocess.run(["cc", "-shared", "-fPIC", "driver.c", "-o", "libcuda.so.1"], cwd=machine.folder, check=True)
+    said = machine.run(LD_LIBRARY_PATH=str(machine.folder)).stderr
+    assert expected in said and ("torch 2.13.0+here" in said) == (build == "13.0")
+
+
 @pytest.mark.parametrize("gib, capability, shards, preset, reason", [
     (9.8, 8, 7, "smoke", "GPU memory of 9 GiB, sprint-small needs a card of 12 GB"),
     (11.6, 8, 7, "sprint-small", "sprint needs a card of 80 GB"),
