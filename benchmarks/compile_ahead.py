@@ -4,7 +4,8 @@
     python benchmarks/compile_ahead.py --preset sprint --capability 10.0   kernels, for another GPU
     python benchmarks/compile_ahead.py --preset sprint --regions           regions, too, for this machine's GPU
 
-Regions need 14 CPU cores, and half a GiB of the GPU for each of seven processes.
+Regions need 14 CPU cores, and half a GiB of the GPU for each of seven processes: a trainer that plans its micro-batches
+meanwhile finds that much less.
 
 `run.sh` starts it beside the trainer. While that one imports and builds the model, this compiles on all cores what the
 trainer would compile one after another, so that it finds most of it in the caches. What is not foreseen, for another
@@ -168,7 +169,7 @@ def main() -> None:
 
     started = time.perf_counter()
     processes = []
-    if options.regions and os.cpu_count() >= 2 * len(REGIONS):
+    if options.regions and len(os.sched_getaffinity(0)) >= 2 * len(REGIONS):
         # Not by multiprocessing: a fork could not use the GPU's driver. And torch names a constant in the keys of its
         # cache after the first module that knows torch, which must be the same one as in the trainer.
         command = [sys.executable, __file__, "--preset", options.preset, "--capability", options.capability, "--only"]
