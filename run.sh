@@ -122,7 +122,7 @@ advise() { # PRESET EXIT_CODE ARGUMENTS...: the end of --check, what this machin
   case $preset in
     smoke) takes="one to two minutes on two free CPU cores" ;;
     smoke-gpu) takes="20 steps, a few minutes, most of them compilation" ;;
-    sprint) takes="on one H200 37 s after a start of 60 to 90 s, the first time; on one card with a tenth of its speed ten times as long" ;;
+    sprint) takes="on one H200 37 s after a start of 60 to 80 s, the first time; on one card with a tenth of its speed ten times as long" ;;
     sprint-small) takes="a quarter of an hour (RTX 4080) to an hour (RTX 3060), computed: none was tried" ;;
     speedrun) takes="computed, not yet run: four minutes on one H200, under one on eight, besides a start of a minute" ;;
     *) takes="the first lines of a run say how many seconds are left" ;;
@@ -182,9 +182,8 @@ train() {
   fi
   if [[ " $* " != *" --check "* ]]; then
     if ((capability >= 80)) && [[ ! ${RUN_SH_DRY:-} ]]; then # the trainer finds in torch's and Triton's caches what this compiles
-      local ahead=(benchmarks/compile_ahead.py --preset "$preset" --capability "${capability%?}.${capability: -1}")
-      # Regions take 4 GiB of the first GPU meanwhile. From 90 GiB on that does not change the micro-batches that the trainer plans.
-      ((gib < 100)) || ahead+=(--regions)
+      local ahead=(benchmarks/compile_ahead.py --preset "$preset" --capability "${capability%?}.${capability: -1}" --world $((world * nodes)))
+      ((gib < SPRINT_GIB)) || ahead+=(--regions) # they take 4 GiB of the first GPU meanwhile
       "$python" "${ahead[@]}" </dev/null &>/dev/null &
     fi
     launch "${command[@]}" train_gpt.py "$@"; return

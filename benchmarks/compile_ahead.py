@@ -4,12 +4,12 @@
     python benchmarks/compile_ahead.py --preset sprint --capability 10.0   kernels, for another GPU
     python benchmarks/compile_ahead.py --preset sprint --regions           regions, too, for this machine's GPU
 
-Regions need 14 CPU cores, and half a GiB of the GPU for each of seven processes: a trainer that plans its micro-batches
-meanwhile finds that much less.
+Regions need 14 CPU cores, and half a GiB of the GPU for each of seven processes, because torch opens a context there
+even for tensors without memory. They wait for the trainer, which plans its micro-batches by the memory that is free.
 
 `run.sh` starts it beside the trainer. While that one imports and builds the model, this compiles on all cores what the
-trainer would compile one after another, so that it finds most of it in the caches. What is not foreseen, for another
-number of GPUs or with other options, the trainer compiles as always.
+trainer would compile one after another, so that it finds most of it in the caches. What is not foreseen, an optimizer's
+share on several GPUs or other options, the trainer compiles as always.
 
 The step runs on tensors without memory. For kernels they are torch's meta tensors, for regions fake tensors of the GPU:
 Inductor takes a region's code from its cache only if it was compiled for tensors that look the same.
@@ -17,21 +17,34 @@ Inductor takes a region's code from its cache only if it was compiled for tensor
 
 import argparse
 import copy
+import hashlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+
+# The regions that each process compiles, by the names of their functions. norm and the sum of n-gram rows are not among
+# them: the trainer needs them first, and compiles them meanwhile.
+REGIONS = [
+    {"attention_in"}, {"mlp_in"}, {"attention_out"}, {"injections", "final_states"}, {"pointer_in", "relu_squared_mlp"},
+    {"normuon_update"}, {"nesterov_momentum", "adam_update"}]
+PROCESSES = []
+if __name__ == "__main__" and "--regions" in sys.argv and len(os.sched_getaffinity(0)) >= 2 * len(REGIONS):
+    # They start before torch is imported here, which takes seconds. Not by multiprocessing: a fork could not use the
+    # GPU's driver. And torch names a constant in the keys of its cache after the first module that knows torch, which
+    # must be the same one as in the trainer.
+    command = [sys.executable] + [argument for argument in sys.argv if argument != "--regions"]
+    PROCESSES = [subprocess.Popen([*command, "--only", *sorted(names)]) for names in REGIONS]
 
 import torch
 import torch._inductor.config
 import triton
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses import fake_tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -40,12 +53,8 @@ sys.path.append(str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 META = torch.device("meta")
+MODEL_MIB = 2048  # of a GPU: more than the driver takes for a process, less than a model with its optimizer
 VALIDATION = -1  # beside the indices of stages: its window is seen with the last stage's geometry
-# The regions that each process compiles, by the names of their functions. norm and the sum of n-gram rows are not among
-# them: the trainer needs them first, and compiles them meanwhile.
-REGIONS = [
-    {"attention_in"}, {"mlp_in"}, {"attention_out"}, {"injections", "final_states"}, {"pointer_in", "relu_squared_mlp"},
-    {"normuon_update"}, {"nesterov_momentum", "adam_update"}]
 
 
 def pretend(capability: tuple[int, int]) -> None:
@@ -80,13 +89,16 @@ def compile_only(capability: tuple[int, int], found: Callable = lambda name, ker
     JITFunction.run = run
 
 
-def packed(preset: tg.Preset, stages: list[int]) -> dict[int, tg.HostBatch]:
-    """A micro-batch of generated documents for each stage, half of a batch, and a window of the validation."""
+def packed(preset: tg.Preset, stages: list[int], world: int = 1) -> dict[int, tg.HostBatch]:
+    """A micro-batch of generated documents for each stage, as large as the trainer's, and a window of the validation.
+
+    Inductor tunes a region for the size that it is compiled with, which is the first stage's."""
+    ranks = SimpleNamespace(world=world)
     batches = {}
     for index in stages:
         stage = preset.stages[index]
         chunks = {chunk: tg.generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, seed=chunk)
-                  for chunk in range(tg.CHUNKS // 2)}
+                  for chunk in range(tg.micro_batch_chunks(stage, ranks, tg.USEFUL_MICRO_BATCH_TOKENS))}
         batches[index] = tg.pack(chunks, preset.model, False, stage.sampled_classes)
     window = tg.generated_pieces(preset.val_window_tokens, preset.val_window_tokens, seed=0)
     return batches | {VALIDATION: tg.pack({0: window}, preset.model, False)}
@@ -121,7 +133,16 @@ def train_and_validate(preset: tg.Preset, batches: dict[int, tg.HostBatch], devi
 
 
 # ---- regions ---------------------------------------------------------------------------------------------------------
-def compile_regions(names: set[str], preset: tg.Preset, capability: tuple[int, int], device: torch.device) -> None:
+def await_trainer(seconds: float = 60) -> None:
+    """Wait until a trainer has planned and holds a model in a GPU's memory, or until nobody seems to come."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    deadline = time.monotonic() + seconds
+    while max(map(int, subprocess.check_output(command).split())) < MODEL_MIB and time.monotonic() < deadline:
+        time.sleep(0.5)
+
+
+def compile_regions(
+        names: set[str], preset: tg.Preset, world: int, capability: tuple[int, int], device: torch.device) -> None:
     """Compile the regions whose functions have these names, and nothing else. For a process of its own."""
     torch._inductor.config.compile_threads = 1  # no pool of processes beside each of these; no part of the cache's keys
     from torch._inductor.compile_fx import compile_fx
@@ -148,7 +169,9 @@ def compile_regions(names: set[str], preset: tg.Preset, capability: tuple[int, i
     fake_tensor.init_gpu_context = lambda device: None
     pretend(capability)
     JITFunction.run = lambda *arguments, **options: None
-    batches = packed(preset, [0])  # regions are the same in all stages
+    batches = packed(preset, [0], world)  # regions are the same in all stages
+    if device.type == "cuda":
+        await_trainer()
     with fake_tensor.FakeTensorMode():
         train_and_validate(preset, batches, device)
 
@@ -157,32 +180,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tg.PRESETS, default="sprint")
     parser.add_argument("--capability", default="9.0")
+    parser.add_argument("--world", type=int, default=1, help="number of GPUs, which share a batch")
     parser.add_argument("--regions", action="store_true")
     parser.add_argument("--only", nargs="+", help="these regions and no kernels, in this process")
     parser.add_argument("--device", default="cuda:0", help="of the regions; the tests take a CPU")
     options = parser.parse_args()
     preset = tg.PRESETS[options.preset]
     capability = tuple(map(int, options.capability.split(".")))
+    # A file in torch's cache says that all regions are there. To compile them again would only disturb the trainer.
+    facts = [torch.__version__, options.preset, options.capability, options.world, Path(tg.__file__).read_text()]
+    done = Path(cache_dir(), f"ahead_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}")
     if options.only:
-        compile_regions(set(options.only), preset, capability, torch.device(options.device))
+        if not done.exists():
+            compile_regions(set(options.only), preset, options.world, capability, torch.device(options.device))
         return
 
     started = time.perf_counter()
-    processes = []
-    if options.regions and len(os.sched_getaffinity(0)) >= 2 * len(REGIONS):
-        # Not by multiprocessing: a fork could not use the GPU's driver. And torch names a constant in the keys of its
-        # cache after the first module that knows torch, which must be the same one as in the trainer.
-        command = [sys.executable, __file__, "--preset", options.preset, "--capability", options.capability, "--only"]
-        processes = [subprocess.Popen(command + sorted(names)) for names in REGIONS]
     compiled = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: cache_hit or compiled.append(1)
     compile_only(capability)
     with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
-        train_and_validate(preset, packed(preset, list(range(len(preset.stages)))))
+        train_and_validate(preset, packed(preset, list(range(len(preset.stages))), options.world))
     print(f"{len(compiled)} kernels compiled in {time.perf_counter() - started:.1f} s")
-    for process in processes:
-        process.wait()
-    if processes:
+    failed = [process.wait() for process in PROCESSES]
+    if PROCESSES and not any(failed):
+        done.touch()
         print(f"regions compiled in {time.perf_counter() - started:.1f} s")
 
 

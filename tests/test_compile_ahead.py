@@ -61,3 +61,65 @@ def test_compiled_regions_are_found_again(tmp_path):
     inductor, autograd = json.loads(run.stdout.splitlines()[-1])
     assert inductor.get("fxgraph_cache_hit") == 3 and "fxgraph_cache_miss" not in inductor
     assert autograd.get("autograd_cache_hit") == 2 and "autograd_cache_miss" not in autograd
+
+
+@pytest.mark.parametrize("preset, world", [("sprint", 1), ("sprint", 8), ("speedrun", 2)])
+def test_first_micro_batch_is_as_large_as_the_trainers(monkeypatch, preset, world):
+    """Which is all that a rank has of a step. With half of it steps of the sprint became 5 % slower."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import compile_ahead
+    preset = compile_ahead.tg.PRESETS[preset]
+    batch = compile_ahead.packed(preset, [0], world)[0]
+    assert batch.views(batch.data).tokens.numel() == preset.stages[0].batch_tokens // world
+
+
+def test_regions_wait_for_the_trainers_model(tmp_path, monkeypatch):
+    """On any GPU; and where none appears, not for ever."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import compile_ahead
+    asked = tmp_path / "asked"
+    asked.write_text("")
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\necho >> {asked}\necho 4\necho $((700 * $(wc -l < {asked})))\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(compile_ahead.time, "sleep", lambda seconds: None)
+    compile_ahead.await_trainer(seconds=0)
+    assert len(asked.read_text()) == 1
+    compile_ahead.await_trainer()
+    assert len(asked.read_text()) == 3
+
+
+# A machine with 16 cores, on which the processes of the regions do nothing.
+STARTER = """
+import os
+import runpy
+import sys
+
+os.sched_getaffinity = lambda process: range(16)
+sys.executable = sys.argv[1]
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_what_is_compiled_is_not_compiled_again(tmp_path):
+    """A file in torch's cache says that all regions are there. A process that failed leaves none."""
+    told, cache = tmp_path / "told", tmp_path / "cache"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho \"$@\" >> {told}\nexit $CODE\n")
+    python.chmod(0o755)
+    options = [ROOT / "benchmarks/compile_ahead.py", "--preset", "smoke-gpu"]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+
+    def run(*command, code=0):
+        subprocess.run([sys.executable, *command], capture_output=True, env=environment | {"CODE": str(code)}, check=True)
+
+    for code, files in ((1, 0), (0, 1)):
+        run("-c", STARTER, python, *options, "--regions", code=code)
+        lines = told.read_text().splitlines()
+        assert all(f"{options[0]} --preset smoke-gpu --only " in line for line in lines) and "--regions" not in lines[0]
+        assert len(lines) == (2 - code) * 7 and len(list(cache.glob("ahead_*"))) == files
+    run(*options, "--only", "final_states", "--device", "cpu")
+    assert not (cache / "fxgraph").exists()
