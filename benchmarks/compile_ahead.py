@@ -17,8 +17,10 @@ Inductor takes a region's code from its cache only if it was compiled for tensor
 
 import argparse
 import copy
+import ctypes
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,12 +35,15 @@ REGIONS = [
     {"attention_in"}, {"mlp_in"}, {"attention_out"}, {"injections", "final_states"}, {"pointer_in", "relu_squared_mlp"},
     {"normuon_update"}, {"nesterov_momentum", "adam_update"}]
 PROCESSES = []
-if __name__ == "__main__" and "--regions" in sys.argv and len(os.sched_getaffinity(0)) >= 2 * len(REGIONS):
-    # They start before torch is imported here, which takes seconds. Not by multiprocessing: a fork could not use the
-    # GPU's driver. And torch names a constant in the keys of its cache after the first module that knows torch, which
-    # must be the same one as in the trainer.
-    command = [sys.executable] + [argument for argument in sys.argv if argument != "--regions"]
-    PROCESSES = [subprocess.Popen([*command, "--only", *sorted(names)]) for names in REGIONS]
+if __name__ == "__main__":
+    # End with the parent, which is the trainer, for run.sh becomes it. The next one needs the GPU's memory.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if "--regions" in sys.argv and len(os.sched_getaffinity(0)) >= 2 * len(REGIONS):
+        # They start before torch is imported here, which takes seconds. Not by multiprocessing: a fork could not use
+        # the GPU's driver. And torch names a constant in the keys of its cache after the first module that knows torch,
+        # which must be the same one as in the trainer.
+        command = [sys.executable] + [argument for argument in sys.argv if argument != "--regions"]
+        PROCESSES = [subprocess.Popen([*command, "--only", *sorted(names)]) for names in REGIONS]
 
 import torch
 import torch._inductor.config

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +90,36 @@ def test_regions_wait_for_the_trainers_model(tmp_path, monkeypatch):
     assert len(asked.read_text()) == 1
     compile_ahead.await_trainer()
     assert len(asked.read_text()) == 3
+
+
+# Starts a process, tells which, and ends as soon as that one has asked for a signal.
+PARENT = """
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+process = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+    time.sleep(0.01)
+print(process.pid)
+"""
+
+
+def test_it_ends_with_the_trainer():
+    run = subprocess.run([sys.executable, "-c", PARENT, ROOT / "benchmarks/compile_ahead.py"], stdout=subprocess.PIPE, check=True)
+    status = Path(f"/proc/{int(run.stdout)}/status")
+
+    def runs():
+        try:
+            return "zombie" not in status.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    deadline = time.monotonic() + 2  # without the signal it would take longer
+    while runs() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not runs()
 
 
 # A machine with 16 cores, on which the processes of the regions do nothing.
