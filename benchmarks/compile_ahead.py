@@ -5,7 +5,8 @@
     python benchmarks/compile_ahead.py --preset sprint --regions           regions, too, for this machine's GPU
 
 Regions need 14 CPU cores, and half a GiB of the GPU for each of seven processes, because torch opens a context there
-even for tensors without memory. They wait for the trainer, which plans its micro-batches by the memory that is free.
+even for tensors without memory. They wait for the trainer, which plans its micro-batches by the memory that is free,
+but not longer than a minute.
 
 `run.sh` starts it beside the trainer. While that one imports and builds the model, this compiles on all cores what the
 trainer would compile one after another, so that it finds most of it in the caches. What is not foreseen, an optimizer's
@@ -34,6 +35,7 @@ from types import SimpleNamespace
 REGIONS = [
     {"attention_in"}, {"mlp_in"}, {"attention_out"}, {"injections", "final_states"}, {"pointer_in", "relu_squared_mlp"},
     {"normuon_update"}, {"nesterov_momentum", "adam_update"}]
+OPTIMIZER = {"normuon_update", "nesterov_momentum", "adam_update"}
 PROCESSES = []
 if __name__ == "__main__":
     # End with the parent, which is the trainer, for run.sh becomes it. The next one needs the GPU's memory.
@@ -196,8 +198,11 @@ def main() -> None:
     facts = [torch.__version__, options.preset, options.capability, options.world, Path(tg.__file__).read_text()]
     done = Path(cache_dir(), f"ahead_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}")
     if options.only:
-        if not done.exists():
-            compile_regions(set(options.only), preset, options.world, capability, torch.device(options.device))
+        names = set(options.only)
+        if options.world > 1:  # a rank updates its share, and what Inductor tuned for the whole it would find and take
+            names -= OPTIMIZER
+        if names and not done.exists():
+            compile_regions(names, preset, options.world, capability, torch.device(options.device))
         return
 
     started = time.perf_counter()

@@ -212,7 +212,7 @@ def test_check_that_fails_says_so(machine):
 
 
 @pytest.mark.parametrize("capability, gib, expected", [
-    (9, 79.2, "--preset sprint --capability 9.0 --world 1 --regions"), (9, 47.4, "--preset sprint --capability 9.0 --world 1"), (7, 79.2, "nothing")])
+    (9, 79.2, "--preset sprint --capability 9.0 --world 1 --regions"), (12, 47.4, "--preset sprint --capability 12.0 --world 1"), (7, 79.2, "nothing")])
 def test_step_is_compiled_beside_the_trainer(machine, capability, gib, expected):
     """By a process whose failure and output nobody sees; regions only where the GPU has memory to spare."""
     machine.write("benchmarks/compile_ahead.py", "import sys; open('told', 'w').write(' '.join(sys.argv[1:])); print('seen'); sys.exit(1)")
