@@ -19,11 +19,14 @@ Inductor takes a region's code from its cache only if it was compiled for tensor
 import argparse
 import copy
 import ctypes
+import getpass
 import hashlib
+import importlib.metadata
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,15 +38,35 @@ from types import SimpleNamespace
 REGIONS = [
     {"attention_in"}, {"mlp_in"}, {"attention_out"}, {"injections", "final_states"}, {"pointer_in", "relu_squared_mlp"},
     {"normuon_update"}, {"nesterov_momentum", "adam_update"}]
-OPTIMIZER = {"normuon_update", "nesterov_momentum", "adam_update"}
+TRAINER = Path(__file__).parent.parent / "train_gpt.py"
+
+
+def inductor_cache() -> Path:
+    """The folder of Inductor's cache, found without torch."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), f"torchinductor_{user}"))
+
+
+def mark() -> Path:
+    """The file that says, once it is there, that the caches hold all that is compiled with these arguments."""
+    facts = [importlib.metadata.version("torch"), os.environ.get("TRITON_CACHE_DIR"), sys.argv[1:],
+             TRAINER.read_text(), Path(__file__).read_text()]
+    return inductor_cache() / f"ahead_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
+
+
+# To import torch takes seconds, in which the trainer imports it, too. What need not wait for it comes before.
 PROCESSES = []
 if __name__ == "__main__":
+    if mark().exists():
+        sys.exit()
     # End with the parent, which is the trainer, for run.sh becomes it. The next one needs the GPU's memory.
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if "--regions" in sys.argv and len(os.sched_getaffinity(0)) >= 2 * len(REGIONS):
-        # They start before torch is imported here, which takes seconds. Not by multiprocessing: a fork could not use
-        # the GPU's driver. And torch names a constant in the keys of its cache after the first module that knows torch,
-        # which must be the same one as in the trainer.
+        # Not by multiprocessing: a fork could not use the GPU's driver. And torch names a constant in the keys of its
+        # cache after the first module that knows torch, which must be the same one as in the trainer.
         command = [sys.executable] + [argument for argument in sys.argv if argument != "--regions"]
         PROCESSES = [subprocess.Popen([*command, "--only", *sorted(names)]) for names in REGIONS]
 
@@ -51,12 +74,11 @@ import torch
 import torch._inductor.config
 import triton
 from torch import Tensor, nn
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses import fake_tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(TRAINER.parent))
 import train_gpt as tg
 
 META = torch.device("meta")
@@ -141,18 +163,20 @@ def train_and_validate(preset: tg.Preset, batches: dict[int, tg.HostBatch], devi
 
 # ---- regions ---------------------------------------------------------------------------------------------------------
 def await_trainer(seconds: float = 60) -> None:
-    """Wait until a trainer has planned and holds a model in a GPU's memory, or until nobody seems to come."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Wait until a trainer has planned and holds a model in the first GPU's memory, or until nobody seems to come."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     deadline = time.monotonic() + seconds
-    while max(map(int, subprocess.check_output(command).split())) < MODEL_MIB and time.monotonic() < deadline:
+    while int(subprocess.check_output(command)) < MODEL_MIB and time.monotonic() < deadline:
         time.sleep(0.5)
 
 
 def compile_regions(
-        names: set[str], preset: tg.Preset, world: int, capability: tuple[int, int], device: torch.device) -> None:
+        names: set[str], preset: tg.Preset, capability: tuple[int, int], device: torch.device) -> None:
     """Compile the regions whose functions have these names, and nothing else. For a process of its own."""
     torch._inductor.config.compile_threads = 1  # no pool of processes beside each of these; no part of the cache's keys
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.fx_passes import pad_mm
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     def compile_and_forget(graph, inputs):
@@ -171,12 +195,15 @@ def compile_regions(
 
     dynamo_compile = torch.compile
     torch.compile = compile_some
+    # Inductor would time on the GPU whether the gates' thin products gain by padding. Beside the trainer that is chance,
+    # and what trainers find by themselves is nearly always that they do not.
+    pad_mm.should_pad = lambda *arguments, **options: False
     # Inductor's kernels go into the caches, but not onto the GPU, where nothing runs.
     CachingAutotuner._make_launchers = CachingAutotuner._dynamic_scale_rblock = lambda kernel: None
     fake_tensor.init_gpu_context = lambda device: None
     pretend(capability)
     JITFunction.run = lambda *arguments, **options: None
-    batches = packed(preset, [0], world)  # regions are the same in all stages
+    batches = packed(preset, [0])  # regions are the same in all stages
     if device.type == "cuda":
         await_trainer()
     with fake_tensor.FakeTensorMode():
@@ -187,22 +214,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tg.PRESETS, default="sprint")
     parser.add_argument("--capability", default="9.0")
-    parser.add_argument("--world", type=int, default=1, help="number of GPUs, which share a batch")
+    parser.add_argument("--world", type=int, default=1, help="number of GPUs, which share a batch; regions are one GPU's")
     parser.add_argument("--regions", action="store_true")
     parser.add_argument("--only", nargs="+", help="these regions and no kernels, in this process")
     parser.add_argument("--device", default="cuda:0", help="of the regions; the tests take a CPU")
     options = parser.parse_args()
     preset = tg.PRESETS[options.preset]
     capability = tuple(map(int, options.capability.split(".")))
-    # A file in torch's cache says that all regions are there. To compile them again would only disturb the trainer.
-    facts = [torch.__version__, options.preset, options.capability, options.world, Path(tg.__file__).read_text()]
-    done = Path(cache_dir(), f"ahead_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}")
     if options.only:
-        names = set(options.only)
-        if options.world > 1:  # a rank updates its share, and what Inductor tuned for the whole it would find and take
-            names -= OPTIMIZER
-        if names and not done.exists():
-            compile_regions(names, preset, options.world, capability, torch.device(options.device))
+        compile_regions(set(options.only), preset, capability, torch.device(options.device))
         return
 
     started = time.perf_counter()
@@ -213,9 +233,12 @@ def main() -> None:
         train_and_validate(preset, packed(preset, list(range(len(preset.stages))), options.world))
     print(f"{len(compiled)} kernels compiled in {time.perf_counter() - started:.1f} s")
     failed = [process.wait() for process in PROCESSES]
-    if PROCESSES and not any(failed):
-        done.touch()
+    if any(failed):
+        sys.exit("regions: some were not compiled")
+    if PROCESSES:
         print(f"regions compiled in {time.perf_counter() - started:.1f} s")
+    mark().parent.mkdir(parents=True, exist_ok=True)
+    mark().touch()
 
 
 if __name__ == "__main__":

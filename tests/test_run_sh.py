@@ -211,10 +211,13 @@ def test_check_that_fails_says_so(machine):
     assert result.returncode == 4 and said.startswith("run.sh: preset smoke cannot run yet (exit code 4)") and "It takes one to two minutes" in said
 
 
-@pytest.mark.parametrize("capability, gib, expected", [
-    (9, 79.2, "--preset sprint --capability 9.0 --world 1 --regions"), (12, 47.4, "--preset sprint --capability 12.0 --world 1"), (7, 79.2, "nothing")])
-def test_step_is_compiled_beside_the_trainer(machine, capability, gib, expected):
-    """By a process whose failure and output nobody sees; regions only where the GPU has memory to spare."""
+@pytest.mark.parametrize("capability, gib, gpus, expected", [
+    (9, 79.2, 1, "--preset sprint --capability 9.0 --world 1 --regions"), (9, 79.2, 2, "--preset sprint --capability 9.0 --world 2"),
+    (12, 47.4, 1, "--preset sprint --capability 12.0 --world 1"), (7, 79.2, 1, "nothing")])
+def test_step_is_compiled_beside_the_trainer(machine, capability, gib, gpus, expected):
+    """By a process whose failure and output nobody sees; regions only for one GPU, which has memory to spare."""
+    machine.write("modules/torch/__init__.py", FAKE_TORCH)
+    machine.write("modules/torch/distributed/run.py", "import runpy; runpy.run_path('train_gpt.py')")
     machine.write("benchmarks/compile_ahead.py", "import sys; open('told', 'w').write(' '.join(sys.argv[1:])); print('seen'); sys.exit(1)")
     machine.write("train_gpt.py", f"""
 import time
@@ -224,7 +227,7 @@ while not (Path("told").exists() and Path("told").read_text()) and time.monotoni
     time.sleep(0.01)
 print(Path("told").read_text() if Path("told").exists() else "nothing")
 """)
-    result = machine.run("--preset", "sprint", RUN_SH_DRY="", FAKE_GPUS="1", FAKE_CAPABILITY=str(capability), FAKE_GIB=str(gib))
+    result = machine.run("--preset", "sprint", RUN_SH_DRY="", FAKE_GPUS=str(gpus), FAKE_CAPABILITY=str(capability), FAKE_GIB=str(gib))
     assert result.returncode == 0 and result.stdout == expected + "\n" and "seen" not in result.stderr
 
 
