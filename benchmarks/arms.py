@@ -328,13 +328,18 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
 def search(options: argparse.Namespace) -> None:
     """Give each GPU the next arm that nobody has taken, as soon as the one before it on that GPU trains."""
     end = time.monotonic() + options.seconds
+    arms = read_arms(options.arms)
     taken, running = set(), {gpu: [] for gpu in options.gpus}
     while time.monotonic() < end:
+        try:
+            arms = read_arms(options.arms)
+        except (json.JSONDecodeError, FileNotFoundError):
+            pass  # somebody is writing it
         for gpu, processes in running.items():
             names = [name for name, process in processes if process.poll() is None]
             if len(names) > 1 or names and not Path(f"{options.out}.{names[-1]}.started").exists():
                 continue
-            arm = next((a for a in read_arms(options.arms) if a["name"] not in taken), None)
+            arm = next((a for a in arms if a["name"] not in taken), None)
             if arm is None or arm.get("alone") and names:
                 continue
             taken.add(arm["name"])

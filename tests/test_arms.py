@@ -108,3 +108,27 @@ def test_largest_channels():
     assert found["stream.0"] == found["stream.3"] == pytest.approx(expected)
     assert found["head"] == pytest.approx((round(float(head[:2].std()), 4), 3.0, round(2 ** 0.5, 4)))
     assert not any(block._forward_hooks for block in blocks.values())
+
+
+@pytest.mark.fast
+def test_arms_may_be_appended_while_they_run(tmp_path, monkeypatch):
+    """Also by who empties the file first, as `cp` does, and is seen at that."""
+    path = tmp_path / "arms.json"
+    texts = iter(["", '[{"name": "a"}, {"na', '[{"name": "a"}, {"name": "b"}]'])
+    started = []
+
+    class Run:
+        returncode = 0
+
+        def __init__(self, command, **_):
+            started.append(command[-1])
+            (tmp_path / f"out.{started[-1]}.started").touch()
+
+        def poll(self):
+            return None if started == ["a"] else 0
+
+    path.write_text('[{"name": "a"}]')
+    monkeypatch.setattr(arms.subprocess, "Popen", Run)
+    monkeypatch.setattr(arms.time, "sleep", lambda seconds: path.write_text(next(texts)))
+    arms.search(SimpleNamespace(arms=path, gpus=["cpu"], seconds=60, out=tmp_path / "out"))
+    assert started == ["a", "b"]
