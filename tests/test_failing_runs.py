@@ -398,7 +398,7 @@ def test_a_shard_is_cut_while_it_is_read(broken):
     """In the prefetch thread, of a file that was whole when the run started; a memory map would die of a signal."""
     run = broken("shard cut")
     assert run.codes in ([4, 2], [2, 4], [2, 2]), "they read one file: either or both meet its end"
-    assert re.fullmatch(r"train_gpt: rank \d: .*tiny_train_000000.bin: reading at token [\d,]+: expected \d+ tokens as when it was checked, "
+    assert re.fullmatch(r"train_gpt: rank \d: .*tiny_train_000000.bin: reading at token [\d,]+: expected [\d,]+ tokens as when it was checked, "
                         r"found its end; fix: fetch this file again", last_line(run.said[run.codes.index(2)]))
     assert run.log[-1]["state"].startswith("failed: ")
 
