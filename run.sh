@@ -182,7 +182,7 @@ train() {
   fi
   if [[ " $* " != *" --check "* ]]; then
     if ((capability >= 80)) && [[ ! ${RUN_SH_DRY:-} ]]; then # the trainer finds in torch's and Triton's caches what this compiles
-      local ahead=(benchmarks/compile_ahead.py --preset "$preset" --capability "${capability%?}.${capability: -1}" --world $((world * nodes)))
+      local ahead=(benchmarks/compile_ahead.py --preset "$preset" --capability "${capability%?}.${capability: -1}")
       # Regions take 4 GiB of the GPU meanwhile. For several GPUs, whose shares have other sizes, kernels alone (records/LOG.md).
       ((gib < SPRINT_GIB || world * nodes > 1)) || ahead+=(--regions)
       "$python" "${ahead[@]}" </dev/null &>/dev/null &

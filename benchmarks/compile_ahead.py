@@ -4,13 +4,13 @@
     python benchmarks/compile_ahead.py --preset sprint --capability 10.0   kernels, for another GPU
     python benchmarks/compile_ahead.py --preset sprint --regions           regions, too, for this machine's GPU
 
-Regions need 14 CPU cores, and half a GiB of the GPU for each of seven processes, because torch opens a context there
-even for tensors without memory. They wait for the trainer, which plans its micro-batches by the memory that is free,
-but not longer than a minute.
+Regions are for a trainer on one GPU. They need 14 CPU cores, and half a GiB of the GPU for each of seven processes,
+because torch opens a context there even for tensors without memory. They wait for the trainer, which plans its
+micro-batches by the memory that is free, but not longer than a minute.
 
 `run.sh` starts it beside the trainer. While that one imports and builds the model, this compiles on all cores what the
-trainer would compile one after another, so that it finds most of it in the caches. What is not foreseen, an optimizer's
-share on several GPUs or other options, the trainer compiles as always.
+trainer would compile one after another, so that it finds most of it in the caches. What other options need besides, the
+trainer compiles as always.
 
 The step runs on tensors without memory. For kernels they are torch's meta tensors, for regions fake tensors of the GPU:
 Inductor takes a region's code from its cache only if it was compiled for tensors that look the same.
@@ -50,7 +50,7 @@ def inductor_cache() -> Path:
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), f"torchinductor_{user}"))
 
 
-def mark() -> Path:
+def find_mark() -> Path:
     """The file that says, once it is there, that the caches hold all that is compiled with these arguments."""
     facts = [importlib.metadata.version("torch"), os.environ.get("TRITON_CACHE_DIR"), sys.argv[1:],
              TRAINER.read_text(), Path(__file__).read_text()]
@@ -60,7 +60,8 @@ def mark() -> Path:
 # To import torch takes seconds, in which the trainer imports it, too. What need not wait for it comes before.
 PROCESSES = []
 if __name__ == "__main__":
-    if mark().exists():
+    MARK = find_mark()
+    if MARK.exists():
         sys.exit()
     # End with the parent, which is the trainer, for run.sh becomes it. The next one needs the GPU's memory.
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -118,11 +119,12 @@ def compile_only(capability: tuple[int, int], found: Callable = lambda name, ker
     JITFunction.run = run
 
 
-def packed(preset: tg.Preset, stages: list[int], world: int = 1) -> dict[int, tg.HostBatch]:
-    """A micro-batch of generated documents for each stage, as large as the trainer's, and a window of the validation.
+def packed(preset: tg.Preset, stages: list[int]) -> dict[int, tg.HostBatch]:
+    """A micro-batch of generated documents for each stage, as large as on one GPU, and a window of the validation.
 
-    Inductor tunes a region for the size that it is compiled with, which is the first stage's."""
-    ranks = SimpleNamespace(world=world)
+    Inductor tunes a region for the size that it is compiled with, which is the first stage's. Kernels are the same for
+    all sizes."""
+    ranks = SimpleNamespace(world=1)
     batches = {}
     for index in stages:
         stage = preset.stages[index]
@@ -171,8 +173,7 @@ def await_trainer(seconds: float = 60) -> None:
         time.sleep(0.5)
 
 
-def compile_regions(
-        names: set[str], preset: tg.Preset, capability: tuple[int, int], device: torch.device) -> None:
+def compile_regions(names: set[str], preset: tg.Preset, capability: tuple[int, int], device: torch.device) -> None:
     """Compile the regions whose functions have these names, and nothing else. For a process of its own."""
     torch._inductor.config.compile_threads = 1  # no pool of processes beside each of these; no part of the cache's keys
     from torch._inductor.compile_fx import compile_fx
@@ -214,7 +215,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tg.PRESETS, default="sprint")
     parser.add_argument("--capability", default="9.0")
-    parser.add_argument("--world", type=int, default=1, help="number of GPUs, which share a batch; regions are one GPU's")
     parser.add_argument("--regions", action="store_true")
     parser.add_argument("--only", nargs="+", help="these regions and no kernels, in this process")
     parser.add_argument("--device", default="cuda:0", help="of the regions; the tests take a CPU")
@@ -230,15 +230,15 @@ def main() -> None:
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: cache_hit or compiled.append(1)
     compile_only(capability)
     with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
-        train_and_validate(preset, packed(preset, list(range(len(preset.stages))), options.world))
+        train_and_validate(preset, packed(preset, list(range(len(preset.stages)))))
     print(f"{len(compiled)} kernels compiled in {time.perf_counter() - started:.1f} s")
     failed = [process.wait() for process in PROCESSES]
     if any(failed):
         sys.exit("regions: some were not compiled")
     if PROCESSES:
         print(f"regions compiled in {time.perf_counter() - started:.1f} s")
-    mark().parent.mkdir(parents=True, exist_ok=True)
-    mark().touch()
+    MARK.parent.mkdir(parents=True, exist_ok=True)
+    MARK.touch()
 
 
 if __name__ == "__main__":

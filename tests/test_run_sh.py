@@ -212,8 +212,8 @@ def test_check_that_fails_says_so(machine):
 
 
 @pytest.mark.parametrize("capability, gib, gpus, expected", [
-    (9, 79.2, 1, "--preset sprint --capability 9.0 --world 1 --regions"), (9, 79.2, 2, "--preset sprint --capability 9.0 --world 2"),
-    (12, 47.4, 1, "--preset sprint --capability 12.0 --world 1"), (7, 79.2, 1, "nothing")])
+    (9, 79.2, 1, "--preset sprint --capability 9.0 --regions"), (9, 79.2, 2, "--preset sprint --capability 9.0"),
+    (12, 47.4, 1, "--preset sprint --capability 12.0"), (7, 79.2, 1, "nothing")])
 def test_step_is_compiled_beside_the_trainer(machine, capability, gib, gpus, expected):
     """By a process whose failure and output nobody sees; regions only for one GPU, which has memory to spare."""
     machine.write("modules/torch/__init__.py", FAKE_TORCH)
