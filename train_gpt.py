@@ -778,8 +778,7 @@ class Block(nn.Module):
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
 
     def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars, skip: Tensor | None,
-                value: Tensor | None, documents: Documents,
-                geometry: Geometry) -> tuple[Tensor, Tensor | None, Tensor | None]:
+                value: Tensor | None, documents: Documents, geometry: Geometry):
         """The stream x [T, width] after attention and, apart, the MLP's output, which the next
         region adds:
 
@@ -932,8 +931,7 @@ class GPT(nn.Module):
                 skips[block.index] = x
         return self.final_states(x, mlp_out, x0, ngram, self.final_gate)
 
-    def predictions(self, documents: Documents, geometry: Geometry,
-                    weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
+    def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor):
         """The operands of the loss: final states, head, targets with their weights [K], softcap."""
         config = self.config
         h = self.features(documents, geometry)
@@ -1661,7 +1659,6 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
         room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
 
     state = state_bytes(preset, ranks, ops)
-    largest_chunk = max(stage.chunk_tokens for stage in preset.stages)
     # Of each token: its logits in bfloat16, and their gradient.
     logit_bytes = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
     for recompute in (False, True):
@@ -1672,7 +1669,7 @@ def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None
         if needed <= room_bytes:
             return recompute, tokens, needed
 
-    fail("GPU memory", f"{needed / 2**30:.1f} GiB for one batch chunk of {largest_chunk:,} tokens at a time",
+    fail("GPU memory", f"{needed / 2**30:.1f} GiB for one batch chunk of {tokens:,} tokens at a time",
          f"{room_bytes / 2**30:.1f} GiB",
          "end other programs on this GPU (nvidia-smi), or --preset sprint-small, smoke-gpu or smoke", EXIT_HARDWARE)
 
@@ -1963,13 +1960,11 @@ class Meter:
         ms_per_step = elapsed_ms / steps
         tokens_per_ms = stage.batch_tokens / ms_per_step
         left_s = (self.total_tokens - self.tokens) / tokens_per_ms / 1e3
-        share = self.tokens / self.total_tokens
 
         self.log.line("step", step=step, train_loss=round(loss, 6), tokens=self.tokens,
                       ms_per_step=round(ms_per_step, 3))
         self.log.say(f"step {step:5d}/{self.total_steps}   train loss {loss:7.4f}   {ms_per_step:8.2f} ms/step   "
-                     f"{tokens_per_ms:6.1f} tokens/ms   {left_s:6.1f} s left",
-                     f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left")
+                     f"{tokens_per_ms:6.1f} tokens/ms   {left_s:6.1f} s left")
         if not math.isfinite(loss):
             fail("training loss", "a finite number", f"{loss} at step {step}",
                  "lower the learning rate or report this seed", EXIT_NUMERICS)
@@ -3009,9 +3004,10 @@ def attention_forward_kernel(
         accumulator = tl.dot(p.to(v.dtype), v, accumulator)
 
     inside = queries < tokens
-    row_sum /= tl.load(gates_ptr + queries * tl.num_programs(0) + head, inside, other=1.0).to(tl.float32)
+    heads = tl.num_programs(0)
+    row_sum /= tl.load(gates_ptr + queries * heads + head, inside, other=1.0)
     tl.store(lse_ptr + head * tokens + queries, tl.log2(row_sum), inside)
-    store_tile(out_ptr, accumulator / row_sum[:, None], start, head, tl.num_programs(0), tokens)
+    store_tile(out_ptr, accumulator / row_sum[:, None], start, head, heads, tokens)
 
 
 @jit
@@ -3029,11 +3025,11 @@ def attention_delta_kernel(
     heads = tl.num_programs(0)
     queries = start + tl.arange(0, BLOCK_M)
     out = load_tile(out_ptr, start, head, heads * HEAD_DIM_V, tokens, HEAD_DIM_V, BLOCK_M).to(tl.float32)
-    dout = load_tile(dout_ptr, start, head, stride_dout_row, tokens, HEAD_DIM_V, BLOCK_M).to(tl.float32)
+    dout = load_tile(dout_ptr, start, head, stride_dout_row, tokens, HEAD_DIM_V, BLOCK_M)
     delta = tl.sum(out * dout, 1)
 
     inside = queries < tokens
-    delta /= tl.load(gates_ptr + queries * heads + head, inside, other=1.0).to(tl.float32)
+    delta /= tl.load(gates_ptr + queries * heads + head, inside)
     tl.store(dgates_ptr + queries * heads + head, delta, inside)
     tl.store(delta_ptr + head * tokens + queries, delta, inside)
 
@@ -3086,9 +3082,10 @@ def attention_backward_kernel(
         ds = p * (dp - load_vector(delta_ptr, query, tokens, head))
         own_dqk = tl.dot(ds.to(other_qk.dtype), other_qk, own_dqk)
 
-    store_tile(own_dqk_ptr, own_dqk * scale, start, head, tl.num_programs(0), tokens)
+    heads = tl.num_programs(0)
+    store_tile(own_dqk_ptr, own_dqk * scale, start, head, heads, tokens)
     if KEYS:
-        store_tile(own_dv_ptr, own_dv, start, head, tl.num_programs(0), tokens)
+        store_tile(own_dv_ptr, own_dv, start, head, heads, tokens)
 
 
 def attention_tiles(device, head_dim_qk=128):
@@ -3197,7 +3194,7 @@ class PackedAttention(Function):
 def pointer_kernel(
     qk_ptr, qk_desc, ids_ptr, log_copy_ptr, lse_ptr, distances_ptr, window,
     grad_log_copy_ptr, dqk_ptr, tokens, scale_log2,
-    NEG_INF: constexpr, LOG2_E: constexpr, KEYS: constexpr,
+    NEG_INF: constexpr, KEYS: constexpr,
     HEAD_DIM_QK: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """log_copy [T], and lse [T] in base 2, of BLOCK_M queries; or a gradient, if grad_log_copy [T] is given.
@@ -3210,6 +3207,7 @@ def pointer_kernel(
     backward. With 128 channels, a window of 4096 and T = 16,384 | 65,536 the forward takes 31 | 55 us, the
     backward 120 | 208 us. Reference: pointer_reference.
     """
+    log2e = 1.4426950408889634
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
     reach = visible_reach(distances_ptr, own, tokens, window)[:, None]
@@ -3232,7 +3230,7 @@ def pointer_kernel(
             sum_exp_match += tl.sum(tl.where(match, p, 0.0), 1)
         else:
             grad_log_copy = load_vector(grad_log_copy_ptr, query, tokens)
-            log2_copy = load_vector(log_copy_ptr, query, tokens) * LOG2_E
+            log2_copy = load_vector(log_copy_ptr, query, tokens) * log2e
             lse = load_vector(lse_ptr, query, tokens)
             # With a = e^(s - lse) and the copied share c = e^log_copy, ds is grad_log_copy times a / c - a where ids
             # match, and times -a elsewhere. p is a / c where they match, else a: one factor serves both.
@@ -3246,11 +3244,11 @@ def pointer_kernel(
         inside = own < tokens
         tl.store(
             log_copy_ptr + own,
-            tl.maximum((tl.log2(sum_exp_match) - log2_sum) / LOG2_E, NEG_INF),
+            tl.maximum((tl.log2(sum_exp_match) - log2_sum) / log2e, NEG_INF),
             inside)
         tl.store(lse_ptr + own, tl.where(sum_exp_match > 0, log2_sum, float("inf")), inside)
     else:
-        store_tile(dqk_ptr, own_dqk * (scale_log2 / LOG2_E), start, KEYS, 2, tokens)
+        store_tile(dqk_ptr, own_dqk * (scale_log2 / log2e), start, KEYS, 2, tokens)
 
 
 class PointerLogCopy(Function):
@@ -3272,7 +3270,7 @@ class PointerLogCopy(Function):
         pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
             qk, tile_descriptor(qk, tile), ids, log_copy, lse, positions, window,
             None, None, tokens, scale * LOG2_E,
-            NEG_INF, LOG2_E, 0, HEAD_DIM_QK=width, **tile)
+            NEG_INF, 0, HEAD_DIM_QK=width, **tile)
         ctx.save_for_backward(qk, ids, log_copy, lse, positions, remaining)
         ctx.window = window
         ctx.scale = scale
@@ -3290,7 +3288,7 @@ class PointerLogCopy(Function):
             pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
                 qk, tile_descriptor(qk, tile), ids, log_copy, lse, distances, ctx.window,
                 grad_log_copy, dqk, tokens, ctx.scale * LOG2_E,
-                NEG_INF, LOG2_E, keys, HEAD_DIM_QK=width, **tile)
+                NEG_INF, keys, HEAD_DIM_QK=width, **tile)
         return dqk, None, None, None, None, None
 
 
@@ -3486,21 +3484,15 @@ def load_positions(positions_ptr, cos_ptr, sin_ptr, tokens, DIM, BLOCK_M):
     valid = token < tokens
     position = tl.load(positions_ptr + token, valid, other=0)
     offsets = position[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)
-    cos = tl.load(cos_ptr + offsets, valid[:, None], other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + offsets, valid[:, None], other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + offsets, valid[:, None])
+    sin = tl.load(sin_ptr + offsets, valid[:, None]).to(tl.float32)
     return token, valid, position, cos, sin
 
 
 @jit
 def rotate_halves(first, second, cos, sin):
-    """The rotary embedding; reference: rotate."""
+    """The rotary embedding; reference: rotate. With -sin it is the inverse, which is also the gradient."""
     return first * cos + second * sin, second * cos - first * sin
-
-
-@jit
-def rotate_back(first, second, cos, sin):
-    """The inverse of rotate_halves, which is also its gradient."""
-    return first * cos - second * sin, first * sin + second * cos
 
 
 @jit
@@ -3527,14 +3519,13 @@ def split_heads_kernel(
     k_in_ptr = q_in_ptr + q_width
 
     first, second, _ = load_normed(q_in_ptr, token, valid, qkv_width, HEAD_DIM_QK)
-    q_ptr += head * HEAD_DIM_QK
     first, second = rotate_halves(first, second, cos, sin)
-    store_halves(q_ptr, first, second, token, valid, q_width, HEAD_DIM_QK)
+    store_halves(q_ptr + head * HEAD_DIM_QK, first, second, token, valid, q_width, HEAD_DIM_QK)
 
     first, second, _ = load_normed(k_in_ptr, token, valid, qkv_width, HEAD_DIM_QK)
     first, second = rotate_halves(first, second, cos, sin)
     if KEY_OFFSET:  # the stationary dims come from the token before, if the document has one
-        stationary = tl.arange(0, HEAD_DIM_QK // 2)[None, :] >= HEAD_DIM_QK // 4
+        stationary = tl.arange(0, HEAD_DIM_QK // 2) >= HEAD_DIM_QK // 4
         source = tl.where(position > 0, token - 1, token)
         first_before, second_before, _ = load_normed(k_in_ptr, source, valid, qkv_width, HEAD_DIM_QK)
         first = tl.where(stationary, first_before, first)
@@ -3545,7 +3536,7 @@ def split_heads_kernel(
         first, second = load_halves(v_in_ptr, token, valid, qkv_width, HEAD_DIM_V)
         value_first, value_second = load_halves(
             value_ptr + head * HEAD_DIM_V, token, valid, VALUE_WIDTH, HEAD_DIM_V)
-        gate = tl.load(gates_ptr + token * HEADS + head, valid, other=0.0).to(tl.float32)[:, None]
+        gate = tl.load(gates_ptr + token * HEADS + head, valid)[:, None]
         store_halves(v_ptr + head * HEAD_DIM_V, first + gate * value_first, second + gate * value_second,
                      token, valid, v_width, HEAD_DIM_V)
 
@@ -3593,7 +3584,6 @@ def split_heads_grad_kernel(
     v_width = HEADS * HEAD_DIM_V
     qkv_width = 2 * q_width + v_width
     q_column = head * HEAD_DIM_QK
-    k_column = (HEADS + head) * HEAD_DIM_QK
     v_column = 2 * q_width + head * HEAD_DIM_V
     in_ptr = qkv_ptr + q_column
 
@@ -3602,17 +3592,17 @@ def split_heads_grad_kernel(
         first, second = load_halves(grad_ptr, token, valid, q_width, HEAD_DIM_QK)
         if KEY_OFFSET and part == 1:
             # The stationary dims were read by the next token's key, and by a document's first key itself.
-            stationary = tl.arange(0, HEAD_DIM_QK // 2)[None, :] >= HEAD_DIM_QK // 4
+            stationary = tl.arange(0, HEAD_DIM_QK // 2) >= HEAD_DIM_QK // 4
             ends_document = tl.load(positions_ptr + token + 1, token + 1 < tokens, other=0) == 0
             has_next = valid & ~ends_document
             next_first, next_second = load_halves(grad_ptr, token + 1, has_next, q_width, HEAD_DIM_QK)
             starts_document = (position == 0)[:, None]
             first = tl.where(stationary, tl.where(starts_document, first, 0.0) + next_first, first)
             second = tl.where(stationary, tl.where(starts_document, second, 0.0) + next_second, second)
-        first, second = rotate_back(first, second, cos, sin)
+        first, second = rotate_halves(first, second, cos, -sin)
         first, second = norm_grad(in_ptr + part * q_width, first, second, token, valid, qkv_width, HEAD_DIM_QK)
         store_qkv_grad(
-            dqkv_ptr, dqk_t_desc, first, second, token, valid, (q_column, k_column)[part],
+            dqkv_ptr, dqk_t_desc, first, second, token, valid, q_column + part * q_width,
             factor, qkv_width, HEAD_DIM_QK, PTX)
 
     first, second = load_halves(dv_ptr + head * HEAD_DIM_V, token, valid, v_width, HEAD_DIM_V)
@@ -3622,7 +3612,7 @@ def split_heads_grad_kernel(
     if value_ptr is not None:
         value_first, value_second = load_halves(
             value_ptr + head * HEAD_DIM_V, token, valid, VALUE_WIDTH, HEAD_DIM_V)
-        gate = tl.load(gates_ptr + token * HEADS + head, valid, other=0.0).to(tl.float32)[:, None]
+        gate = tl.load(gates_ptr + token * HEADS + head, valid)[:, None]
         dvalue_ptr += head * HEAD_DIM_V
         dvalue_first, dvalue_second = gate * first, gate * second
         if ADD:
@@ -3639,7 +3629,7 @@ class ProjectHeads(Function):
 
     `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, heads, key_offset, scales, *copies)`;
     h [T, width], weight [H (2 Dk + Dv), width]. With `scales` the products are FP8, with the limits of
-    Fp8Mlp; else they are in the operands' dtype. ValueError if value has too few channels.
+    Fp8Mlp; else they are in the operands' dtype. value has at least H Dv channels, as GPT makes sure.
 
     After q, k and v it hands the value on. Where a later reader takes that, its gradient comes back through here, and
     the kernel adds to it: no tensor and no sum for each reader.
@@ -3666,8 +3656,6 @@ class ProjectHeads(Function):
         k = torch.empty_like(q)
         v = qkv[:, 2 * q[0].numel():].unflatten(1, (heads, -1))
         if value is not None:
-            if value.size(1) < v[0].numel():
-                raise ValueError(f"value embedding: expected at least {v[0].numel()} channels, found {value.size(1)}")
             v = v.new_empty(*v.shape)
             value = value.contiguous()
             value_gates = value_gates.contiguous()
@@ -3746,7 +3734,7 @@ def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD):
 def load_importance(num_always_ptr, classes, vocab_rows):
     """num_always and the importance weight of the sampled classes; without a pointer none is sampled."""
     num_always = classes if num_always_ptr is None else tl.load(num_always_ptr)
-    return num_always, (vocab_rows - num_always) / tl.maximum(classes - num_always, 1).to(tl.float32)
+    return num_always, (vocab_rows - num_always) / tl.maximum(classes - num_always, 1)
 
 
 @jit
@@ -3776,7 +3764,7 @@ def row_loss_kernel(
         exponential = tl.exp2(half * log2e * t - half * log2e)
         weighted = exponential * tl.where(column < num_always, 1.0, importance)
         total += tl.where(column < classes, weighted, 0.0)
-    lse = softcap + tl.log(tl.sum(total, axis=0))
+    lse = softcap + tl.log(tl.sum(total))
 
     loss = 0.0
     for k in tl.static_range(TARGETS):
@@ -3832,9 +3820,8 @@ def head_grad_kernel(
 
     logits = tl.load(logits_ptr + offsets, inside, other=0.0)
     t = tanh_of_softcap(logits, shift, temperature, FAST)
-    exponent = half * log2e * t
     lse = load_vector(lse_ptr, token, tokens)
-    grad = weight_sum[:, None] * tl.exp2(exponent + (half - lse)[:, None] * log2e)
+    grad = weight_sum[:, None] * tl.exp2(half * log2e * t + (half - lse)[:, None] * log2e)
     if first_column < num_always:  # the other tiles hold sampled classes alone, and no targets
         grad *= tl.where(column < num_always, 1.0, importance)
         for k in tl.static_range(TARGETS):
@@ -3863,7 +3850,7 @@ def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: constexpr):
     column = tl.arange(0, BLOCK_N)
     table_ptr += tl.load(ids_ptr + row).to(tl.int64) * width
     total = load_vector(table_ptr, column, width).to(tl.float32)
-    total += load_vector(rows_ptr, column, width, row).to(tl.float32)
+    total += load_vector(rows_ptr, column, width, row)
     tl.store(table_ptr + column, total, column < width)
 
 
@@ -4001,9 +3988,8 @@ def mlp_kernel(
     accumulation takes 1.6 times as long. Reference: relu_squared_mlp.
     """
     tiles_across = tl.cdiv(mlp_width, BLOCK_N)
-    first_tile = tl.program_id(0)
     tiles = tl.cdiv(tokens, BLOCK_M) * tiles_across
-    for tile in tl.range(first_tile, tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         row = tile // tiles_across * BLOCK_M
         column = tile % tiles_across * BLOCK_N
         x = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -4178,13 +4164,11 @@ def embedding_grad_kernel(
             # Rows without a gradient are not touched. To combine a mask with a scalar, `inside & (begin < end)`, makes
             # integers of it in Triton's interpreter, which refuses them as a mask from 3.9 on.
             inside = column < tl.where(begin < end, width, 0)
-            total += tl.load(row_ptr, inside, other=0.0).to(tl.float32)
+            total += tl.load(row_ptr, inside)
         tl.store(row_ptr, total, inside)
 
 
-def launch_groups(
-    kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, **options,
-):
+def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, **options):
     """Launch a kernel that sums the rows of grad [T, D] over each group of equal ids, in a fixed order.
 
     ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are the kernel's own,
@@ -4221,7 +4205,7 @@ def sparse_adam_kernel(
     if begin < end:
         weights_ptr += row * width
         # The weights, and what the second moment needs, are loaded before the sum: there is one wait for all.
-        weights = load_vector(weights_ptr, column, width).to(tl.float32)
+        weights = load_vector(weights_ptr, column, width)
         step = tl.load(step_ptr)
         last_step = tl.load(last_step_ptr + row)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + row)
@@ -4822,7 +4806,6 @@ class RunLog:
         self.path = path
         self.file = None
         self.chain = ""
-        self.terminal = sys.stdout.isatty()
         if path:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -4837,10 +4820,10 @@ class RunLog:
         """An event for the log."""
         self.queue.put({"kind": kind, **fields})
 
-    def say(self, text: str, bar: str = ""):
-        """Text for the person who watches; the log does not keep it. A terminal shows `bar` below until the next."""
+    def say(self, text: str):
+        """Text for the person who watches; the log does not keep it."""
         if self.path:
-            self.queue.put(f"\r\033[K{text}\n{bar}" if self.terminal else f"{text}\n")
+            self.queue.put(text)
 
     def close(self):
         """Write what is queued, then end the thread."""
@@ -4855,7 +4838,7 @@ class RunLog:
                 self._append(item)
                 continue
             try:
-                print(item, end="", flush=True)
+                print(item, flush=True)
             except OSError:  # nobody reads any more, or the disk is full: the log goes on
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -55,6 +55,13 @@ def test_pieces_that_do_not_fit_get_a_line(pieces):
         tg.GPT(replace(MODEL, ngram_pieces=pieces), tg.select_ops(CPU), CPU)
 
 
+def test_heads_wider_than_the_stream_get_a_line():
+    """No value embedding then has a channel for every head's value, which the kernels take for granted."""
+    model = replace(MODEL, heads=MODEL.width // MODEL.head_width + 1)
+    with pytest.raises(tg.Failure, match=f"heads .*at most the model's width, {MODEL.width}, found {model.attention_width}; fix: fewer heads"):
+        tg.GPT(model, tg.select_ops(CPU), CPU)
+
+
 @each_switch
 def test_parameters_and_state_are_gone(name):
     model = tg.GPT(switched(name).model, tg.select_ops(CPU), CPU)
