@@ -1067,15 +1067,7 @@ def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
-def mean_gradient(received: Tensor) -> Tensor:
-    """Mean over the ranks, in float32, of what Ranks.reduce_scatter brings, [n, ...].
-
-    n is static, so the compiler fuses the sum into the kernel that reads it.
-    """
-    return sum(part.float() for part in received.unbind()) / len(received)
-
-
-# The next three are plain functions of tensors, compiled as regions; what changes with the step is a 0-d tensor.
+# The next two are plain functions of tensors, compiled as regions; what changes with the step is a 0-d tensor.
 def nesterov_momentum(momentum_buffer, received, momentum):
     """Update the float32 momentum [..., rows, columns] in place and return the look-ahead gradient in the dtype of the
     gradients, `received` [ranks, ..., rows, columns]."""
@@ -1113,24 +1105,6 @@ def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weig
         high, low = split_float32(value)
         weight.copy_(high)
         low_bits.copy_(low)
-
-
-def adam_update(weight, received, exp_avg, exp_avg_sq, step_size, wd, new_share, new_square_share, epsilon):
-    """One Adam step in place, computed in float32. `received` are the gradients [ranks, ...].
-
-    The gradient has the shares 1 - beta1 and 1 - beta2 in the new moments, `new_share` and `new_square_share`.
-    `step_size` is the learning rate with both bias corrections, see step_rates. The share `wd` of a weight decays, but
-    only where the update shrinks the weight too (record 50).
-    """
-    g = mean_gradient(received)
-    m = torch.lerp(exp_avg.float(), g, new_share)
-    v = torch.lerp(exp_avg_sq.float(), g * g, new_square_share)
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
-    update = step_size * m / (v.sqrt() + epsilon)
-    value = weight.float()
-    decay = wd * value * (update * value > 0)
-    weight.copy_(value - update - decay)
 
 
 class Owner:
@@ -1327,9 +1301,6 @@ class Adam(Owner):
         """Make the moments. Those of each kind make the weights and the shard before."""
         self.exp_avg = torch.zeros_like(self.shard)
         self.exp_avg_sq = torch.zeros_like(self.shard)
-        # Tensors: numbers would be compiled in, for each role anew.
-        self.new_shares = [torch.tensor(1 - beta, device=self.ranks.device) for beta in self.rule.betas]
-        self.update = self.ops.compile(adam_update)
 
     @property
     def role(self) -> str:
@@ -1339,8 +1310,8 @@ class Adam(Owner):
         wait, received = self.pending_reduce
         self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
         wait()
-        self.update(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
-                    rates[f"{self.role} decay"], *self.new_shares, self.config.adam_epsilon)
+        self.ops.adam(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
+                      rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon)
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -2665,6 +2636,31 @@ def embedding_grad_reference(grad, tokens, vocab_rows):
     return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
 
 
+def mean_gradient(received):
+    """Mean over the ranks, in float32, of what Ranks.reduce_scatter brings, [ranks, ...].
+
+    The number of ranks is static, so that the compiler fuses the sum into the kernel that reads it.
+    """
+    return sum(part.float() for part in received.unbind()) / len(received)
+
+
+def adam_step(weights, grad, second_moment, lr, wd, epsilon):
+    """The weights after one Adam step. `lr` is the learning rate with both bias corrections, see step_rates. The share
+    `wd` of a weight decays, but only where the update shrinks the weight too (record 50)."""
+    update = lr * grad / (second_moment.sqrt() + epsilon)
+    return weights - update - wd * weights * (update * weights > 0)
+
+
+def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon):
+    """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...]."""
+    g = mean_gradient(received)
+    m = torch.lerp(exp_avg.float(), g, 1 - beta1)
+    v = torch.lerp(exp_avg_sq.float(), g * g, 1 - beta2)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon))
+
+
 def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale,
                           pooling=0.0):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
@@ -2679,7 +2675,7 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     The step divides by its root, with the share `pooling` of it replaced by (1 - beta2) mean((scale grad)^2), the mean
     over tokens: a row that is read rarely and with small gradients then takes small steps.
 
-    lr is the step size with its bias correction and wd the share that decays, as for adam_update.
+    lr and wd: see adam_step.
     """
     ids = lookup[0]
     rows, group = ids.flatten().unique(return_inverse=True)
@@ -2690,10 +2686,7 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
     typical = (1 - beta2) * (scale * wide_grad).square().mean()
     pooled = (1 - pooling) * v + pooling * typical
-    update = lr * g / (pooled.sqrt() + epsilon)[:, None]
-    value = weights[rows].to(wide)
-    decay = wd * value * (update * value > 0)
-    weights[rows] = (value - update - decay).to(weights.dtype)
+    weights[rows] = adam_step(weights[rows].to(wide), g, pooled[:, None], lr, wd, epsilon).to(weights.dtype)
     exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
     last_step[rows] = step
 
@@ -4187,6 +4180,49 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, B
 
 
 @jit
+def adam_step_tile(weights, grad, second_moment, lr_ptr, wd_ptr, epsilon):
+    """adam_step in registers."""
+    update = tl.load(lr_ptr) * grad / (tl.sqrt(second_moment) + epsilon)
+    decaying = tl.where(update * weights > 0, weights, 0.0)
+    return weights - (update + tl.load(wd_ptr) * decaying)
+
+
+@jit
+def adam_kernel(
+    weights_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_ptr, wd_ptr, beta1, beta2, epsilon, size,
+    RANKS: constexpr, BLOCK: constexpr,
+):
+    """One Adam step of BLOCK weights. It moves 14 bytes a weight in bf16, with one rank. Reference: adam_reference."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    weights = load_vector(weights_ptr, index, size)
+    exp_avg = load_vector(exp_avg_ptr, index, size)
+    exp_avg_sq = load_vector(exp_avg_sq_ptr, index, size)
+    grad = tl.zeros([BLOCK], tl.float32)
+    for rank in tl.static_range(RANKS):
+        grad += load_vector(grad_ptr, index, size, rank)
+    grad /= RANKS
+
+    exp_avg += (1 - beta1) * (grad - exp_avg)
+    exp_avg_sq += (1 - beta2) * (grad * grad - exp_avg_sq)
+    weights = adam_step_tile(weights, exp_avg, exp_avg_sq, lr_ptr, wd_ptr, epsilon)
+    inside = index < size
+    tl.store(exp_avg_ptr + index, exp_avg, inside)
+    tl.store(exp_avg_sq_ptr + index, exp_avg_sq, inside)
+    tl.store(weights_ptr + index, weights, inside)
+
+
+def adam(weights, received, *arguments):
+    """adam_reference in a kernel.
+
+    Inductor, which made one before, chose between two configurations by timing it alone. Beside NorMuon one of them is
+    slow: after three of eight cold starts steps took 0.9 ms longer, on an H100.
+    """
+    size = weights.numel()
+    adam_kernel[(triton.cdiv(size, 1024),)](
+        weights, received, *arguments, size, RANKS=len(received), BLOCK=1024)
+
+
+@jit
 def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
     step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, width,
@@ -4214,12 +4250,10 @@ def sparse_adam_kernel(
         grad = grad_scale * grad
 
         beta2_power = tl.exp2((step - last_step) * tl.log2(beta2))  # makes up for the steps that did not read the row
-        exp_avg_sq = beta2_power * exp_avg_sq + (1 - beta2) * tl.sum(grad * grad, axis=0) / width
+        exp_avg_sq = beta2_power * exp_avg_sq + (1 - beta2) * tl.sum(grad * grad) / width
         typical = (1 - beta2) * grad_scale * grad_scale * tl.load(mean_square_ptr)
         pooled = (1 - pooling) * exp_avg_sq + pooling * typical
-        update = tl.load(lr_ptr) * grad / (tl.sqrt(pooled) + epsilon)
-        decaying = tl.where(update * weights > 0, weights, 0.0)  # where the update shrinks a weight, too
-        weights -= update + tl.load(wd_ptr) * decaying
+        weights = adam_step_tile(weights, grad, pooled, lr_ptr, wd_ptr, epsilon)
 
         tl.store(weights_ptr + column, weights, column < width)
         tl.store(exp_avg_sq_ptr + row, exp_avg_sq)
@@ -4261,6 +4295,7 @@ class Ops:
     head_loss_eval: Callable  # the same without a gradient; Triton's sums in float64
     pointer: Callable  # (queries and keys [T, 2, Dk], documents, window, scale) -> log_copy [T] of Targets
     embed: Callable  # (table [rows, width], documents) -> [T, width]
+    adam: Callable  # see adam_reference
     sparse_adam: Callable  # see sparse_adam_reference
     # The next two read h [T, width] of product_input; `source` is (x, its inverse RMS), and for
     # the MLP (positions, taps) besides.
@@ -4313,9 +4348,9 @@ def reference_ops() -> Ops:
 
     names = dict.fromkeys(("attention", "head", "mlp", "embedding", "orthogonalize"), "reference")
     names |= {"compile": "off", "graphs": "off"}
-    return Ops(attention, head_loss_reference, head_loss_reference, pointer, embed, sparse_adam_reference,
-               project_heads, mlp, orthogonalize_reference, compile=uncompiled, attention_fp8=False, mlp_fp8=False,
-               graphs=False, names=names)
+    return Ops(attention, head_loss_reference, head_loss_reference, pointer, embed, adam_reference,
+               sparse_adam_reference, project_heads, mlp, orthogonalize_reference, compile=uncompiled,
+               attention_fp8=False, mlp_fp8=False, graphs=False, names=names)
 
 
 def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = tuple(FP8_PARTS),
@@ -4370,8 +4405,9 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     names = precision | {"attention": f"triton ({precision['attention']} projection)", "embedding": "triton",
                          "orthogonalize": "triton", "compile": "inductor" if compile else "off",
                          "graphs": "cuda" if graphs else "off"}
-    return Ops(attention, head_loss, head_loss_eval, pointer, embed, sparse_adam, project_heads, mlp, orthogonalize,
-               compile=region, attention_fp8="attention" in fp8, mlp_fp8="mlp" in fp8, graphs=graphs, names=names)
+    return Ops(attention, head_loss, head_loss_eval, pointer, embed, adam, sparse_adam, project_heads, mlp,
+               orthogonalize, compile=region, attention_fp8="attention" in fp8, mlp_fp8="mlp" in fp8, graphs=graphs,
+               names=names)
 
 
 # ==== 11. Runtime =====================================================================================================

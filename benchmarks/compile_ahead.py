@@ -37,7 +37,7 @@ from types import SimpleNamespace
 # them: the trainer needs them first, and compiles them meanwhile.
 REGIONS = [
     {"attention_in"}, {"mlp_in"}, {"attention_out"}, {"injections", "final_states"}, {"pointer_in", "relu_squared_mlp"},
-    {"normuon_update"}, {"nesterov_momentum", "adam_update"}]
+    {"normuon_update"}, {"nesterov_momentum"}]
 TRAINER = Path(__file__).parent.parent / "train_gpt.py"
 
 

@@ -54,7 +54,7 @@ THEMES = {
     "embeddings and tables": ("embed", "AdamTable"),
     "n-grams": ("sum_rows", "SparseTable", "sparse_adam"),
     "optimizer: matrices": ("MatrixBank", "MatrixGroup", "orthogonalize", "nesterov_momentum", "normuon_update"),
-    "optimizer: Adam of tables and scalars": ("adam_update", "AdamScalars"),
+    "optimizer: Adam of tables and scalars": ("adam", "AdamScalars"),
     "elementwise": ("attention_in", "attention_out", "mlp_in", "injections", "final_states", "norm"),
     "copies": (),  # memcpy and memset
     "other": (),
@@ -107,7 +107,7 @@ def named_ops(ops: tg.Ops) -> tg.Ops:
     def region(function):
         return named(ops.compile(function), function.__name__.replace("<lambda>", "sum_rows"))
 
-    fields = ("attention", "head_loss", "pointer", "embed", "sparse_adam", "project_heads", "mlp", "orthogonalize")
+    fields = ("attention", "head_loss", "pointer", "embed", "adam", "sparse_adam", "project_heads", "mlp", "orthogonalize")
     return dataclasses.replace(ops, compile=region, **{name: named(getattr(ops, name), name) for name in fields if hasattr(ops, name)})
 
 

@@ -157,6 +157,10 @@ def embedding_grad(a):
     return Cost(size + (2 * groups * a["width"] * dense.itemsize if a["ADD"] else dense.nbytes))
 
 
+def adam(a):
+    return Cost(moved(a) + moved(a, "weights_ptr", "exp_avg_ptr", "exp_avg_sq_ptr"))  # these are read and written
+
+
 def sparse_adam(a):
     size, groups = group_sums(a)
     # Weights, second moment and last step of each row are read and written.
@@ -178,6 +182,7 @@ OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "mlp_kernel": mlp,
     "chunk_sum_kernel": chunk_sum,
     "embedding_grad_kernel": embedding_grad,
+    "adam_kernel": adam,
     "sparse_adam_kernel": sparse_adam,
 }
 

@@ -640,6 +640,35 @@ def test_embedding_grad_full_size(T):
     torch.testing.assert_close(got.double(), tg.embedding_grad_reference(grad.double(), lookup[0], V), rtol=2.0 ** -8, atol=1e-3)
 
 
+# ---- Adam ------------------------------------------------------------------------------------------------------------
+ADAM = {"kernel": tg.adam, "reference": tg.adam_reference}
+
+
+@pytest.mark.parametrize("ranks, size", [(1, 1), (1, 4), (2, 1023), (1, 1024), (4, 3 * 1024 + 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("update", ADAM.values(), ids=ADAM)
+@pytest.mark.fast
+def test_adam(update, dtype, ranks, size):
+    """Steps of plain Adam in float64, on the mean of what the ranks sent. Every other one decays the weights that it shrinks. In bfloat16 each step
+    starts from what the one before has rounded."""
+    generator = torch.Generator().manual_seed(size)
+    states = weights, mean, square = [guarded(torch.zeros(size, dtype=dtype)) for _ in range(3)]
+    weights.copy_(torch.randn(size, generator=generator))
+    for step in range(1, 5):
+        grads = guarded((10.0 ** -step * torch.randn(ranks, size, generator=generator)).to(dtype))
+        rate, shrink = 0.1 / step, 0.3 * (step % 2)
+        w, m, v = (state.double() for state in states)
+        g = grads.double().mean(0)
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+        move = rate * m / (v.sqrt() + 1e-8)
+        decays = move * w > 0
+        assert size < 100 or 0.2 * size < decays.sum() < 0.8 * size
+        update(weights, grads, mean, square, *(torch.tensor(x, device=DEVICE) for x in (rate, shrink)), 0.8, 0.9, 1e-8)
+        tolerance = 2.0 ** -8 if dtype == torch.bfloat16 else 1e-5
+        for found, exact in zip(states, (w - move - shrink * w * decays, m, v)):
+            torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=1e-6)
+
+
 # ---- sparse Adam -----------------------------------------------------------------------------------------------------
 SPARSE = {"kernel": tg.sparse_adam, "reference": tg.sparse_adam_reference}
 

@@ -97,6 +97,8 @@ def test_rules_fit_the_launches_of_a_step(tiny, corpus, monkeypatch):
     rows = len(ids.unique())
     table = found["sparse_adam_kernel"][0].bytes + found["chunk_sum_kernel"][-1].bytes
     assert table == pytest.approx(2 * width * ids.numel() + 4 * width * rows + 16 * rows + 20 * ids.numel(), rel=0.1)
+    table = costs.OWN["adam_kernel"](next(a for a in launches["adam_kernel"] if a["size"] == model.padded_vocabulary * model.width))
+    assert table.bytes == 14 * model.padded_vocabulary * model.width + 8  # and two rates
     dense = found["embedding_grad_kernel"][-1].bytes
     assert dense == pytest.approx(2 * model.width * (model.padded_vocabulary + tokens), rel=0.25)
 

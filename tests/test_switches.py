@@ -223,7 +223,7 @@ def test_decay_of_adam():
     weight, gradient, mean, square = torch.randn(4, 8, 6, generator=generator)
     start, square = weight.clone(), square.abs()
     m, v = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient**2
-    tg.adam_update(weight, gradient[None], mean, square, torch.tensor(0.01), torch.tensor(0.1), 0.1, 0.05, 1e-8)
+    tg.adam_reference(weight, gradient[None], mean, square, torch.tensor(0.01), torch.tensor(0.1), 0.9, 0.95, 1e-8)
     update = 0.01 * m / (v.sqrt() + 1e-8)
     shrinking = update * start > 0
     expected = plain(start, update, 0.1 * shrinking)
