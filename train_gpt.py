@@ -778,7 +778,8 @@ class Block(nn.Module):
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
 
     def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars, skip: Tensor | None,
-                value: Tensor | None, documents: Documents, geometry: Geometry):
+                value: Tensor | None, documents: Documents,
+                geometry: Geometry) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The stream x [T, width] after attention and, apart, the MLP's output, which the next
         region adds:
 
@@ -931,7 +932,8 @@ class GPT(nn.Module):
                 skips[block.index] = x
         return self.final_states(x, mlp_out, x0, ngram, self.final_gate)
 
-    def predictions(self, documents: Documents, geometry: Geometry, weights: Tensor):
+    def predictions(self, documents: Documents, geometry: Geometry,
+                    weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
         """The operands of the loss: final states, head, targets with their weights [K], softcap."""
         config = self.config
         h = self.features(documents, geometry)
@@ -1051,7 +1053,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 # CPU               There are no streams: everything happens as it is called.
 
 
-def join_float32(high: Tensor, low_bits: Tensor | None) -> Tensor:
+def join_float32(high, low_bits):
     """The float32 that rounds to `high` (bfloat16); its other bits, a signed difference, are `low_bits` (int16).
 
     Without low bits it is `high`."""
@@ -1060,7 +1062,7 @@ def join_float32(high: Tensor, low_bits: Tensor | None) -> Tensor:
     return ((high.view(torch.int16).to(torch.int32) << 16) + low_bits.to(torch.int32)).view(torch.float32)
 
 
-def split_float32(value: Tensor) -> tuple[Tensor, Tensor]:
+def split_float32(value):
     """Inverse of join_float32. It rounds half up in magnitude, so that bfloat16 weights are not biased towards zero."""
     bits = value.view(torch.int32)
     high = (bits + 0x8000) >> 16
@@ -3022,7 +3024,7 @@ def attention_delta_kernel(
     delta = tl.sum(out * dout, 1)
 
     inside = queries < tokens
-    delta /= tl.load(gates_ptr + queries * heads + head, inside)
+    delta /= tl.load(gates_ptr + queries * heads + head, inside, other=1.0)
     tl.store(dgates_ptr + queries * heads + head, delta, inside)
     tl.store(delta_ptr + head * tokens + queries, delta, inside)
 
@@ -4184,7 +4186,7 @@ def adam_step_tile(weights, grad, second_moment, lr_ptr, wd_ptr, epsilon):
     """adam_step in registers."""
     update = tl.load(lr_ptr) * grad / (tl.sqrt(second_moment) + epsilon)
     decaying = tl.where(update * weights > 0, weights, 0.0)
-    return weights - (update + tl.load(wd_ptr) * decaying)
+    return weights - update - tl.load(wd_ptr) * decaying
 
 
 @jit
@@ -4192,15 +4194,17 @@ def adam_kernel(
     weights_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_ptr, wd_ptr, beta1, beta2, epsilon, size,
     RANKS: constexpr, BLOCK: constexpr,
 ):
-    """One Adam step of BLOCK weights. It moves 14 bytes a weight in bf16, with one rank. Reference: adam_reference."""
+    """One Adam step of BLOCK of the weights [size], whose gradients grad [RANKS, size] are averaged; float32 inside.
+
+    With one rank it moves 14 bytes a weight in bf16: 38.6 M weights take 184 us on an H100. Reference: adam_reference.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     weights = load_vector(weights_ptr, index, size)
     exp_avg = load_vector(exp_avg_ptr, index, size)
     exp_avg_sq = load_vector(exp_avg_sq_ptr, index, size)
     grad = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(RANKS):
-        grad += load_vector(grad_ptr, index, size, rank)
-    grad /= RANKS
+        grad += load_vector(grad_ptr, index, size, rank) / RANKS
 
     exp_avg += (1 - beta1) * (grad - exp_avg)
     exp_avg_sq += (1 - beta2) * (grad * grad - exp_avg_sq)
@@ -4899,7 +4903,7 @@ def machine_facts() -> dict:
     """Versions and hardware. `machine` is equal on the same machine, and does not tell which machine that is."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
-    identity = [platform.node(), os.cpu_count(), *(getattr(gpu, "uuid", gpu.name) for gpu in gpus)]
+    identity = [platform.node(), os.cpu_count(), *(gpu.uuid for gpu in gpus)]
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
