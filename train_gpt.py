@@ -2807,15 +2807,12 @@ def product_kernel(
         i = tile % tl.cdiv(rows, BLOCK_M)
         j = tile // tl.cdiv(rows, BLOCK_M)
 
-    offs_m = i * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = j * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = offs_m[:, None]
-    column = offs_n[None, :]
+    row = (i * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    column = j * BLOCK_N + tl.arange(0, BLOCK_N)
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, depth, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        left_k = offs_k[None, :]
-        right_k = offs_k[:, None]
+        left_k = start + tl.arange(0, BLOCK_K)
+        right_k = left_k[:, None]
         left_ptrs = left_ptr + row * stride_left_row + left_k * stride_left_col
         left = tl.load(left_ptrs, (row < rows) & (left_k < depth), other=0.0)
         right_ptrs = right_ptr + column * stride_right_col + right_k * stride_right_row
@@ -2836,12 +2833,8 @@ def product_kernel(
 
     result = accumulator.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_row + column * stride_out_col, result, inside)
-    if SYMMETRIC and i != j:
-        mirrored_row = offs_n[:, None]
-        mirrored_column = offs_m[None, :]
-        inside = (mirrored_row < rows) & (mirrored_column < rows)
-        out_ptrs = out_ptr + mirrored_row * stride_out_row + mirrored_column * stride_out_col
-        tl.store(out_ptrs, tl.trans(result), inside)
+    if SYMMETRIC and i != j:  # the same numbers at the mirrored places
+        tl.store(out_ptr + column * stride_out_row + row * stride_out_col, result, inside)
 
 
 def matrix_product(B, X, out, scale=1.0, x_scale=None, tiles=None):
@@ -4093,8 +4086,8 @@ def sum_rows(x_ptr, order_ptr, begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
         valid = row < end
         if order_ptr is not None:
             row = tl.load(order_ptr + row, valid, other=0) // IDS_PER_ROW
-        offsets = row[:, None].to(tl.int64) * width + column[None, :]
-        tile = tl.load(x_ptr + offsets, valid[:, None] & (column < width)[None, :], other=0.0)
+        offsets = row[:, None].to(tl.int64) * width + column
+        tile = tl.load(x_ptr + offsets, valid[:, None] & (column < width), other=0.0)
         total += tl.sum(tile.to(tl.float32), axis=0)
     return total
 
