@@ -1933,11 +1933,13 @@ class Meter:
         ms_per_step = elapsed_ms / steps
         tokens_per_ms = stage.batch_tokens / ms_per_step
         left_s = (self.total_tokens - self.tokens) / tokens_per_ms / 1e3
+        share = self.tokens / self.total_tokens
 
         self.log.line("step", step=step, train_loss=round(loss, 6), tokens=self.tokens,
                       ms_per_step=round(ms_per_step, 3))
         self.log.say(f"step {step:5d}/{self.total_steps}   train loss {loss:7.4f}   {ms_per_step:8.2f} ms/step   "
-                     f"{tokens_per_ms:6.1f} tokens/ms   {left_s:6.1f} s left")
+                     f"{tokens_per_ms:6.1f} tokens/ms   {left_s:6.1f} s left",
+                     f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left")
         if not math.isfinite(loss):
             fail("training loss", "a finite number", f"{loss} at step {step}",
                  "lower the learning rate or report this seed", EXIT_NUMERICS)
@@ -3472,8 +3474,9 @@ def load_positions(positions_ptr, cos_ptr, sin_ptr, tokens, DIM, BLOCK_M):
     valid = token < tokens
     position = tl.load(positions_ptr + token, valid, other=0)
     offsets = position[:, None] * (DIM // 2) + tl.arange(0, DIM // 2)
+    # Nothing of what is made for tokens past the last is stored, so their rows may hold anything.
     cos = tl.load(cos_ptr + offsets, valid[:, None])
-    sin = tl.load(sin_ptr + offsets, valid[:, None]).to(tl.float32)
+    sin = tl.load(sin_ptr + offsets, valid[:, None]).to(tl.float32)  # the interpreter cannot negate bfloat16
     return token, valid, position, cos, sin
 
 
@@ -3617,7 +3620,7 @@ class ProjectHeads(Function):
 
     `ProjectHeads.apply(h, weight, value, value_gates, positions, cos, sin, heads, key_offset, scales, *copies)`;
     h [T, width], weight [H (2 Dk + Dv), width]. With `scales` the products are FP8, with the limits of
-    Fp8Mlp; else they are in the operands' dtype. value has at least H Dv channels, as GPT makes sure.
+    Fp8Mlp; else they are in the operands' dtype. ValueError if value has too few channels.
 
     After q, k and v it hands the value on. Where a later reader takes that, its gradient comes back through here, and
     the kernel adds to it: no tensor and no sum for each reader.
@@ -3644,6 +3647,8 @@ class ProjectHeads(Function):
         k = torch.empty_like(q)
         v = qkv[:, 2 * q[0].numel():].unflatten(1, (heads, -1))
         if value is not None:
+            if value.size(1) < v[0].numel():
+                raise ValueError(f"value embedding: expected at least {v[0].numel()} channels, found {value.size(1)}")
             v = v.new_empty(*v.shape)
             value = value.contiguous()
             value_gates = value_gates.contiguous()
@@ -4839,6 +4844,7 @@ class RunLog:
         self.path = path
         self.file = None
         self.chain = ""
+        self.terminal = sys.stdout.isatty()
         if path:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -4853,10 +4859,10 @@ class RunLog:
         """An event for the log."""
         self.queue.put({"kind": kind, **fields})
 
-    def say(self, text: str):
-        """Text for the person who watches; the log does not keep it."""
+    def say(self, text: str, bar: str = ""):
+        """Text for the person who watches; the log does not keep it. A terminal shows `bar` below until the next."""
         if self.path:
-            self.queue.put(text)
+            self.queue.put(f"\r\033[K{text}\n{bar}" if self.terminal else f"{text}\n")
 
     def close(self):
         """Write what is queued, then end the thread."""
@@ -4871,7 +4877,7 @@ class RunLog:
                 self._append(item)
                 continue
             try:
-                print(item, flush=True)
+                print(item, end="", flush=True)
             except OSError:  # nobody reads any more, or the disk is full: the log goes on
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

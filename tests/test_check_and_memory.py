@@ -1,4 +1,4 @@
-"""Before a run and around it: --check, what fits in which memory, the throughput it reports, the lines that it prints."""
+"""Before a run and around it: --check, what fits in which memory, the throughput it reports, what a terminal shows."""
 
 from __future__ import annotations
 
@@ -321,9 +321,19 @@ def test_largest_weights_are_logged_at_the_end(corpus, tiny, tmp_path, monkeypat
 
 
 # ---- what one sees ---------------------------------------------------------------------------------------------------
-def test_lines_are_aligned(corpus, tiny, tmp_path, capsys):
+def test_a_terminal_gets_a_bar(corpus, tiny, tmp_path, monkeypatch, capsys):
+    start = tg.RunLog.__init__
+    monkeypatch.setattr(tg.RunLog, "__init__", lambda log, *arguments, **options: (start(log, *arguments, **options), setattr(log, "terminal", True))[0])
+    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    bars = re.findall(r"\n\[(#* *)\] +(\d+)%, (\d+) s left\r\033\[K", out)
+    assert [(len(bar.rstrip()), len(bar), int(percent)) for bar, percent, _ in bars] == [(5, 40, 12), (10, 40, 25), (30, 40, 75), (40, 40, 100)]
+    assert bars[-1][2] == "0" and out.endswith(".jsonl\n")
+
+
+def test_no_bar_elsewhere_and_lines_are_aligned(corpus, tiny, tmp_path, capsys):
     assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     steps = [line for line in out.splitlines() if line.startswith("step ")]
-    assert len(steps) == 4 and len({line.index("train loss") for line in steps}) == 1
+    assert "\r" not in out and "\033" not in out and len(steps) == 4 and len({line.index("train loss") for line in steps}) == 1
     assert re.search(r"\nval loss \d\.\d{4} after .*\n[\d,]+ tokens/s; log: .*\.jsonl\n$", out)

@@ -156,6 +156,9 @@ def test_first_channels_of_a_wider_value(layout, flags):
     assert got[4].shape == wider.shape and not got[4][:, -5:].any()
     assert same((*got[:4], got[4][:, :-5].contiguous(), got[5]), want)
     compare(got, exactly((qkv, wider.detach().nan_to_num(), gates), *rest, **flags))
+    for function in (split_heads, tg.split_heads_reference):
+        with pytest.raises((ValueError, RuntimeError), match="channels|shape"):
+            function(qkv, value[:, :-1], gates, *rest[0])
 
 
 @each_flag
