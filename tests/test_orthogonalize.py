@@ -261,15 +261,26 @@ def test_tiles_fit_in_shared_memory():
                 assert not symmetric or tiles["BLOCK_M"] == tiles["BLOCK_N"]
 
 
+def orthogonalize_rounded(values):
+    """The reference for wide matrices in float32, with what the kernels write rounded to bfloat16: each product, and the X they begin with."""
+    X = tg.frobenius_scale(values.float(), torch.bfloat16).float()
+    for a, b, c in tg.POLAR_EXPRESS:
+        A = (X @ X.mT).bfloat16().float()
+        P = (b * A + c * A @ A).bfloat16().float()
+        X = (a * X + P @ X).bfloat16().float()
+    return X
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("shape", [(8, 768, 768), (3, 3072, 768), (8, 256, 768), (4, 6, 12), (2, 1, 12)], ids=str)
 def test_bf16_on_gpu(shape):
-    values = gaussian(*shape).cuda()
-    out = tg.orthogonalize(values.float())
-    expected = tg.orthogonalize_reference(values)
+    """Against the same rounding: float64's result is up to a quarter away where a matrix has one row, so one singular value."""
+    values = gaussian(*shape)
+    out = tg.orthogonalize(values.float().cuda()).cpu()
+    expected = orthogonalize_rounded(values.mT).mT if shape[1] > shape[2] else orthogonalize_rounded(values)
     assert out.dtype == torch.bfloat16
-    assert (out.double() - expected).norm() / expected.norm() < 0.05
+    assert (out.float() - expected).norm() / expected.norm() < 0.02
 
 
 @pytest.mark.gpu
