@@ -1069,6 +1069,14 @@ def split_float32(value):
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
+def mean_gradient(received):
+    """Mean over the ranks, in float32, of what Ranks.reduce_scatter brings, [ranks, ...].
+
+    The number of ranks is static, so that the compiler fuses the sum into the kernel that reads it.
+    """
+    return sum(part.float() for part in received.unbind()) / len(received)
+
+
 # The next two are plain functions of tensors, compiled as regions; what changes with the step is a 0-d tensor.
 def nesterov_momentum(momentum_buffer, received, momentum):
     """Update the float32 momentum [..., rows, columns] in place and return the look-ahead gradient in the dtype of the
@@ -2640,14 +2648,6 @@ def embedding_grad_reference(grad, tokens, vocab_rows):
     return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
 
 
-def mean_gradient(received):
-    """Mean over the ranks, in float32, of what Ranks.reduce_scatter brings, [ranks, ...].
-
-    The number of ranks is static, so that the compiler fuses the sum into the kernel that reads it.
-    """
-    return sum(part.float() for part in received.unbind()) / len(received)
-
-
 def adam_step(weights, grad, second_moment, lr, wd, epsilon):
     """The weights after one Adam step. `lr` is the learning rate with both bias corrections, see step_rates. The share
     `wd` of a weight decays, but only where the update shrinks the weight too (record 50)."""
@@ -2657,9 +2657,9 @@ def adam_step(weights, grad, second_moment, lr, wd, epsilon):
 
 def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon):
     """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...]."""
-    g = mean_gradient(received)
-    m = torch.lerp(exp_avg.float(), g, 1 - beta1)
-    v = torch.lerp(exp_avg_sq.float(), g * g, 1 - beta2)
+    g = received.float().mean(0)
+    m = exp_avg.float().lerp(g, 1 - beta1)
+    v = exp_avg_sq.float().lerp(g * g, 1 - beta2)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon))

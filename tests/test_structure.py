@@ -30,7 +30,7 @@ SECTIONS = ["Imports, constants", "Configuration", "Schedule", "Model", "Optimiz
 USES = {
     "Schedule": [],
     "Model": ["Reference operators", "Runtime"],
-    "Optimizer": ["Reference operators", "Triton kernels", "Runtime"],
+    "Optimizer": ["Triton kernels", "Runtime"],
     "Training": ["Schedule", "Model", "Optimizer", "Data", "Runtime", "Run log"],
     "Data": ["Model", "Triton kernels", "Runtime"],
     "Reference operators": [],
