@@ -218,42 +218,47 @@ def plain(weight, update, shrink):
     return (1 - shrink) * weight - update
 
 
-def test_decay_of_adam():
+@pytest.mark.parametrize("cautious", [True, False])
+def test_decay_of_adam(cautious):
     generator = torch.Generator().manual_seed(0)
     weight, gradient, mean, square = torch.randn(4, 8, 6, generator=generator)
     start, square = weight.clone(), square.abs()
     m, v = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient**2
-    tg.adam_reference(weight, gradient[None], mean, square, torch.tensor(0.01), torch.tensor(0.1), 0.9, 0.95, 1e-8)
+    rate, decay = torch.tensor(0.01), torch.tensor(0.1)
+    tg.adam_reference(weight, gradient[None], mean, square, rate, decay, 0.9, 0.95, 1e-8, cautious=cautious)
     update = 0.01 * m / (v.sqrt() + 1e-8)
     shrinking = update * start > 0
-    expected = plain(start, update, 0.1 * shrinking)
+    expected = plain(start, update, 0.1 * shrinking if cautious else 0.1)
     assert relative(weight, expected) < 1e-6 and 10 < shrinking.sum() < 38
 
 
-def test_decay_of_normuon():
+@pytest.mark.parametrize("cautious", [True, False])
+def test_decay_of_normuon(cautious):
     generator = torch.Generator().manual_seed(1)
     weight, update = torch.randn(2, 3, 8, 6, generator=generator)
     start, multiplier = weight.clone(), torch.tensor([1.0, 2.0, 4.0])[:, None, None]
     moment = update.square().mean(-1, keepdim=True)  # as the update has it already: all lines are divided alike
-    tg.normuon_update(update, weight, None, moment.clone(), multiplier, torch.tensor(0.02), 1.5, 0.9)
+    tg.normuon_update(update, weight, None, moment.clone(), multiplier, torch.tensor(0.02), 1.5, 0.9, cautious)
     eta = 0.02 * multiplier
     shrinking = update * start >= 0
     scaled = update / moment.sqrt()
     scaled *= update.norm(dim=(-2, -1), keepdim=True) / scaled.norm(dim=(-2, -1), keepdim=True)
-    expected = plain(start, eta * scaled, 1.5 * 0.02 * eta * shrinking)
+    expected = plain(start, eta * scaled, 1.5 * 0.02 * eta * (shrinking if cautious else 1))
     assert relative(weight, expected) < 1e-6 and 30 < shrinking.sum() < 114
 
 
-def test_decay_of_sparse_adam():
+@pytest.mark.parametrize("cautious", [True, False])
+def test_decay_of_sparse_adam(cautious):
     """The reference, by hand for one row; test_loss.py has the kernel against it."""
     weights, square, last = torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([4.0, 9.0]), torch.tensor([1.0, 0.0])
     lookup = tg.group_ids(torch.tensor([[0], [0]], dtype=torch.int32))
     gradient = torch.tensor([[1.0, 1.0], [2.0, 3.0]])
     step, rate, shrink = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(0.1)
-    tg.sparse_adam_reference(gradient, lookup, weights, square, last, step, rate, shrink, 0.9, 1e-8, 1.0)
+    tg.sparse_adam_reference(
+        gradient, lookup, weights, square, last, step, rate, shrink, 0.9, 1e-8, 1.0, cautious=cautious)
     v = 0.9**2 * 4.0 + 0.1 * (3.0**2 + 4.0**2) / 2
     update = [0.5 * g / math.sqrt(v) for g in (3.0, 4.0)]
-    decay = [0.1 * 1.0, 0.0]  # the update shrinks the first weight, not the second
+    decay = [0.1 * 1.0, 0.0 if cautious else 0.1 * -2.0]  # the update shrinks the first weight, not the second
     assert weights[0].tolist() == pytest.approx([1.0 - decay[0] - update[0], -2.0 - decay[1] - update[1]], rel=1e-5)
     assert weights[1].tolist() == [3.0, 4.0] and square.tolist() == pytest.approx([v, 9.0])
 
