@@ -29,10 +29,10 @@ import signal
 import sys
 import zlib
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Iterable, Iterator
+from typing import BinaryIO
 
 INSTALL = "expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, or pip install -r requirements.txt"
 

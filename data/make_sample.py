@@ -21,8 +21,8 @@ import sys
 import tempfile
 import textwrap
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import fineweb
 

@@ -28,8 +28,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "data"))
-import fineweb  # noqa: E402
-import make_sample  # noqa: E402
+import fineweb
+import make_sample
 
 BOS = 50256
 VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000001.bin"

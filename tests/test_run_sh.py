@@ -181,6 +181,7 @@ def test_memory_decides(machine, gib, capability, shards, preset, reason):
 def test_memory_of_the_smallest_card_is_enough():
     """By the trainer's estimate, where other programs hold half a GiB; a card one GiB smaller would do at most just so."""
     import torch
+
     import train_gpt
     script = (ROOT / "run.sh").read_text()
     ops = replace(train_gpt.select_ops(torch.device("cpu")), names={"mlp": "bf16"})
