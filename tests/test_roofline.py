@@ -6,21 +6,21 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import argparse  # noqa: E402
-import sys  # noqa: E402
-from dataclasses import replace  # noqa: E402
+import argparse
+import sys
+from dataclasses import replace
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 pytest.importorskip("triton")
-import helpers  # noqa: E402
-from helpers import CPU, tg  # noqa: E402
+import helpers
+from helpers import CPU, tg
 
 sys.path.append(str(helpers.ROOT / "benchmarks"))
-import roofline  # noqa: E402
-import roofline_costs as costs  # noqa: E402
-from roofline_trace import PART, Trace, base_name  # noqa: E402
+import roofline
+import roofline_costs as costs
+from roofline_trace import PART, Trace, base_name
 
 interpreted = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="needs TRITON_INTERPRET=1")
 
