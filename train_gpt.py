@@ -76,15 +76,14 @@ SHARD_HEADER_BYTES = 1024
 
 BOS = 50256  # <|endoftext|>: opens every document
 CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that every world size sees the same tokens
-# The parts of the model whose matrix products can be FP8. Each maps the endings of its weights' names to the largest
-# magnitude that the FP8 scale of these weights can hold (MlpScales, HeadScales).
-FP8_PARTS = {"attention": {"qkv": 7.0}, "head": {"lm_head": 3.2}, "mlp": {"up": 7.0, "down": 7.0}}
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
 NEW_TOKEN_ROWS = 32  # rows that it shares out among tokens without a match
 NORM_EPSILON = 1e-6  # added to a mean square
 E4M3 = torch.float8_e4m3fn  # FP8 for weights and activations
 E5M2 = torch.float8_e5m2  # FP8 for gradients: more range, less precision
+E4M3_MAX = 448.0  # the largest number of each format
+E5M2_MAX = 57_344.0
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
@@ -92,6 +91,40 @@ EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 # Dense bfloat16 TFLOP/s as the vendors state them. A key is a part of the device's name; the first that fits counts.
 PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
+
+
+class MlpScales(NamedTuple):
+    """Static FP8 scales of the MLP and the QKV projection: value = fp8 * scale.
+
+    The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28, and those with taps may pass that;
+    weights 7; hidden values relu² 1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06;
+    gradients, in e5m2, 56 and 2^-27.
+    """
+    x: float = 2.0 ** -4
+    weight: float = 2.0 ** -6
+    hidden: float = 2.0 ** 2
+    grad: float = 2.0 ** -10
+
+
+class HeadScales(NamedTuple):
+    """Static FP8 scales of the head: value = fp8 * scale.
+
+    The default ranges: RMS-normed x reaches 28 (100 leaves room), weights stay under 3.2, and
+    entries of the gradient of a summed loss under 1.75 * softcap / (4 * temperature) = 1.34; e5m2
+    reaches 96.
+    """
+    x: float = 100 / E4M3_MAX
+    weight: float = 3.2 / E4M3_MAX
+    grad: float = 96 / E5M2_MAX
+
+
+# The parts of the model whose matrix products can be FP8. Each maps the endings of its weights' names to the largest
+# magnitude that their scale can hold.
+FP8_PARTS = {
+    "attention": {"qkv": E4M3_MAX * MlpScales().weight},
+    "head": {"lm_head": E4M3_MAX * HeadScales().weight},
+    "mlp": {"up": E4M3_MAX * MlpScales().weight, "down": E4M3_MAX * MlpScales().weight},
+}
 
 
 # ==== 2. Configuration ================================================================================================
@@ -2564,31 +2597,6 @@ def relu_squared_mlp(x, up, down):
     return F.linear(x, up).relu().square() @ down
 
 
-class MlpScales(NamedTuple):
-    """Static FP8 scales of the MLP and the QKV projection: value = fp8 * scale.
-
-    The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28, and those with taps may pass that;
-    weights 7; hidden values relu² 1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06;
-    gradients, in e5m2, 56 and 2^-27.
-    """
-    x: float = 2.0 ** -4
-    weight: float = 2.0 ** -6
-    hidden: float = 2.0 ** 2
-    grad: float = 2.0 ** -10
-
-
-class HeadScales(NamedTuple):
-    """Static FP8 scales of the head: value = fp8 * scale.
-
-    The default ranges: RMS-normed x reaches 28 (100 leaves room), weights stay under 3.2, and
-    entries of the gradient of a summed loss under 1.75 * softcap / (4 * temperature) = 1.34; e5m2
-    reaches 96.
-    """
-    x: float = 100 / 448
-    weight: float = 3.2 / 448
-    grad: float = 96 / 57_344
-
-
 def softcapped(logits, cap):
     """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
@@ -4179,6 +4187,15 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, B
         grad, order, starts, partial, *arguments, width, **shape, **options)
 
 
+def embedding_grad(grad, lookup, dense, add=False):
+    """Write the gradient of a table [vocab_rows, D] to `dense`, or add it, from grad [T, D]; see embedding_grad_kernel.
+
+    lookup: the ids [T] that the rows of grad belong to, and their order and starts, see sort_ids.
+    """
+    launch_groups(embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=add)
+    return dense
+
+
 @jit
 def adam_step_tile(weights, grad, second_moment, lr_ptr, wd_ptr, epsilon):
     """adam_step in registers."""
@@ -4287,9 +4304,9 @@ def sparse_adam(grad, lookup, *state, pooling=0.0):
 
 
 # ==== 10. Operator selection ==========================================================================================
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ops:
-    """The operators of this run. The model calls them and never asks what hardware it is on.
+    """The operators of this run. Model and optimizer call them and never ask what hardware they are on.
 
     Shapes: T tokens, H heads, Dk the width of a head's queries and keys, Dv of its values."""
     attention: Callable  # (q, k [T, H, Dk], v [T, H, Dv], documents, window, scale, gates [T, H]) -> [T, H, Dv]
@@ -4297,7 +4314,11 @@ class Ops:
     head_loss_eval: Callable  # the same without a gradient; Triton's sums in float64
     pointer: Callable  # (queries and keys [T, 2, Dk], documents, window, scale) -> log_copy [T] of Targets
     embed: Callable  # (table [rows, width], documents) -> [T, width]
+    # (grad [T, width], lookup, dense [rows, width], add): the gradient of a table becomes `dense`, or is added to it.
+    # lookup: the ids [T], and their order and starts by sort_ids.
+    embedding_grad: Callable
     adam: Callable  # see adam_reference
+    group_ids: Callable  # (ids [T, K]) -> what sparse_adam takes as its lookup: the ids, and what sorting them gave
     sparse_adam: Callable  # see sparse_adam_reference
     # The next two read h [T, width] of product_input; `source` is (x, its inverse RMS), and for
     # the MLP (positions, taps) besides.
@@ -4342,6 +4363,10 @@ def reference_ops() -> Ops:
     def embed(table, documents):
         return F.embedding(documents.tokens, table)
 
+    def embedding_grad(grad, lookup, dense, add):
+        found = embedding_grad_reference(grad, lookup[0], len(dense)).to(dense.dtype)
+        return dense.add_(found) if add else dense.copy_(found)
+
     def project_heads(h, _, weight, value, *rest):
         return *split_heads_reference(F.linear(h, weight), value, *rest), value
 
@@ -4350,9 +4375,32 @@ def reference_ops() -> Ops:
 
     names = dict.fromkeys(("attention", "head", "mlp", "embedding", "orthogonalize"), "reference")
     names |= {"compile": "off", "graphs": "off"}
-    return Ops(attention, head_loss_reference, head_loss_reference, pointer, embed, adam_reference,
-               sparse_adam_reference, project_heads, mlp, orthogonalize_reference, compile=uncompiled,
-               attention_fp8=False, mlp_fp8=False, graphs=False, names=names)
+    return Ops(
+        attention=attention,
+        head_loss=head_loss_reference,
+        head_loss_eval=head_loss_reference,
+        pointer=pointer,
+        embed=embed,
+        embedding_grad=embedding_grad,
+        adam=adam_reference,
+        group_ids=group_ids,
+        sparse_adam=sparse_adam_reference,
+        project_heads=project_heads,
+        mlp=mlp,
+        orthogonalize=orthogonalize_reference,
+        compile=uncompiled,
+        attention_fp8=False,
+        mlp_fp8=False,
+        graphs=False,
+        names=names)
+
+
+def fp8_operands(x, inverse_rms, *mix):
+    """The last operands of ProjectHeads and Fp8Mlp; none in bf16 and in validation."""
+    if inverse_rms is None:
+        return ()
+    scales = MlpScales()
+    return scales, *quantize_both(x, scales.x, E4M3, inverse_rms, *mix)
 
 
 def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = tuple(FP8_PARTS),
@@ -4384,13 +4432,6 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     def embed(table, documents):
         return EmbeddingLookup.apply(F.embedding, table, documents.tokens, documents.order, documents.starts)
 
-    def fp8_operands(x, inverse_rms, *mix):
-        """The last operands of ProjectHeads and Fp8Mlp; none in bf16 and in validation."""
-        if inverse_rms is None:
-            return ()
-        scales = MlpScales()
-        return scales, *quantize_both(x, scales.x, E4M3, inverse_rms, *mix)
-
     def project_heads(h, source, *operands):
         return ProjectHeads.apply(h, *operands, *fp8_operands(*source))
 
@@ -4407,9 +4448,24 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     names = precision | {"attention": f"triton ({precision['attention']} projection)", "embedding": "triton",
                          "orthogonalize": "triton", "compile": "inductor" if compile else "off",
                          "graphs": "cuda" if graphs else "off"}
-    return Ops(attention, head_loss, head_loss_eval, pointer, embed, adam, sparse_adam, project_heads, mlp,
-               orthogonalize, compile=region, attention_fp8="attention" in fp8, mlp_fp8="mlp" in fp8, graphs=graphs,
-               names=names)
+    return Ops(
+        attention=attention,
+        head_loss=head_loss,
+        head_loss_eval=head_loss_eval,
+        pointer=pointer,
+        embed=embed,
+        embedding_grad=embedding_grad,
+        adam=adam,
+        group_ids=group_ids,
+        sparse_adam=sparse_adam,
+        project_heads=project_heads,
+        mlp=mlp,
+        orthogonalize=orthogonalize,
+        compile=region,
+        attention_fp8="attention" in fp8,
+        mlp_fp8="mlp" in fp8,
+        graphs=graphs,
+        names=names)
 
 
 # ==== 11. Runtime =====================================================================================================
