@@ -575,7 +575,7 @@ def injections(x0, ngram, *lambdas):
     """What enters each layer from the two embeddings, that of the token and that of the last few tokens: a list.
 
     All layers are in one region, so that one kernel sums their gradients. `lambdas` are x0_lambda and ngram_lambda of
-    one layer after the other, a flat list because compile_dynamic looks for tensors among the arguments alone."""
+    one layer after the other, a flat list, in which compile_dynamic finds the tensors."""
     injected = []
     for x0_lambda, ngram_lambda in zip(lambdas[::2], lambdas[1::2]):
         total = scaled(x0_lambda, x0)
@@ -605,12 +605,22 @@ class EnterStream(Function):
         return grad_lambda, grad, grad
 
 
-def enter_layer(x, mlp_out, injected, resid_lambda, skip, skip_weight):
-    """x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected)."""
-    x = add_mlp(x, mlp_out)
-    if skip is not None:
-        x = x + scaled(torch.sigmoid(skip_weight).expand(len(x)), skip)
-    return EnterStream.apply(resid_lambda, x, injected)
+class LayerEntry(NamedTuple):
+    """What enters a layer, see enter_layer."""
+    x: Tensor  # the residual stream [T, width], as the next three
+    mlp_out: Tensor | None  # of the layer before
+    injected: Tensor
+    skip: Tensor | None
+    skip_weight: nn.Parameter | None
+    resid_lambda: Tensor  # [T]
+
+
+def enter_layer(entry):
+    """The stream x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected), of a LayerEntry."""
+    x = add_mlp(entry.x, entry.mlp_out)
+    if entry.skip is not None:
+        x = x + scaled(torch.sigmoid(entry.skip_weight).expand(len(x)), entry.skip)
+    return EnterStream.apply(entry.resid_lambda, x, entry.injected)
 
 
 def mixed(h, taps, positions):
@@ -626,10 +636,11 @@ def mixed(h, taps, positions):
 
 
 class Deferred(Function):
-    """Stands for h [T, width], which the FP8 operators make themselves from the stream and its inverse RMS (see
-    quantize_kernel), so that no region writes h. It is one number expanded to h's shape, which nobody reads: it only
-    carries the gradient of h back. sample [T / 16, width] is what the taps add to rows 15, 31, 47, ... of h; 16 times
-    the gradient of these rows estimates the gradient of the taps."""
+    """Stands for h [T, width] where the FP8 operators make it themselves, see NormedInput, so that no region writes it.
+
+    It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. sample
+    [T / 16, width] is what the taps add to rows 15, 31, 47, ... of h; 16 times the gradient of these rows estimates the
+    gradient of the taps."""
     @staticmethod
     def forward(ctx, h, sample):
         return h.new_empty(1).expand_as(h)
@@ -639,10 +650,25 @@ class Deferred(Function):
         return grad, 16 * grad[15::16]
 
 
-def product_input(x, h, fp8, positions=None, taps=None):
-    """(operand, inverse_rms): mixed(h, taps, positions), which a matrix product reads, and None. h [T, width] is the
-    norm of the stream x. In FP8 training the operand only stands for it, see Deferred, and inverse_rms [T] is that of
-    x, from which the FP8 operators make it."""
+class NormedInput(NamedTuple):
+    """h = mixed(norm(x), taps, positions), which a matrix product reads, for the operators that hold this product.
+
+    In bf16, in float32 and in validation h is written, and the operators read it. In FP8 training they read x: h only
+    stands for the product's input and takes its gradient (see Deferred), and quantize_kernel makes the input from the
+    rest."""
+    h: Tensor  # [T, width]
+    x: Tensor  # the residual stream [T, width], detached
+    inverse_rms: Tensor | None  # of x, [T]; None: h is written
+    positions: Tensor | None = None  # [T]
+    taps: Tensor | None = None  # of `mixed`, [K, width]
+
+    def fp8_copies(self, quantize: Callable, scale: float) -> tuple[Tensor, Tensor]:
+        """The product's input divided by `scale`, in e4m3 and in both layouts; `quantize` is quantize_both."""
+        return quantize(self.x, scale, E4M3, self.inverse_rms, self.positions, self.taps)
+
+
+def product_input(x, h, positions=None, taps=None, *, fp8):
+    """(h, inverse_rms) of a NormedInput, from the stream x [T, width] and its norm h."""
     if not (fp8 and torch.is_grad_enabled()):
         return mixed(h, taps, positions), None
     inverse_rms = torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
@@ -657,14 +683,14 @@ def product_input(x, h, fp8, positions=None, taps=None):
     return Deferred.apply(h, sample), inverse_rms
 
 
-def attention_in(attn_scale, gate, value, fp8, *entry):
+def attention_in(entry, value, gate, attn_scale, fp8):
     """A layer up to the projection of queries, keys and values. Returns the stream, the two results of product_input,
     the gates [T, H] of the heads' outputs, and those of the value embedding, which are None without one.
 
-    `entry` are the operands of enter_layer; gate is [H, inputs], or [2 H, inputs] with a value embedding. attn_scale
-    multiplies the gates of the outputs: multiplied with weights, as in record 47, it would take passes over them.
-    Attention's backward pass divides by these gates, so they are kept from zero."""
-    x = enter_layer(*entry)
+    gate is [H, inputs], or [2 H, inputs] with a value embedding. attn_scale [T] multiplies the gates of the outputs:
+    multiplied with weights, as in record 47, it would take passes over them. Attention's backward pass divides by these
+    gates, so they are kept from zero."""
+    x = enter_layer(entry)
     h = norm(x)
 
     inputs = gate.size(1)
@@ -679,20 +705,25 @@ def attention_in(attn_scale, gate, value, fp8, *entry):
         gates, value_gates = gates.chunk(2, dim=1)
         value_gates = 4 * value_gates
     gates = scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20)
-    return x, *product_input(x, h, fp8), gates, value_gates
+    return x, *product_input(x, h, fp8=fp8), gates, value_gates
 
 
 def attention_out(x, y, out, positions, taps, fp8):
     """The stream after attention, x + y out, and product_input of it for the MLP; y [T, H, D] are the gated heads, out
     is [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
-    return x, *product_input(x, norm(x), fp8, positions, taps)
+    return x, *product_input(x, norm(x), positions, taps, fp8=fp8)
 
 
-def mlp_in(positions, taps, fp8, *entry):
+def mlp_in(entry, positions, taps, fp8):
     """A layer without attention up to its MLP: the stream and product_input of it."""
-    x = enter_layer(*entry)
-    return x, *product_input(x, norm(x), fp8, positions, taps)
+    x = enter_layer(entry)
+    return x, *product_input(x, norm(x), positions, taps, fp8=fp8)
+
+
+def entry_tokens(entry, *_):
+    """The number of tokens among the operands of a region that begins a layer, see compile_dynamic."""
+    return len(entry.x)
 
 
 def final_states(x, mlp_out, x0, ngram, gate):
@@ -791,9 +822,9 @@ class Block(nn.Module):
             if config.mlp_taps:
                 self.mlp_taps = make_param("gate", empty(2, width))
 
-        self.attention_in = ops.compile(attention_in)
+        self.attention_in = ops.compile(attention_in, entry_tokens)
         self.attention_out = ops.compile(attention_out)
-        self.mlp_in = ops.compile(mlp_in)
+        self.mlp_in = ops.compile(mlp_in, entry_tokens)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator):
@@ -825,23 +856,24 @@ class Block(nn.Module):
         """
         layer = self.layer
         ops = self.ops
-        entry = x, mlp_out, injected, scalars.resid_lambda, skip, self.skip_weight
-        mix = documents.positions, self.mlp_taps
+        positions = documents.positions
+        entry = LayerEntry(x, mlp_out, injected, skip, self.skip_weight, scalars.resid_lambda)
 
         if layer.attention:
             x, h, inverse_rms, gates, value_gates = self.attention_in(
-                scalars.attn_scale, self.gate, value, ops.attention_fp8, *entry)
+                entry, value, self.gate, scalars.attn_scale, ops.attention_fp8)
             q, k, v, value = ops.project_heads(
-                h, (x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
-                documents.positions, geometry.cos, geometry.sin, self.heads, layer.key_offset)
+                NormedInput(h, x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
+                positions, geometry.cos, geometry.sin, heads=self.heads, key_offset=layer.key_offset)
             y = ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
-            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), *mix, ops.mlp_fp8)
+            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), positions, self.mlp_taps, ops.mlp_fp8)
         else:
-            x, h, inverse_rms = self.mlp_in(*mix, ops.mlp_fp8, *entry)
+            x, h, inverse_rms = self.mlp_in(entry, positions, self.mlp_taps, ops.mlp_fp8)
 
         mlp_out = None
         if layer.mlp:
-            mlp_out = ops.mlp(h, (x.detach(), inverse_rms, *mix), gathered(self.up), gathered(self.down))
+            mlp_input = NormedInput(h, x.detach(), inverse_rms, positions, self.mlp_taps)
+            mlp_out = ops.mlp(mlp_input, gathered(self.up), gathered(self.down))
         return x, mlp_out, value
 
 
@@ -4037,7 +4069,7 @@ def mlp_product(a, b, factor, hidden8=None):
 class Fp8Mlp(Function):
     """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales, h8, h8_t)`.
 
-    h [T, D] stands for the input and only takes its gradient, see Deferred; h8 and h8_t are copies of the input by
+    h [T, D] stands for the input and only takes its gradient, see NormedInput; h8 and h8_t are copies of the input by
     quantize_both. up and down are [H, D]; all but the copies are bf16; T, D and H are multiples of 16. The products
     are e4m3 by e4m3 forward, e5m2 by e4m3 without fast accumulation backward. What takes part in two needs two
     layouts.
@@ -4320,34 +4352,38 @@ class Ops:
     adam: Callable  # see adam_reference
     group_ids: Callable  # (ids [T, K]) -> what sparse_adam takes as its lookup: the ids, and what sorting them gave
     sparse_adam: Callable  # see sparse_adam_reference
-    # The next two read h [T, width] of product_input; `source` is (x, its inverse RMS), and for
-    # the MLP (positions, taps) besides.
-    project_heads: Callable  # (h, source, weight, value, ...) -> q, k, v, value: see split_heads_reference
-    mlp: Callable  # (h, source, up, down [mlp_width, width]) -> [T, width]
+    project_heads: Callable  # (NormedInput, weight, value, ...) -> q, k, v, value: see split_heads_reference
+    mlp: Callable  # (NormedInput, up, down [mlp_width, width]) -> [T, width]
     orthogonalize: Callable  # (matrices [N, rows, columns]) -> the same shape
-    compile: Callable  # (function of tensors) -> the same function, faster
+    compile: Callable  # (function of tensors, its `count`) -> the same function, faster: see compile_dynamic
     attention_fp8: bool  # whether project_heads multiplies in FP8
     mlp_fp8: bool
     graphs: bool  # whole steps as CUDA graphs
     names: dict[str, str]  # what was chosen, for the log
 
 
-def compile_dynamic(function: Callable) -> Callable:
+def first_length(first, *_):
+    return len(first)
+
+
+def compile_dynamic(function: Callable, count: Callable = first_length) -> Callable:
     """torch.compile with one compilation for every stage and shard.
 
-    The leading dimension of the first argument is symbolic in every argument that has it, parameters aside."""
+    count(*arguments) is the number that differs between calls, such as that of the tokens. A dimension of this size
+    is symbolic in every tensor among the arguments, or in a tuple among them, but for parameters."""
     compiled = torch.compile(function, fullgraph=True)
 
-    def call(*args):
-        leading = args[0].shape[0]
-        for tensor in args:
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and leading in tensor.shape:
-                torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(leading))
-        return compiled(*args)
+    def call(*arguments, **options):
+        size = count(*arguments)
+        for argument in arguments:
+            for tensor in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and size in tensor.shape:
+                    torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(size))
+        return compiled(*arguments, **options)
     return call
 
 
-def uncompiled(function: Callable) -> Callable:
+def uncompiled(function: Callable, count: Callable = first_length) -> Callable:
     return function
 
 
@@ -4367,11 +4403,11 @@ def reference_ops() -> Ops:
         found = embedding_grad_reference(grad, lookup[0], len(dense)).to(dense.dtype)
         return dense.add_(found) if add else dense.copy_(found)
 
-    def project_heads(h, _, weight, value, *rest):
-        return *split_heads_reference(F.linear(h, weight), value, *rest), value
+    def project_heads(inputs, weight, value, *rest, **settings):
+        return *split_heads_reference(F.linear(inputs.h, weight), value, *rest, **settings), value
 
-    def mlp(h, _, up, down):
-        return relu_squared_mlp(h, up, down)
+    def mlp(inputs, up, down):
+        return relu_squared_mlp(inputs.h, up, down)
 
     names = dict.fromkeys(("attention", "head", "mlp", "embedding", "orthogonalize"), "reference")
     names |= {"compile": "off", "graphs": "off"}
@@ -4395,12 +4431,12 @@ def reference_ops() -> Ops:
         names=names)
 
 
-def fp8_operands(x, inverse_rms, *mix):
-    """The last operands of ProjectHeads and Fp8Mlp; none in bf16 and in validation."""
-    if inverse_rms is None:
+def fp8_operands(inputs: NormedInput) -> tuple:
+    """The last operands of ProjectHeads and Fp8Mlp: scales and copies; none where h is written."""
+    if inputs.inverse_rms is None:
         return ()
     scales = MlpScales()
-    return scales, *quantize_both(x, scales.x, E4M3, inverse_rms, *mix)
+    return scales, *inputs.fp8_copies(quantize_both, scales.x)
 
 
 def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = tuple(FP8_PARTS),
@@ -4432,18 +4468,20 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     def embed(table, documents):
         return EmbeddingLookup.apply(F.embedding, table, documents.tokens, documents.order, documents.starts)
 
-    def project_heads(h, source, *operands):
-        return ProjectHeads.apply(h, *operands, *fp8_operands(*source))
+    def project_heads(inputs, weight, value, value_gates, positions, cos, sin, *, heads, key_offset=False):
+        return ProjectHeads.apply(
+            inputs.h, weight, value, value_gates, positions, cos, sin, heads, key_offset, *fp8_operands(inputs))
 
     bf16_mlp = region(relu_squared_mlp)
 
-    def mlp(h, source, up, down):
-        fp8_mlp = fp8_operands(*source)
+    def mlp(inputs, up, down):
+        fp8_mlp = fp8_operands(inputs)
         if fp8_mlp:
-            return Fp8Mlp.apply(h, up, down, *fp8_mlp)
+            return Fp8Mlp.apply(inputs.h, up, down, *fp8_mlp)
         if torch.is_grad_enabled():
-            return bf16_mlp(h, up, down)
-        return F.linear(h, up).relu_().square_() @ down  # in place, because windows of the validation are long
+            return bf16_mlp(inputs.h, up, down)
+        # In place, because windows of the validation are long.
+        return F.linear(inputs.h, up).relu_().square_() @ down
 
     names = precision | {"attention": f"triton ({precision['attention']} projection)", "embedding": "triton",
                          "orthogonalize": "triton", "compile": "inductor" if compile else "off",
