@@ -68,6 +68,8 @@ except ImportError:  # the reference operators need no Triton
     triton = tl = None
     def jit(function):
         return function
+    def constexpr(value):
+        return value
 
 # The header of llm.c's token files, see data/README.md.
 SHARD_MAGIC = 20240520
@@ -2778,10 +2780,13 @@ def orthogonalize_reference(matrices):
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
 # head. Every header names the reference in section 8, and has shapes, and operations or bytes; times are of one H200,
-# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Kernels cannot read plain globals: they
-# repeat LOG2_E and NORM_EPSILON, or take them as arguments.
+# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches of more than eight operands name
+# them.
 
-LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
+# Kernels can read globals that are constexprs, and no others; in the interpreter such a one stands right of a tensor.
+LOG2_E = constexpr(1.4426950408889634)  # log2(e): kernels use exp2, because the hardware computes powers of 2
+RMS_EPSILON = constexpr(NORM_EPSILON)
+LOG_ZERO = constexpr(NEG_INF)
 
 
 @jit
@@ -3177,9 +3182,10 @@ class PackedAttention(Function):
 
         tile, _ = attention_tiles(q.device, width)
         attention_forward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
-            q, tile_descriptor(k, tile), tile_descriptor(v, tile),
-            q.stride(0), k.stride(0), v.stride(0),
-            out, lse, positions, window, tokens, scale * LOG2_E, gates,
+            q_ptr=q, k_desc=tile_descriptor(k, tile), v_desc=tile_descriptor(v, tile),
+            stride_q_row=q.stride(0), stride_k_row=k.stride(0), stride_v_row=v.stride(0),
+            out_ptr=out, lse_ptr=lse, positions_ptr=positions, gates_ptr=gates,
+            window=window, tokens=tokens, scale_log2=scale * LOG2_E.value,
             HEAD_DIM_QK=width, HEAD_DIM_V=v.size(2), **tile)
         ctx.save_for_backward(q, k, v, out, lse, positions, remaining, gates)
         ctx.window = window
@@ -3202,10 +3208,12 @@ class PackedAttention(Function):
         rows = (k, v, q, dout, dk, dv, remaining), (q, dout, k, v, dq, None, positions)
         for own_qk, own_v, other_qk, other_v, own_dqk, own_dv, distances in rows:  # as in the kernel's table
             attention_backward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
-                own_qk, own_v, tile_descriptor(other_qk, tile), tile_descriptor(other_v, tile),
-                own_qk.stride(0), own_v.stride(0), other_qk.stride(0), other_v.stride(0),
-                own_dqk, own_dv, lse, delta, distances,
-                ctx.window, tokens, ctx.scale, ctx.scale * LOG2_E,
+                own_qk_ptr=own_qk, own_v_ptr=own_v,
+                other_qk_desc=tile_descriptor(other_qk, tile), other_v_desc=tile_descriptor(other_v, tile),
+                stride_own_qk_row=own_qk.stride(0), stride_own_v_row=own_v.stride(0),
+                stride_other_qk_row=other_qk.stride(0), stride_other_v_row=other_v.stride(0),
+                own_dqk_ptr=own_dqk, own_dv_ptr=own_dv, lse_ptr=lse, delta_ptr=delta, distances_ptr=distances,
+                window=ctx.window, tokens=tokens, scale=ctx.scale, scale_log2=ctx.scale * LOG2_E.value,
                 HEAD_DIM_QK=q.size(2), HEAD_DIM_V=width, **tile)
         return dq, dk, dv, None, None, None, None, dgates
 
@@ -3215,70 +3223,88 @@ class PackedAttention(Function):
 #     lse[t] = ln (1 + sum_i e^s[t, i])                    log_copy[t] = ln (sum_i match[t, i] e^s[t, i]) - lse[t]
 #     ds[t, i] = grad_log_copy[t] (match[t, i] e^(s[t, i] - lse[t] - log_copy[t]) - e^(s[t, i] - lse[t]))
 #
-# This is attention without values, and tiled like it. Queries and keys are the two heads of one tensor, and
-# the owners of a tile visit the others. One kernel makes all three passes: the forward, and the backward of
-# queries and of keys.
+# This is attention without values, and tiled like it. Queries and keys are the two heads of one tensor
+# qk [T, 2, HEAD_DIM_QK], and the owners of a tile visit the others. A visible pair takes one product of
+# 2 HEAD_DIM_QK flops in the forward, and two for each of dq and dk. With 128 channels, a window of 4096 and
+# T = 16,384 | 65,536 the forward takes 31 | 55 us, the backward 120 | 208 us.
 
 
 @jit
-def pointer_kernel(
-    qk_ptr, qk_desc, ids_ptr, log_copy_ptr, lse_ptr, distances_ptr, window,
-    grad_log_copy_ptr, dqk_ptr, tokens, scale_log2,
-    NEG_INF: constexpr, KEYS: constexpr,
+def pointer_scores(own_qk, qk_desc, ids_ptr, own, reach, step, tokens, scale_log2, BLOCK_N, KEYS):
+    """What a step of BLOCK_N other tokens needs: their tile of qk, the queries of the scores, the scores [own, other]
+    times log2(e), and where these are visible and where the ids match."""
+    WIDTH: constexpr = own_qk.shape[1]
+    other_qk = load_tile(qk_desc, step, 1 - KEYS, 2 * WIDTH, tokens, WIDTH, BLOCK_N)
+    scores = tl.dot(own_qk, tl.trans(other_qk)) * scale_log2
+    # Compared after the product: before it, two predicates a score would have to be kept in registers meanwhile.
+    query, key = pair_tokens(own, step, BLOCK_N, KEYS)
+    visible = (query - key - 1).to(tl.uint32) < reach
+    match = load_vector(ids_ptr, query, tokens, other=-1) == load_vector(ids_ptr, key, tokens, other=-1)
+    return other_qk, query, scores, visible, match
+
+
+@jit
+def pointer_forward_kernel(
+    qk_ptr, qk_desc, ids_ptr, positions_ptr, log_copy_ptr, lse_ptr, window, tokens, scale_log2,
     HEAD_DIM_QK: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """log_copy [T], and lse [T] in base 2, of BLOCK_M queries; or a gradient, if grad_log_copy [T] is given.
+    """log_copy [T], and lse [T] in base 2, of BLOCK_M queries. Reference: pointer_reference.
 
-    The gradient is that of BLOCK_M queries (KEYS = 0) or of BLOCK_M keys (KEYS = 1), in dqk[:, KEYS]; qk and
-    dqk are [T, 2, HEAD_DIM_QK], queries and keys. ids [T]; distances: see visible_reach. Where nothing
-    matches, log_copy is NEG_INF, and lse is stored as infinite, so that those scores get no gradient.
-
-    A visible pair takes one product of 2 HEAD_DIM_QK flops in the forward, and two in each pass of the
-    backward. With 128 channels, a window of 4096 and T = 16,384 | 65,536 the forward takes 31 | 55 us, the
-    backward 120 | 208 us. Reference: pointer_reference.
+    Where nothing matches, log_copy is LOG_ZERO, and lse is stored as infinite, so that those scores get no gradient.
     """
-    log2e = 1.4426950408889634
+    start = tl.program_id(0) * BLOCK_M
+    queries = start + tl.arange(0, BLOCK_M)
+    reach = visible_reach(positions_ptr, queries, tokens, window)[:, None]
+    q = load_tile(qk_ptr, start, 0, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_M)
+    sum_exp = tl.full([BLOCK_M], 1.0, tl.float32)
+    sum_exp_match = tl.zeros([BLOCK_M], tl.float32)
+
+    first, stop = visible_range(positions_ptr, start, tokens, window, BLOCK_M, False)
+    for step in tl.range(first, stop, BLOCK_N):
+        _, _, scores, visible, match = pointer_scores(
+            q, qk_desc, ids_ptr, queries, reach, step, tokens, scale_log2, BLOCK_N, False)
+        p = tl.where(visible, tl.exp2(scores), 0.0)
+        sum_exp += tl.sum(p, 1)
+        sum_exp_match += tl.sum(tl.where(match, p, 0.0), 1)
+
+    inside = queries < tokens
+    log2_sum = tl.log2(sum_exp)
+    log_copy = (tl.log2(sum_exp_match) - log2_sum) / LOG2_E
+    tl.store(log_copy_ptr + queries, tl.maximum(log_copy, LOG_ZERO), inside)
+    tl.store(lse_ptr + queries, tl.where(sum_exp_match > 0, log2_sum, float("inf")), inside)
+
+
+@jit
+def pointer_backward_kernel(
+    qk_ptr, qk_desc, ids_ptr, distances_ptr, log_copy_ptr, lse_ptr, grad_log_copy_ptr, dqk_ptr,
+    window, tokens, scale_log2,
+    KEYS: constexpr, HEAD_DIM_QK: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+):
+    """The gradient dqk[:, 0] of BLOCK_M queries, or with KEYS dqk[:, 1] of BLOCK_M keys; dqk is like qk.
+
+    log_copy, lse: of the forward. distances: see visible_reach. Reference: the gradient of pointer_reference.
+    """
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
     reach = visible_reach(distances_ptr, own, tokens, window)[:, None]
     own_qk = load_tile(qk_ptr, start, KEYS, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_M)
     own_dqk = tl.zeros(own_qk.shape, tl.float32)
-    sum_exp = tl.full([BLOCK_M], 1.0, tl.float32)
-    sum_exp_match = tl.zeros([BLOCK_M], tl.float32)
 
     first, stop = visible_range(distances_ptr, start, tokens, window, BLOCK_M, KEYS)
     for step in tl.range(first, stop, BLOCK_N):
-        other_qk = load_tile(qk_desc, step, 1 - KEYS, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_N)
-        scores = tl.dot(own_qk, tl.trans(other_qk)) * scale_log2
-        # Compared after the product: before it, two predicates a score would have to be kept in registers meanwhile.
-        query, key = pair_tokens(own, step, BLOCK_N, KEYS)
-        visible = (query - key - 1).to(tl.uint32) < reach
-        match = load_vector(ids_ptr, query, tokens, other=-1) == load_vector(ids_ptr, key, tokens, other=-1)
-        if grad_log_copy_ptr is None:
-            p = tl.where(visible, tl.exp2(scores), 0.0)
-            sum_exp += tl.sum(p, 1)
-            sum_exp_match += tl.sum(tl.where(match, p, 0.0), 1)
-        else:
-            grad_log_copy = load_vector(grad_log_copy_ptr, query, tokens)
-            log2_copy = load_vector(log_copy_ptr, query, tokens) * log2e
-            lse = load_vector(lse_ptr, query, tokens)
-            # With a = e^(s - lse) and the copied share c = e^log_copy, ds is grad_log_copy times a / c - a where ids
-            # match, and times -a elsewhere. p is a / c where they match, else a: one factor serves both.
-            p = tl.where(visible, tl.exp2(scores - tl.where(match, lse + log2_copy, lse)), 0.0)
-            matching_grad = grad_log_copy - grad_log_copy * tl.exp2(log2_copy)
-            ds = p * tl.where(match, matching_grad, -grad_log_copy)
-            own_dqk = tl.dot(ds.to(other_qk.dtype), other_qk, own_dqk)
+        other_qk, query, scores, visible, match = pointer_scores(
+            own_qk, qk_desc, ids_ptr, own, reach, step, tokens, scale_log2, BLOCK_N, KEYS)
+        grad_log_copy = load_vector(grad_log_copy_ptr, query, tokens)
+        log2_copy = load_vector(log_copy_ptr, query, tokens) * LOG2_E
+        lse = load_vector(lse_ptr, query, tokens)
+        # With a = e^(s - lse) and the copied share c = e^log_copy, ds is grad_log_copy times a / c - a where ids
+        # match, and times -a elsewhere. p is a / c where they match, else a: one factor serves both.
+        p = tl.where(visible, tl.exp2(scores - tl.where(match, lse + log2_copy, lse)), 0.0)
+        matching_grad = grad_log_copy - grad_log_copy * tl.exp2(log2_copy)
+        ds = p * tl.where(match, matching_grad, -grad_log_copy)
+        own_dqk = tl.dot(ds.to(other_qk.dtype), other_qk, own_dqk)
 
-    if grad_log_copy_ptr is None:
-        log2_sum = tl.log2(sum_exp)
-        inside = own < tokens
-        tl.store(
-            log_copy_ptr + own,
-            tl.maximum((tl.log2(sum_exp_match) - log2_sum) / log2e, NEG_INF),
-            inside)
-        tl.store(lse_ptr + own, tl.where(sum_exp_match > 0, log2_sum, float("inf")), inside)
-    else:
-        store_tile(dqk_ptr, own_dqk * (scale_log2 / log2e), start, KEYS, 2, tokens)
+    store_tile(dqk_ptr, own_dqk * (scale_log2 / LOG2_E), start, KEYS, 2, tokens)
 
 
 class PointerLogCopy(Function):
@@ -3297,10 +3323,10 @@ class PointerLogCopy(Function):
         lse = torch.empty_like(log_copy)
 
         tile, _ = attention_tiles(qk.device)
-        pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
-            qk, tile_descriptor(qk, tile), ids, log_copy, lse, positions, window,
-            None, None, tokens, scale * LOG2_E,
-            NEG_INF, 0, HEAD_DIM_QK=width, **tile)
+        pointer_forward_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
+            qk_ptr=qk, qk_desc=tile_descriptor(qk, tile), ids_ptr=ids, positions_ptr=positions,
+            log_copy_ptr=log_copy, lse_ptr=lse, window=window, tokens=tokens, scale_log2=scale * LOG2_E.value,
+            HEAD_DIM_QK=width, **tile)
         ctx.save_for_backward(qk, ids, log_copy, lse, positions, remaining)
         ctx.window = window
         ctx.scale = scale
@@ -3315,10 +3341,11 @@ class PointerLogCopy(Function):
 
         _, tile = attention_tiles(qk.device)
         for keys, distances in enumerate((positions, remaining)):
-            pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
-                qk, tile_descriptor(qk, tile), ids, log_copy, lse, distances, ctx.window,
-                grad_log_copy, dqk, tokens, ctx.scale * LOG2_E,
-                NEG_INF, keys, HEAD_DIM_QK=width, **tile)
+            pointer_backward_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
+                qk_ptr=qk, qk_desc=tile_descriptor(qk, tile), ids_ptr=ids, distances_ptr=distances,
+                log_copy_ptr=log_copy, lse_ptr=lse, grad_log_copy_ptr=grad_log_copy, dqk_ptr=dqk,
+                window=ctx.window, tokens=tokens, scale_log2=ctx.scale * LOG2_E.value,
+                KEYS=keys, HEAD_DIM_QK=width, **tile)
         return dqk, None, None, None, None, None
 
 
@@ -3500,7 +3527,7 @@ def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM):
 def load_normed(x_ptr, token, valid, stride_x_row, DIM):
     """Both halves of RMS-normed rows, and 1 / rms [BLOCK_M, 1]."""
     first, second = load_halves(x_ptr, token, valid, stride_x_row, DIM)
-    inverse_rms = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + 1e-6)[:, None]
+    inverse_rms = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + RMS_EPSILON)[:, None]
     return first * inverse_rms, second * inverse_rms, inverse_rms
 
 
@@ -3748,7 +3775,7 @@ def tanh_of_softcap(logits, shift, temperature, FAST):
     if FAST:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
     else:
-        return 2.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * half)) - 1.0
+        return 2.0 / (1.0 + tl.exp2(half * (-2.0 * LOG2_E))) - 1.0
 
 
 @jit
@@ -3786,7 +3813,6 @@ def row_loss_kernel(
     token = tl.program_id(0)
     logits_ptr += token.to(tl.int64) * classes
     half = 0.5 * softcap
-    log2e = 1.4426950408889634
     num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
 
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -3794,7 +3820,7 @@ def row_loss_kernel(
         column = start + tl.arange(0, BLOCK_N)
         logits = load_vector(logits_ptr, column, classes)
         t = tanh_of_softcap(logits, shift, temperature, FAST)
-        exponential = tl.exp2(half * log2e * t - half * log2e)
+        exponential = tl.exp2(half * LOG2_E * t - half * LOG2_E)
         weighted = exponential * tl.where(column < num_always, 1.0, importance)
         total += tl.where(column < classes, weighted, 0.0)
     lse = softcap + tl.log(tl.sum(total))
@@ -3839,7 +3865,6 @@ def head_grad_kernel(
     inside = (token < tokens)[:, None] & (column < classes)
     offsets = token[:, None].to(tl.int64) * classes + column
     half = 0.5 * softcap
-    log2e = 1.4426950408889634
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
     num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
 
@@ -3854,7 +3879,7 @@ def head_grad_kernel(
     logits = tl.load(logits_ptr + offsets, inside, other=0.0)
     t = tanh_of_softcap(logits, shift, temperature, FAST)
     lse = load_vector(lse_ptr, token, tokens)
-    grad = weight_sum[:, None] * tl.exp2(half * log2e * t + (half - lse)[:, None] * log2e)
+    grad = weight_sum[:, None] * tl.exp2(half * LOG2_E * t + (half - lse)[:, None] * LOG2_E)
     if first_column < num_always:  # the other tiles hold sampled classes alone, and no targets
         grad *= tl.where(column < num_always, 1.0, importance)
         for k in tl.static_range(TARGETS):
