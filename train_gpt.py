@@ -3379,52 +3379,80 @@ def to_fp8_bits(x, FORMAT, PTX):
 
 
 @jit
-def quantize_kernel(
-    x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, groups, width, inverse_scale,
-    TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
-):
-    """out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
+def load_rows(x_ptr, inverse_rms_ptr, offsets, quad, quads, column, width, scale, TAPS):
+    """Rows -TAPS to 3 of each quad, counted from its first row, which is at `offsets`: x times scale [/ rms].
 
-    h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [4 groups, width],
-    out_t is [width, groups] in words of four rows. A thread holds four rows: they are one another's
-    earlier rows, and only words change threads for the transposed copy. An entry of bf16 costs 2 bytes read
-    and 2 written. With 4 BLOCK_M of 128 every tile writes whole cache lines of out_t. Reference: h *
-    inverse_scale, clamped and cast.
-    """
-    group = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (group < groups)[:, None] & (column < width)
-    offsets = 4 * group[:, None].to(tl.int64) * width + column
-
-    rows = ()  # of h * inverse_scale before the mix: TAPS before the group, and its four
+    A tuple of [BLOCK_M, BLOCK_N]. The rows before the first one of x are zeros."""
+    rows = ()
     for k in tl.static_range(-TAPS, 4):
-        exists = (4 * group + k >= 0) & (group < groups)
+        exists = (4 * quad + k >= 0) & (quad < quads)
         row = tl.load(x_ptr + offsets + k * width, exists[:, None] & (column < width), other=0.0)
-        factor = inverse_scale
+        factor = scale
         if inverse_rms_ptr is not None:
-            factor *= tl.load(inverse_rms_ptr + 4 * group + k, exists, other=0.0)[:, None]
+            factor *= tl.load(inverse_rms_ptr + 4 * quad + k, exists, other=0.0)[:, None]
         rows += (row.to(tl.float32) * factor,)
+    return rows
 
+
+@jit
+def mix_rows(rows, positions_ptr, taps_ptr, quad, quads, column, width, TAPS):
+    """`mixed` of the four rows of each quad, given the TAPS rows before them as well."""
     mixed_rows = ()
     for k in tl.static_range(4):
         h = rows[TAPS + k]
         for distance in tl.static_range(1, TAPS + 1):
-            begun = tl.load(positions_ptr + 4 * group + k, group < groups, other=0) >= distance
+            begun = tl.load(positions_ptr + 4 * quad + k, quad < quads, other=0) >= distance
             earlier = tl.where(begun[:, None], rows[TAPS + k - distance], 0.0)
             h += earlier * load_vector(taps_ptr, column, width, distance - 1)
         mixed_rows += (h,)
+    return mixed_rows
 
-    for k in tl.static_range(4):
-        tl.store(out_ptr + offsets + k * width, to_fp8_bits(mixed_rows[k], FORMAT, PTX), inside)
 
-    # The four rows in the bytes of words, as they follow one another in the transposed copy.
+@jit
+def pack_rows(rows, FORMAT, PTX):
+    """The FP8 bits of four rows as int32 words: the first row's byte is the lowest."""
     if PTX:
-        words = convert_four(mixed_rows, FORMAT)
+        return convert_four(rows, FORMAT)
     else:
-        words = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        words = tl.zeros(rows[0].shape, tl.int32)
         for k in tl.static_range(4):
-            words |= (to_fp8_bits(mixed_rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
-    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * groups + group
+            words |= (to_fp8_bits(rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
+        return words
+
+
+@jit
+def quantize_kernel(
+    x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, quads, width, inverse_scale,
+    TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+):
+    """out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
+
+    h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [4 quads, width], out_t is
+    [width, quads] in words of 32 bits. A quad is four neighbouring rows, and one thread holds them in each column:
+
+        x        4 q - 2   . . b . .  \  TAPS earlier rows, which the last two
+                 4 q - 1   . . a . .  /   rows of the same quad are for the next
+                 4 q       . . 0 . .  \
+                 4 q + 1   . . 1 . .   \  out: bytes 0 1 2 3, below one another
+                 4 q + 2   . . 2 . .   /  out_t[column, q]: the word 3210, side by side in memory
+                 4 q + 3   . . 3 . .  /
+
+    So every earlier row but the first TAPS is at hand, and only words change threads for the transposed copy. An entry
+    of bf16 costs 2 bytes read and 2 written. With 4 BLOCK_M of 128 every tile writes whole cache lines of out_t.
+    Reference: h * inverse_scale, clamped and cast.
+    """
+    quad = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (quad < quads)[:, None] & (column < width)
+    offsets = 4 * quad[:, None].to(tl.int64) * width + column
+
+    rows = load_rows(x_ptr, inverse_rms_ptr, offsets, quad, quads, column, width, inverse_scale, TAPS)
+    rows = mix_rows(rows, positions_ptr, taps_ptr, quad, quads, column, width, TAPS)
+    for k in tl.static_range(4):
+        tl.store(out_ptr + offsets + k * width, to_fp8_bits(rows[k], FORMAT, PTX), inside)
+
+    words = pack_rows(rows, FORMAT, PTX)
+    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * quads + quad
     tl.store(tile_t_ptr, tl.trans(words), tl.trans(inside))
 
 
@@ -3436,9 +3464,10 @@ def quantize_both(x, scale, dtype=E4M3, inverse_rms=None, positions=None, taps=N
     out = x.new_empty(height, width, dtype=dtype)
     out_t = out.new_empty(width, height)
     quantize_kernel[triton.cdiv(width, 64), triton.cdiv(height, 128)](
-        x.contiguous(), inverse_rms, positions, taps, out.view(torch.int8), out_t.view(torch.int32),
-        height // 4, width, 1.0 / scale, TAPS=0 if taps is None else len(taps),
-        FORMAT="e4m3" if dtype == E4M3 else "e5m2", PTX=x.is_cuda,
+        x_ptr=x.contiguous(), inverse_rms_ptr=inverse_rms, positions_ptr=positions, taps_ptr=taps,
+        out_ptr=out.view(torch.int8), out_t_ptr=out_t.view(torch.int32),
+        quads=height // 4, width=width, inverse_scale=1.0 / scale,
+        TAPS=0 if taps is None else len(taps), FORMAT="e4m3" if dtype == E4M3 else "e5m2", PTX=x.is_cuda,
         BLOCK_M=32, BLOCK_N=64, num_warps=8)
     return out, out_t
 
