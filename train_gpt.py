@@ -3650,10 +3650,13 @@ def store_qkv_grad(dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, f
 
 @jit
 def split_heads_grad_kernel(
-    qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, ADD: constexpr, PTX: constexpr, tokens,
+    qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr,
+    dq_ptr, dk_ptr, dv_ptr,
+    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr,
+    factor, tokens,
     HEADS: constexpr, HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
     VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr,
+    ADD: constexpr, PTX: constexpr,
 ):
     """dqkv, and dvalue and dgates if there is a value, of BLOCK_M tokens of one head; shapes as in split_heads_kernel.
 
@@ -3722,15 +3725,19 @@ class ProjectHeads(Function):
     the kernel adds to it: no tensor and no sum for each reader.
     """
     @staticmethod
-    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, block_m=32):
-        """Launch the kernel or its gradient: a program for `block_m` tokens of each head."""
+    def launch(kernel, inputs, heads, key_offset, block_m=32, **operands):
+        """Launch split_heads_kernel or its gradient: a program for `block_m` tokens of each head.
+
+        Both read `inputs`: qkv, value, value_gates, positions, cos, sin. `operands` are the kernel's own, by name.
+        """
+        qkv, value, value_gates, positions, cos, sin = inputs
         tokens, qkv_width = qkv.shape
         qk_dim = 2 * cos.size(1)
         kernel[heads, triton.cdiv(tokens, block_m)](
-            qkv, value, value_gates, positions, cos, *arguments, tokens,
-            HEADS=heads, HEAD_DIM_QK=qk_dim, HEAD_DIM_V=qkv_width // heads - 2 * qk_dim,
-            VALUE_WIDTH=0 if value is None else value.size(1),
-            KEY_OFFSET=key_offset, BLOCK_M=block_m, num_warps=block_m // 8)
+            qkv_ptr=qkv, value_ptr=value, gates_ptr=value_gates, positions_ptr=positions, cos_ptr=cos, sin_ptr=sin,
+            tokens=tokens, HEADS=heads, HEAD_DIM_QK=qk_dim, HEAD_DIM_V=qkv_width // heads - 2 * qk_dim,
+            VALUE_WIDTH=0 if value is None else value.size(1), KEY_OFFSET=key_offset,
+            BLOCK_M=block_m, num_warps=block_m // 8, **operands)
 
     @staticmethod
     def forward(ctx, h, weight, value, value_gates, positions, cos, sin, heads, key_offset=False, scales=None,
@@ -3749,7 +3756,7 @@ class ProjectHeads(Function):
             value = value.contiguous()
             value_gates = value_gates.contiguous()
         inputs = qkv, value, value_gates, positions, cos, sin
-        ProjectHeads.launch(split_heads_kernel, *inputs, q, k, v, **ctx.flags)
+        ProjectHeads.launch(split_heads_kernel, inputs, **ctx.flags, q_ptr=q, k_ptr=k, v_ptr=v)
         ctx.save_for_backward(h, weight, *inputs)
         ctx.shapes = [out.shape for out in (q, k, v)]
         ctx.set_materialize_grads(False)
@@ -3769,22 +3776,26 @@ class ProjectHeads(Function):
             else:
                 wider = value.size(1) > ctx.shapes[2][1:].numel()  # no head reads its last channels
                 dvalue = torch.zeros_like(value) if wider else torch.empty_like(value)
-        grads = [qkv.new_zeros(shape) if grad is None else grad.contiguous() for grad, shape in zip(grads, ctx.shapes)]
-        launch = functools.partial(ProjectHeads.launch, split_heads_grad_kernel, *inputs, *grads, **ctx.flags)
+        dq, dk, dv = (qkv.new_zeros(shape) if grad is None else grad.contiguous()
+                      for grad, shape in zip(grads, ctx.shapes))
 
         scales = ctx.scales
+        dqkv_t = dqk_t_desc = dv_t_desc = dweight = None
         if scales is None:
-            dqkv = torch.empty_like(qkv)
-            dqkv_t = dweight = None
-            launch(dqkv, None, None, dvalue, dgates, 1.0, add, False)
+            dqkv = dqkv_bits = torch.empty_like(qkv)
         else:
             dweight = memory_for_grad(ctx.parameter)
             dqkv = torch.empty_like(qkv, dtype=E5M2)
+            dqkv_bits = dqkv.view(torch.int8)
             dqkv_t = dqkv.new_empty(*qkv.T.shape)
-            descriptors = [  # for q and k, and for v
-                TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [grad.size(2) // 2, 64]) for grad in grads[1:]]
-            launch(
-                dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, add, qkv.is_cuda, block_m=64)
+            dqkv_t_bits = dqkv_t.view(torch.int8)
+            dqk_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dk.size(2) // 2, 64])
+            dv_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dv.size(2) // 2, 64])
+        ProjectHeads.launch(
+            split_heads_grad_kernel, inputs, **ctx.flags, block_m=32 if scales is None else 64,
+            dq_ptr=dq, dk_ptr=dk, dv_ptr=dv,
+            dqkv_ptr=dqkv_bits, dqk_t_desc=dqk_t_desc, dv_t_desc=dv_t_desc, dvalue_ptr=dvalue, dgates_ptr=dgates,
+            factor=1.0 if scales is None else 1.0 / scales.grad, ADD=add, PTX=scales is not None and qkv.is_cuda)
         dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, dweight)
         return dh, dweight, dvalue, dgates, *(None,) * 8
 
@@ -3897,20 +3908,25 @@ def head_grad_kernel(
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
     num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
 
-    # Columns from num_always on all have the same importance. If the tile has no others, it goes into the factor of
-    # each row. Otherwise the branch below weighs column by column, and subtracts the targets, which come before.
-    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    # Two kinds of tiles. Some hold sampled classes alone: no target, and one importance for all columns, which costs
+    # nothing as a part of each row's factor. The others begin with classes that are always included, targets among
+    # them, and one of these tiles ends with sampled classes: there each column has its own importance.
+    holds_targets = first_column < num_always
+
+    row_weight = tl.zeros([BLOCK_M], tl.float32)
     for k in tl.static_range(TARGETS):
         target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
-        weight_sum += tl.where(target >= 0, tl.load(target_weights_ptr + k), 0.0)
-    weight_sum *= slope * tl.where(first_column < num_always, 1.0, importance)
+        row_weight += tl.where(target >= 0, tl.load(target_weights_ptr + k), 0.0)
+    row_importance = tl.where(holds_targets, 1.0, importance)
+    row_weight *= slope * row_importance
 
     logits = tl.load(logits_ptr + offsets, inside, other=0.0)
     t = tanh_of_softcap(logits, shift, temperature, FAST)
     lse = load_vector(lse_ptr, token, tokens)
-    grad = weight_sum[:, None] * tl.exp2(half * LOG2_E * t + (half - lse)[:, None] * LOG2_E)
-    if first_column < num_always:  # the other tiles hold sampled classes alone, and no targets
-        grad *= tl.where(column < num_always, 1.0, importance)
+    grad = row_weight[:, None] * tl.exp2(half * LOG2_E * t + (half - lse)[:, None] * LOG2_E)
+    if holds_targets:
+        column_importance = tl.where(column < num_always, 1.0, importance)
+        grad *= column_importance
         for k in tl.static_range(TARGETS):
             target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
             weight = tl.where(target >= 0, slope * tl.load(target_weights_ptr + k), 0.0)
@@ -3941,20 +3957,29 @@ def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: constexpr):
     tl.store(table_ptr + column, total, column < width)
 
 
+def head_operands(logits, targets, vocab_rows, cap, fast):
+    """What row_loss_kernel and head_grad_kernel both take, by name."""
+    tokens, classes = logits.shape
+    return dict(
+        logits_ptr=logits, class_index_ptr=targets.class_index, positions_ptr=targets.positions,
+        target_weights_ptr=targets.weights, num_always_ptr=targets.num_always,
+        tokens=tokens, classes=classes, vocab_rows=vocab_rows, copy_token=targets.copy_token,
+        softcap=cap.softcap, shift=cap.shift, temperature=cap.temperature,
+        TARGETS=len(targets.weights), FAST=fast)
+
+
 def row_losses(logits, targets, vocab_rows, cap, fast=False):
     """(losses, lse, copied or None), [T] float32, of contiguous logits [T, classes]; see row_loss_kernel.
 
     `fast` uses the hardware's tanh, for bf16 logits on CUDA.
     """
-    tokens, classes = logits.shape
-    losses = logits.new_empty(tokens, dtype=torch.float32)
-    lse = losses.new_empty(tokens)
-    copied = None if targets.log_copy is None else losses.new_empty(tokens)
-    row_loss_kernel[(tokens,)](
-        logits, targets.class_index, targets.positions, targets.weights, targets.num_always,
-        targets.log_copy, losses, lse, copied,
-        tokens, classes, vocab_rows, targets.copy_token, *cap,
-        TARGETS=len(targets.weights), FAST=fast, BLOCK_N=2048, num_warps=4)
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    lse = torch.empty_like(losses)
+    copied = None if targets.log_copy is None else torch.empty_like(losses)
+    row_loss_kernel[(len(logits),)](
+        **head_operands(logits, targets, vocab_rows, cap, fast),
+        log_copy_ptr=targets.log_copy, loss_ptr=losses, lse_ptr=lse, copied_ptr=copied,
+        BLOCK_N=2048, num_warps=4)
     return losses, lse, copied
 
 
@@ -3973,11 +3998,9 @@ def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast
         out_t = out.new_empty(classes, tokens)
         out_t_desc = TensorDescriptor.from_tensor(out_t.view(torch.int8), [block_n, block_m])
     head_grad_kernel[triton.cdiv(classes, block_n), triton.cdiv(tokens, block_m)](
-        logits, targets.class_index, targets.positions, targets.weights, targets.num_always,
-        lse, copied, factor, out_bits, out_t_desc,
-        tokens, classes, vocab_rows, targets.copy_token, *cap,
-        TARGETS=len(targets.weights), FAST=fast, PTX=logits.is_cuda,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
+        **head_operands(logits, targets, vocab_rows, cap, fast),
+        lse_ptr=lse, copied_ptr=copied, factor_ptr=factor, out_ptr=out_bits, out_t_desc=out_t_desc,
+        PTX=logits.is_cuda, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
     return out, out_t
 
 
@@ -4110,12 +4133,12 @@ def mlp_product(a, b, factor, hidden8=None):
     describe = TensorDescriptor.from_tensor
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(mlp_width, block_n)
     mlp_kernel[(min(tiles, programs * multiprocessors(a.device)),)](
-        describe(a, [block_m, block_k]),
-        describe(b, [block_n, block_k]),
-        None if hidden8 is None else describe(hidden8, [block_m, block_n]),
-        describe(out, [block_m, block_n]),
-        describe(out_t.view(torch.int8), [block_n, block_m]),
-        tokens, mlp_width, factor, WIDTH=width, LIMIT=torch.finfo(a.dtype).max,
+        a_desc=describe(a, [block_m, block_k]),
+        b_desc=describe(b, [block_n, block_k]),
+        hidden_desc=None if hidden8 is None else describe(hidden8, [block_m, block_n]),
+        out_desc=describe(out, [block_m, block_n]),
+        out_t_desc=describe(out_t.view(torch.int8), [block_n, block_m]),
+        tokens=tokens, mlp_width=mlp_width, factor=factor, WIDTH=width, LIMIT=torch.finfo(a.dtype).max,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
     return out, out_t
 
@@ -4258,8 +4281,8 @@ def embedding_grad_kernel(
 def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, **options):
     """Launch a kernel that sums the rows of grad [T, D] over each group of equal ids, in a fixed order.
 
-    ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are the kernel's own,
-    before the width. A program gets `per_program` groups.
+    ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are those of the kernel's
+    own that follow, `options` others by name. A program gets `per_program` groups.
     """
     chunks = len(order) // CHUNK_ROWS
     grad = grad.contiguous()
@@ -4270,7 +4293,7 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, B
     if chunks:
         chunk_sum_kernel[(chunks,)](grad, ids, order, partial, width, **shape)
     kernel[(triton.cdiv(len(starts) - 1, per_program),)](
-        grad, order, starts, partial, *arguments, width, **shape, **options)
+        grad, order, starts, partial, *arguments, width=width, **shape, **options)
 
 
 def embedding_grad(grad, lookup, dense, add=False):
@@ -4278,7 +4301,7 @@ def embedding_grad(grad, lookup, dense, add=False):
 
     lookup: the ids [T] that the rows of grad belong to, and their order and starts, see sort_ids.
     """
-    launch_groups(embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=add)
+    launch_groups(embedding_grad_kernel, grad, *lookup, vocab_rows=len(dense), dense_ptr=dense, ADD=add)
     return dense
 
 

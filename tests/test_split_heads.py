@@ -300,10 +300,13 @@ def gradients_of_qkv(leaves, turn, grads, scale=None, rows=64, key_offset=False)
     T, size = qkv.shape
     out, out_t = qkv.new_empty(T, size, dtype=E5M2 if scale else torch.float32), qkv.new_empty(size, T, dtype=E5M2) if scale else None
     describe = lambda grad: tg.TensorDescriptor.from_tensor(out_t.view(torch.int8), [grad.size(2) // 2, rows])  # noqa: E731
-    bits = (out.view(torch.int8), *map(describe, grads[1:])) if scale else (out, None, None)
-    others = [None if x is None else torch.empty_like(x) for x in (value, gates)]
-    tg.ProjectHeads.launch(tg.split_heads_grad_kernel, qkv, value, gates, *turn[:3], *grads, *bits, *others, 1.0 / (scale or 1.0),
-                           False, qkv.is_cuda, heads=turn[3], block_m=rows, key_offset=key_offset)
+    bits, dqk_t_desc, dv_t_desc = (out.view(torch.int8), *map(describe, grads[1:])) if scale else (out, None, None)
+    dvalue, dgates = (None if x is None else torch.empty_like(x) for x in (value, gates))
+    dq, dk, dv = grads
+    tg.ProjectHeads.launch(
+        tg.split_heads_grad_kernel, (qkv, value, gates, *turn[:3]), heads=turn[3], key_offset=key_offset, block_m=rows,
+        dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, dqkv_ptr=bits, dqk_t_desc=dqk_t_desc, dv_t_desc=dv_t_desc,
+        dvalue_ptr=dvalue, dgates_ptr=dgates, factor=1.0 / (scale or 1.0), ADD=False, PTX=qkv.is_cuda)
     return out, out_t
 
 
