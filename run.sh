@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # ./run.sh [train_gpt.py options]   set up if needed, then train with what this machine has
 # ./run.sh test [pytest options]    set up if needed, then test, two processes at a time; --fast: the subset for an edit loop (tests/README.md)
+# ./run.sh --help                   this, then the options of train_gpt.py; installs nothing
+# Relative paths among the options mean the folder where they were typed; logs go to logs/ beside run.sh, or where --log-dir says.
 # PYTHON=... is the interpreter to try first; RUN_SH_DRY=1 prints the training command instead of running it.
 # NNODES=2 NODE_RANK=0 MASTER_ADDR=... ./run.sh   the same on each of several nodes, but for NODE_RANK; MASTER_PORT is 29500
 set -euo pipefail
+typed=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
 SPEEDRUN_GIB=62 SPRINT_GIB=61 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
@@ -11,6 +14,7 @@ SPEEDRUN_GIB=62 SPRINT_GIB=61 SPRINT_SMALL_GIB=11 # of a card whose memory is ne
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
 launch() { if [[ ${RUN_SH_DRY:-} ]]; then echo "$@"; else exec "$@"; fi; }
+absolute() { if [[ $1 == /* || $typed == "$PWD" ]]; then printf '%s' "$1"; else printf '%s' "$typed/$1"; fi; } # PATH, from where it was typed
 option() { printf '%s\n' "${@:2}" | sed -n -e "/^$1\$/{n;p;}" -e "s/^$1=//p" | tail -n 1; } # NAME ARGUMENTS...: its value
 cpu_settings() {
   # Measured on 2 cores, ms a smoke step. glibc gives the 100 MB of a step's logits back and faults them in again: 730, kept 330.
@@ -22,6 +26,8 @@ probe() { # PYTHON MODULES...: fails without them and a fitting torch, else prin
   "$1" - "$data" "${@:2}" <<'PYTHON'
 import ctypes, importlib.util, runpy, sys
 from pathlib import Path
+if sys.version_info < (3, 11):
+    sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}")
 if absent := [name for name in sys.argv[2:] if importlib.util.find_spec(name) is None]:
     sys.exit(f"{sys.executable} has no {', '.join(absent)}")
 import numpy
@@ -56,18 +62,36 @@ print(version, len(gpus), 10 * major + minor, gib, tokens)
 PYTHON
 }
 
-setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that has the packages is used as it is, and never changed.
-  local requirements=$1 base=${PYTHON:-python3}; shift
-  for python in "$base" python3 python .venv/bin/python; do
+find_python() { # MODULES...: sets python and facts to the first interpreter that has them
+  for python in "${PYTHON:-python3}" python3 python .venv/bin/python; do
     if facts=$(probe "$python" "$@" 2>/dev/null); then return; fi
   done
-  "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null ||
-    die "$base: expected Python 3.11 to 3.14, found $("$base" --version 2>&1 | tail -n 1); fix: PYTHON=/path/to/another/python ./run.sh"
+  return 1
+}
+
+setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that has the packages is used as it is, and never changed.
+  local requirements=$1 base=${PYTHON:-python3} other lock=0; shift
+  if find_python "$@"; then return; fi
+  for other in "$base" ${PYTHON:-python3.13 python3.12 python3.14 python3.11}; do
+    if "$other" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then base=$other; break; fi
+    [[ $other != "${PYTHON:-python3.11}" ]] ||
+      die "$base: expected Python 3.11 to 3.14, found $("$base" --version 2>&1 | tail -n 1); fix: PYTHON=/path/to/another/python ./run.sh"
+  done
+  # Two in a fresh clone would install into one .venv at once. The lock is this folder's, and ends with the process. Where there is no flock,
+  # or a file system without locks, there is none.
+  exec 9<.
+  flock --nonblock --conflict-exit-code 9 9 2>/dev/null || lock=$?
+  if ((lock == 9)); then
+    say "another run.sh installs here: waiting for it"
+    flock 9
+    if find_python "$@"; then exec 9<&-; return; fi
+  fi
   say "no python here has $* with torch >= 2.11: installing $requirements into .venv (once)"
   "$python" -c '' 2>/dev/null || "$base" -m venv --clear .venv ||
     die "python -m venv: expected a new .venv, found the error above; fix: install your system's python3-venv package"
   "$python" -m pip install --disable-pip-version-check -r "$requirements" ||
     die "pip: expected to install $requirements, found the error above; fix: start again (PIP_INDEX_URL names another package index)"
+  exec 9<&-
   facts=$(probe "$python" "$@") || die ".venv: expected the packages of $requirements, found the error above; fix: rm -rf .venv and start again"
 }
 
@@ -237,4 +261,36 @@ sys.exit(failed > 0 or passed == 0)
 PYTHON
 }
 
+help() { # ARGUMENTS...: run.sh's own options first, then those of the script that it would start, if a Python here can run it
+  local data=data/fineweb10B facts script=train_gpt.py
+  [[ ${1:-} != sample ]] || script=sample.py
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' run.sh
+  if [[ ${1:-} == test ]]; then return; fi
+  echo
+  if find_python numpy torch; then "$python" "$script" --help
+  else echo "Options of $script: docs/options.md, or again ./run.sh --help after the first ./run.sh, which installs what is needed."; fi
+}
+
+from_where_typed() { # ARGUMENTS...: sets arguments, the same with the paths among them absolute
+  local argument previous=''
+  arguments=()
+  for argument in "$@"; do
+    case $previous in
+      --data | --log-dir | --save | --checkpoint | --resume | --tensorboard) argument=$(absolute "$argument") ;;
+    esac
+    case $argument in
+      --data=* | --log-dir=* | --save=* | --checkpoint=* | --resume=* | --tensorboard=*)
+        argument=${argument%%=*}=$(absolute "${argument#*=}") ;;
+    esac
+    # a test file, or the model that a text is sampled from
+    if [[ $1 == test || $1 == sample ]] && [[ -f $typed/${argument%%::*} ]]; then argument=$(absolute "$argument"); fi
+    previous=$argument
+    arguments+=("$argument")
+  done
+}
+
+case " $* " in *" -h "* | *" --help "*) help "$@"; exit ;; esac
+if [[ ${PYTHON:-} == */* ]]; then PYTHON=$(absolute "$PYTHON"); fi
+from_where_typed "$@"
+set -- ${arguments[@]+"${arguments[@]}"}
 if [[ ${1:-} == test ]]; then run_tests "${@:2}"; else train "$@"; fi

@@ -216,6 +216,15 @@ class OptimizerConfig:
     """Differences in loss named here are of whole sprints, one run each (records/LOG.md); chance makes 0.002. Those of
     decay, pooling and the averages' share are means over twelve runs of 94 M tokens, and most of those "at length" over
     ten speedruns or more, with chance 0.0009."""
+    # How momentum becomes an update of a matrix: a key of ORTHOGONALIZATIONS, then NorMuon, or plain Muon without it.
+    orthogonalization: str = "polar-express"
+    nesterov: bool = True  # orthogonalise the momentum as it will be with the gradient once more, or the momentum itself
+    normuon: bool = True
+    normuon_lines: str = "long"  # NorMuon's variances are of the lines that a matrix's long side counts, or its "short"
+    scale_tall_updates: bool = False  # Muon's first rule: times max(1, rows / columns)^0.5
+    # Decay a weight only where its update shrinks it too (records 43, 50); False: always, as AdamW. Of matrices and
+    # tables alike.
+    cautious_decay: bool = True
     muon_learning_rate: float = 0.023  # 0.0265: +0.0027
     # Times the square of the learning rate, so it fades early (record 43). 1.2: +0.0030, at a longer run +0.0017.
     muon_weight_decay: float = 2.4
@@ -289,6 +298,7 @@ class Preset:
     val_tokens: int
     val_window_tokens: int = 131_072  # contiguous tokens a forward pass of the validation sees
     val_attention_windows: tuple[int, int] = (384, 2560)  # (short, long) attention windows of the final validation
+    fp8: tuple[str, ...] = tuple(FP8_PARTS)  # whose products are FP8 where the GPU can; weights in bfloat16 only
     status: str  # one line said at the start
     log_every_steps: int = 25
 
@@ -327,6 +337,26 @@ GPT_SMALL = ModelConfig(
 GPT_SPRINT = replace(
     GPT_SMALL, heads=3, mlp_width=2304, ngram_pieces=1,
     layers=(EMPTY, MLP_ONLY, LAYERS[2], EMPTY, LAYERS[4], EMPTY, *LAYERS[6:8], EMPTY, *LAYERS[9:]))
+
+# The U-Net of the public records up to 2025: the second half of the layers takes what the first half had, in the
+# opposite order, and the last three layers share the value embeddings of the first three.
+UNET_LAYERS = (
+    Layer(value_embedding=0, window="long"),  # 0
+    Layer(value_embedding=1),  # 1
+    Layer(value_embedding=2),  # 2
+    Layer(),  # 3
+    Layer(window="long"),  # 4
+    Layer(),  # 5
+    Layer(skip_from=5),  # 6
+    Layer(attention=False, skip_from=4),  # 7
+    Layer(skip_from=3),  # 8
+    Layer(skip_from=2, value_embedding=0),  # 9
+    Layer(skip_from=1, value_embedding=1),  # 10
+    Layer(skip_from=0, value_embedding=2, window="long"))  # 11
+
+GPT_UNET = ModelConfig(
+    width=768, heads=6, mlp_width=3072, layers=UNET_LAYERS, value_embeddings=3, ngram_rows=0,
+    longest_suffix_match=False, pointer_width=0)
 
 GPT_TINY = ModelConfig(
     width=128, heads=2, key_width=64, head_width=64, mlp_width=512, pointer_width=64, value_embeddings=3,
@@ -404,6 +434,14 @@ PRESETS["sprint-small"] = replace(
         GPT_SPRINT, ngram_rows=2**21,
         layers=(*LAYERS[:3], EMPTY, LAYERS[4], MLP_ONLY, *GPT_SPRINT.layers[6:])),
     status="sprint-small: the sprint with a sixteenth of its n-gram rows, run on no small card yet")
+
+# The systems that this project began with, as their authors put them together, on the sprint's data and length:
+# docs/systems.md. Nothing is sampled, hashed, copied or averaged, and no product is FP8.
+PRESETS["seeds"] = replace(
+    PRESETS["sprint"], name="seeds", model=GPT_UNET, fp8=(),
+    stages=tuple(replace(stage, sampled_classes=None, targets=((1.0,), (1.0,))) for stage in sprint_stages(10_240)),
+    optimizer=OptimizerConfig(orthogonalization="turbo", averaged_share=0.0),
+    status="seeds: U-Net skips, value embeddings, NorMuon, DistAdam and Turbo-Muon alone")
 
 
 # ==== 3. Schedule: pure functions of the step =========================================================================
@@ -907,6 +945,11 @@ class GPT(nn.Module):
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
         self.skip_sources = {layer.skip_from for layer in config.layers}
+        for index, block in self.blocks.items():
+            source = block.layer.skip_from
+            if source is not None and (str(source) not in self.blocks or source >= block.index):
+                fail(f"layer {index}: skip_from", "an earlier layer with attention or an MLP", source,
+                     f"one of {', '.join(other for other in self.blocks if int(other) < block.index) or 'none'}")
         self.value_embeddings = nn.ParameterList(
             make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.lm_head = make_param("lm_head", table(width))
@@ -1154,27 +1197,37 @@ def nesterov_momentum(momentum_buffer, received, momentum):
     return (g + momentum * (average - g)).to(received.dtype)
 
 
-def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weight_decay, beta2):
+def plain_momentum(momentum_buffer, received, momentum):
+    """nesterov_momentum without the look-ahead: it returns the new momentum."""
+    average = momentum_buffer + (1 - momentum) * (mean_gradient(received) - momentum_buffer)
+    momentum_buffer.copy_(average)
+    return average.to(received.dtype)
+
+
+def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weight_decay, beta2, cautious):
     """Apply orthogonalised updates [..., rows, columns] to the weights, in place; for low_bits see join_float32.
 
     NorMuon divides each line of a matrix by the running root mean square of its updates, then restores the norm of the
-    whole matrix. Lines are those that the longer side counts: the rows of a tall or square matrix, the columns of a
-    wide one. Cautious decay shrinks a weight only where the update shrinks it too.
-    Sources: NorMuon, arXiv 2510.05491; public records 41-43 and 48.
+    whole matrix. The lines are the rows if second_moment is [..., rows, 1], the columns if it is [..., 1, columns].
+    Without a second moment this is Muon. Decay, if cautious, shrinks a weight only where the update shrinks it too.
+    Sources: Muon, Keller Jordan 2024-10; NorMuon, arXiv 2510.05491; public records 41-43 and 48.
     """
     update = update.float()
-    axis, other_axis = (-1, -2) if update.size(-2) >= update.size(-1) else (-2, -1)
-    mean_square = update.square().mean(axis, keepdim=True)
-    average = second_moment + (1 - beta2) * (mean_square - second_moment)
-    second_moment.copy_(average)
-    scale = average.clamp_min(1e-10).rsqrt()
-    square_before = mean_square.sum(other_axis, keepdim=True)
-    square_after = (mean_square * scale.square()).sum(other_axis, keepdim=True)
-    update = update * (scale * (square_before / square_after.clamp_min(1e-30)).sqrt())
+    if second_moment is not None:
+        axis, other_axis = (-1, -2) if second_moment.size(-1) == 1 else (-2, -1)
+        mean_square = update.square().mean(axis, keepdim=True)
+        average = second_moment + (1 - beta2) * (mean_square - second_moment)
+        second_moment.copy_(average)
+        scale = average.clamp_min(1e-10).rsqrt()
+        square_before = mean_square.sum(other_axis, keepdim=True)
+        square_after = (mean_square * scale.square()).sum(other_axis, keepdim=True)
+        update = update * (scale * (square_before / square_after.clamp_min(1e-30)).sqrt())
 
     value = join_float32(weight, low_bits)
     step_size = lr * multiplier
-    wd = (update * value >= 0) * (weight_decay * lr * step_size)
+    wd = weight_decay * lr * step_size
+    if cautious:
+        wd = (update * value >= 0) * wd
     value = value - value * wd - update * step_size
     if low_bits is None:
         weight.copy_(value)
@@ -1237,7 +1290,8 @@ class Owner:
             self.pending_gather = None
 
     def state(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in vars(self).items() if name in self.state_names}
+        return {name: tensor for name, tensor in vars(self).items()
+                if name in self.state_names and tensor is not None}
 
     def average_(self, rate: float, share: float):
         """Running average of the weights w of this rank's shard: average += rate * (w - average).
@@ -1334,10 +1388,11 @@ class MatrixBank(Owner):
         # Groups: each parameter goes to one, and each matrix has the multiplier of its role (padding: 0).
         members = [[] for _ in range(groups)]
         multiplier = torch.zeros(len(zeros), 1, 1, device=ranks.device)
+        shape_factor = max(1.0, rows / columns) ** 0.5 if config.scale_tall_updates else 1.0
         start = 0
         for parameter, count in zip(parameters, counts):
             members[start // size].append(parameter)
-            multiplier[start:start + count] = rules[parameter.info.role].learning_rate_multiplier
+            multiplier[start:start + count] = rules[parameter.info.role].learning_rate_multiplier * shape_factor
             start += count
         self.multiplier = self.own_part(multiplier).clone()
         parts = zip(members, self.weights.split(size), self.grads.split(size), self.received.unbind(1))
@@ -1347,9 +1402,12 @@ class MatrixBank(Owner):
         if self.weights.dtype == torch.bfloat16:
             self.low_bits = torch.zeros_like(self.shard, dtype=torch.int16)
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
-        per_output = (rows, 1) if rows >= columns else (1, columns)
-        self.second_moment = torch.zeros(*self.shard.shape[:2], *per_output, device=ranks.device)
-        self.nesterov = ops.compile(nesterov_momentum)
+        self.second_moment = None
+        if config.normuon:
+            by_row = (rows >= columns) == (config.normuon_lines == "long")
+            lines = (rows, 1) if by_row else (1, columns)
+            self.second_moment = torch.zeros(*self.shard.shape[:2], *lines, device=ranks.device)
+        self.look_ahead = ops.compile(nesterov_momentum if config.nesterov else plain_momentum)
         self.update = ops.compile(normuon_update)
 
     def own_part(self, full: Tensor) -> Tensor:
@@ -1359,15 +1417,18 @@ class MatrixBank(Owner):
     def compute_(self, rates):
         for group in self.groups:
             group.pending_reduce()
-        update = self.nesterov(self.momentum, self.received, rates["momentum"])
-        update = self.ops.orthogonalize(update.flatten(0, 1)).view(self.shard.shape)
-        self.update(update, self.shard, self.low_bits, self.second_moment, self.multiplier, rates["muon"],
-                    self.config.muon_weight_decay, self.config.second_moment_decay)
+        config = self.config
+        update = self.look_ahead(self.momentum, self.received, rates["momentum"])
+        update = self.ops.orthogonalize(update.flatten(0, 1), ORTHOGONALIZATIONS[config.orthogonalization])
+        self.update(update.view(self.shard.shape), self.shard, self.low_bits, self.second_moment, self.multiplier,
+                    rates["muon"], config.muon_weight_decay, config.second_moment_decay, config.cautious_decay)
 
 
 @dataclass(eq=False)
 class Adam(Owner):
-    """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates."""
+    """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates.
+
+    With AdamTable it is what modded-nanogpt calls DistAdam: sharded Adam, whose gradients leave from backward hooks."""
     parameters: list[nn.Parameter]  # of one role
     rule: AdamRule
     config: OptimizerConfig
@@ -1388,7 +1449,8 @@ class Adam(Owner):
         self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
         wait()
         self.ops.adam(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
-                      rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon)
+                      rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon,
+                      cautious=self.config.cautious_decay)
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -1490,7 +1552,7 @@ class SparseTable(Adam):
         self.ops.sparse_adam(grads, self.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
                              rates[self.role], rates[f"{self.role} decay"], self.rule.betas[1],
                              self.config.adam_epsilon, 1 / self.ranks.world,  # the gradient is the mean of the ranks'
-                             pooling=self.config.ngram_pooling)
+                             pooling=self.config.ngram_pooling, cautious=self.config.cautious_decay)
 
 
 class AdamScalars(Adam):
@@ -1514,6 +1576,11 @@ class Optimizer:
     """All owners, and the order of their phases: the timeline at the head of this section."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        choices = {"orthogonalization": tuple(ORTHOGONALIZATIONS), "normuon_lines": ("long", "short")}
+        for name, known in choices.items():
+            if getattr(config, name) not in known:
+                fail(name, f"one of {', '.join(known)}", getattr(config, name), "choose one of them in OptimizerConfig")
+
         self.ranks = ranks
         rules = dict(config.rules)
         matrices = collections.defaultdict(list)  # by their shape
@@ -2690,25 +2757,29 @@ def embedding_grad_reference(grad, tokens, vocab_rows):
     return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
 
 
-def adam_step(weights, grad, second_moment, lr, wd, epsilon):
+def adam_step(weights, grad, second_moment, lr, wd, epsilon, cautious):
     """The weights after one Adam step. `lr` is the learning rate with both bias corrections, see step_rates. The share
-    `wd` of a weight decays, but only where the update shrinks the weight too (record 50)."""
+    `wd` of a weight decays: everywhere (AdamW), or if `cautious` only where the update shrinks the weight too (record
+    50)."""
     update = lr * grad / (second_moment.sqrt() + epsilon)
-    return weights - update - wd * weights * (update * weights > 0)
+    decay = wd * weights
+    if cautious:
+        decay = decay * (update * weights > 0)
+    return weights - update - decay
 
 
-def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon):
+def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon, *, cautious=True):
     """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...]."""
     g = received.float().mean(0)
     m = exp_avg.float().lerp(g, 1 - beta1)
     v = exp_avg_sq.float().lerp(g * g, 1 - beta2)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
-    weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon))
+    weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon, cautious))
 
 
-def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale,
-                          pooling=0.0):
+def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, *,
+                          pooling=0.0, cautious=True):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
 
     ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
@@ -2721,7 +2792,7 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     The step divides by its root, with the share `pooling` of it replaced by (1 - beta2) mean((scale grad)^2), the mean
     over tokens: a row that is read rarely and with small gradients then takes small steps.
 
-    lr and wd: see adam_step.
+    lr, wd and cautious: see adam_step.
     """
     ids = lookup[0]
     rows, group = ids.flatten().unique(return_inverse=True)
@@ -2732,44 +2803,82 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
     typical = (1 - beta2) * (scale * wide_grad).square().mean()
     pooled = (1 - pooling) * v + pooling * typical
-    weights[rows] = adam_step(weights[rows].to(wide), g, pooled[:, None], lr, wd, epsilon).to(weights.dtype)
+    stepped = adam_step(weights[rows].to(wide), g, pooled[:, None], lr, wd, epsilon, cautious)
+    weights[rows] = stepped.to(weights.dtype)
     exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
     last_step[rows] = step
 
 
-# How singular values are driven to 1: divide by the safety times ||X||_F, then apply a s + b s^3 + c s^5 in each step.
-# Minimax on [3e-3, 1], each step fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932). It
-# diverges above 1.02, hence the safety. Muon's first polynomial, five times 3.4445, -4.7750, 2.0315, never settles.
-# Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
-# values log-uniform in 1e-3..1: .153 | .211 | .526, of Muon's first .163 | .201 | .459. A fifth step, fitted from 1e-3
-# on, halves these errors and takes 0.4 % of a sprint's time and 1 % of a speedrun's, but the loss is no lower.
-POLAR_EXPRESS_SAFETY = 1.02
-POLAR_EXPRESS = (
-    (8.089256959191, -22.297789245261, 15.747758400660),
-    (3.943378132484, -2.784615046554, 0.503808707390),
-    (3.472945650518, -2.500502056079, 0.478927524824),
-    (2.552322205513, -1.886821974398, 0.442619509006),
+class Orthogonalization(NamedTuple):
+    """How singular values are driven to 1: scale the matrix, then apply a s + b s^3 + c s^5 in each round.
+
+    The scale brings the largest singular value to 1 or below. With a `safety` it is 1 / (safety ||X||_F), where a
+    safety above 1 leaves room for rounding. Without one it is AOL's, see aol_scale, which takes no pass over X and is
+    tighter, so that a polynomial fitted to small singular values is not needed."""
+    coefficients: tuple[tuple[float, float, float], ...]  # (a, b, c) of each round
+    safety: float | None
+
+
+# Minimax on [1e-3, 1], each round fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932),
+# with a margin of 2 % as in the public records.
+POLAR_EXPRESS_FIVE = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+# A fourth is a row here, and works everywhere. docs/systems.md compares their errors and what they do to a training.
+ORTHOGONALIZATIONS = {
+    # The same for four rounds, on [3e-3, 1]. It diverges above 1.02.
+    "polar-express": Orthogonalization((
+        (8.089256959191, -22.297789245261, 15.747758400660),
+        (3.943378132484, -2.784615046554, 0.503808707390),
+        (3.472945650518, -2.500502056079, 0.478927524824),
+        (2.552322205513, -1.886821974398, 0.442619509006),
+    ), safety=1.02),
+    "polar-express-5": Orthogonalization(POLAR_EXPRESS_FIVE, safety=1.02),
+    # Turbo-Muon (modded-nanogpt PR 155): AOL takes the place of the first round.
+    "turbo": Orthogonalization(POLAR_EXPRESS_FIVE[1:], safety=None),
+    # Muon's first polynomial (Keller Jordan, 2024-10): steep at 0, it never settles at 1.
+    "quintic": Orthogonalization(((3.4445, -4.7750, 2.0315),) * 5, safety=1.0),
+}
 
-def frobenius_scale(X, dtype):
-    """X / (POLAR_EXPRESS_SAFETY ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
+
+def frobenius_scale(X, safety, dtype):
+    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
 
     The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
     harm, while a float32 copy of X would cost two passes over it.
     """
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
-    divisor = (POLAR_EXPRESS_SAFETY * norm).clamp_min(torch.finfo(X.dtype).tiny)
+    divisor = (safety * norm).clamp_min(torch.finfo(X.dtype).tiny)
     return (X / divisor.to(X.dtype)).to(dtype)
 
 
-def orthogonalize_reference(matrices):
+def aol_scale(X, A):
+    """D X and its Gram matrix D A D, where A = X X^T [..., M, M] and D_ii = (sum_j |A_ij|)^-1/2; zero rows stay zero.
+
+    By Gershgorin's circles no singular value of D X is above 1 (almost orthogonal layers, arXiv 2208.03160). The
+    second result takes no product. D is rounded to X's dtype first, so that both are of the same matrix."""
+    sums = torch.linalg.vector_norm(A, ord=1, dim=-1, keepdim=True, dtype=wide_dtype(A))
+    d = sums.clamp_min(torch.finfo(torch.float32).tiny).rsqrt().to(X.dtype)
+    return d * X, A * (d * d.mT)  # d_i d_j is formed first, so that the result is symmetric
+
+
+def orthogonalize_reference(matrices, method):
     """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
     if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
-        return orthogonalize_reference(matrices.mT).mT
-    X = frobenius_scale(matrices, matrices.dtype)
-    for a, b, c in POLAR_EXPRESS:
+        return orthogonalize_reference(matrices.mT, method).mT
+
+    X = matrices
+    if method.safety is not None:
+        X = frobenius_scale(X, method.safety, X.dtype)
+    for number, (a, b, c) in enumerate(method.coefficients):
         A = X @ X.mT
+        if number == 0 and method.safety is None:
+            X, A = aol_scale(X, A)
         X = a * X + (b * A + c * A @ A) @ X
     return X
 
@@ -2902,20 +3011,26 @@ def matrix_product(B, X, out, scale=1.0, x_scale=None, tiles=None):
     return out
 
 
-def orthogonalize(matrices, dtype=torch.bfloat16):
+def orthogonalize(matrices, method, dtype=torch.bfloat16):
     """Near-orthogonal factor of each matrix of [batch, M, N] (float32 or bf16), computed in dtype.
 
-    It agrees with orthogonalize_reference up to rounding, and leaves the input as it is.
+    It agrees with orthogonalize_reference up to rounding, and leaves the input as it is. AOL's scale squares unscaled
+    entries in dtype, so in float16, whose range is small, they must not be tiny.
     """
     batch, rows, columns = matrices.shape
     if rows > columns:
-        return orthogonalize(matrices.mT, dtype).mT
+        return orthogonalize(matrices.mT, method, dtype).mT
     A, P = matrices.new_empty((2, batch, rows, rows), dtype=dtype)  # A = X X^T and P = b A + c A A
 
-    X = frobenius_scale(matrices, dtype)
+    X = matrices.to(dtype) if method.safety is None else frobenius_scale(matrices, method.safety, dtype)
+    matrix_product(None, X, out=A)
+    if method.safety is None:
+        X, A = aol_scale(X, A)
+
     next_X = torch.empty_like(X)
-    for a, b, c in POLAR_EXPRESS:
-        matrix_product(None, X, out=A)
+    for number, (a, b, c) in enumerate(method.coefficients):
+        if number:
+            matrix_product(None, X, out=A)
         matrix_product(None, A, out=P, scale=c, x_scale=b)
         matrix_product(P, X, out=next_X, x_scale=a)
         X, next_X = next_X, X
@@ -4306,17 +4421,19 @@ def embedding_grad(grad, lookup, dense, add=False):
 
 
 @jit
-def adam_step_tile(weights, grad, second_moment, lr_ptr, wd_ptr, epsilon):
+def adam_step_tile(weights, grad, second_moment, lr_ptr, wd_ptr, epsilon, CAUTIOUS):
     """adam_step in registers."""
     update = tl.load(lr_ptr) * grad / (tl.sqrt(second_moment) + epsilon)
-    decaying = tl.where(update * weights > 0, weights, 0.0)
+    decaying = weights
+    if CAUTIOUS:
+        decaying = tl.where(update * weights > 0, weights, 0.0)
     return weights - update - tl.load(wd_ptr) * decaying
 
 
 @jit
 def adam_kernel(
     weights_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_ptr, wd_ptr, beta1, beta2, epsilon, size,
-    RANKS: constexpr, BLOCK: constexpr,
+    RANKS: constexpr, CAUTIOUS: constexpr, BLOCK: constexpr,
 ):
     """One Adam step of BLOCK of the weights [size], whose gradients grad [RANKS, size] are averaged; float32 inside.
 
@@ -4332,14 +4449,14 @@ def adam_kernel(
 
     exp_avg += (1 - beta1) * (grad - exp_avg)
     exp_avg_sq += (1 - beta2) * (grad * grad - exp_avg_sq)
-    weights = adam_step_tile(weights, exp_avg, exp_avg_sq, lr_ptr, wd_ptr, epsilon)
+    weights = adam_step_tile(weights, exp_avg, exp_avg_sq, lr_ptr, wd_ptr, epsilon, CAUTIOUS)
     inside = index < size
     tl.store(exp_avg_ptr + index, exp_avg, inside)
     tl.store(exp_avg_sq_ptr + index, exp_avg_sq, inside)
     tl.store(weights_ptr + index, weights, inside)
 
 
-def adam(weights, received, *arguments):
+def adam(weights, received, *arguments, cautious=True):
     """adam_reference in a kernel.
 
     Inductor, which made one before, chose between two configurations by timing it alone. Beside NorMuon one of them is
@@ -4347,14 +4464,14 @@ def adam(weights, received, *arguments):
     """
     size = weights.numel()
     adam_kernel[(triton.cdiv(size, 1024),)](
-        weights, received, *arguments, size, RANKS=len(received), BLOCK=1024)
+        weights, received, *arguments, size, RANKS=len(received), CAUTIOUS=cautious, BLOCK=1024)
 
 
 @jit
 def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
     step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, width,
-    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr, CAUTIOUS: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
@@ -4381,7 +4498,7 @@ def sparse_adam_kernel(
         exp_avg_sq = beta2_power * exp_avg_sq + (1 - beta2) * tl.sum(grad * grad) / width
         typical = (1 - beta2) * grad_scale * grad_scale * tl.load(mean_square_ptr)
         pooled = (1 - pooling) * exp_avg_sq + pooling * typical
-        weights = adam_step_tile(weights, grad, pooled, lr_ptr, wd_ptr, epsilon)
+        weights = adam_step_tile(weights, grad, pooled, lr_ptr, wd_ptr, epsilon, CAUTIOUS)
 
         tl.store(weights_ptr + column, weights, column < width)
         tl.store(exp_avg_sq_ptr + row, exp_avg_sq)
@@ -4401,7 +4518,7 @@ def group_ids(ids):
     return ids, order, F.pad(starts, (0, 1), value=len(sorted_ids)), sorted_ids
 
 
-def sparse_adam(grad, lookup, *state, pooling=0.0):
+def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True):
     """sparse_adam_reference in kernels. A BLOCK_M above 1 is slower.
 
     For 65,536 | 131,072 | 196,608 tokens, in four pieces, it takes 0.83 | 1.58 | 2.31 ms on an H200, with group_ids,
@@ -4409,7 +4526,8 @@ def sparse_adam(grad, lookup, *state, pooling=0.0):
     once more, it took 0.33 | 0.56 | 0.78.
     """
     mean_square = torch.linalg.vector_norm(grad, dtype=torch.float32).square() / grad.numel()
-    launch_groups(sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling, per_program=1, BLOCK_M=1)
+    launch_groups(sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling, per_program=1, BLOCK_M=1,
+                  CAUTIOUS=cautious)
 
 
 # ==== 10. Operator selection ==========================================================================================
@@ -4431,7 +4549,7 @@ class Ops:
     sparse_adam: Callable  # see sparse_adam_reference
     project_heads: Callable  # (NormedInput, weight, value, ...) -> q, k, v, value: see split_heads_reference
     mlp: Callable  # (NormedInput, up, down [mlp_width, width]) -> [T, width]
-    orthogonalize: Callable  # (matrices [N, rows, columns]) -> the same shape
+    orthogonalize: Callable  # (matrices [N, rows, columns], Orthogonalization) -> the same shape
     compile: Callable  # (function of tensors, its `count`) -> the same function, faster: see compile_dynamic
     attention_fp8: bool  # whether project_heads multiplies in FP8
     mlp_fp8: bool
@@ -5563,7 +5681,7 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
                 "start every node with the same --nproc_per_node, options and files")
     fast = capability(ranks.device) >= (8, 0) and not arguments.reference
     bfloat16 = preset.model.dtype == "bfloat16"
-    fp8 = [part for part in FP8_PARTS if bfloat16 and arguments.no_fp8 not in (part, "all")]
+    fp8 = [part for part in preset.fp8 if bfloat16 and arguments.no_fp8 not in (part, "all")]
     ops = select_ops(ranks.device, fast, compile=not arguments.eager, fp8=fp8, graphs=not arguments.no_graphs)
 
     steps = min(preset.steps, arguments.stop_after or preset.steps)

@@ -9,61 +9,71 @@ starts from moments of training's size; each tensor's own rounding to bf16 leave
 """
 
 import argparse
-import sys
-import time
-from pathlib import Path
 
-import bench_mlp  # first: it chooses between interpreter and GPU
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent))
+import timing  # before train_gpt: it chooses between interpreter and GPU
 import train_gpt as tg
+from timing import DEVICE, DRY, milliseconds
 
-DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
 TABLES = {"embedding, value embedding, head": (64, 48) if DRY else (50_304, 768)}
-BYTES, BETAS, EPSILON = 14, (0.75, 0.95), 1e-10
+BYTES = 14  # that an element moves
+BETAS = (0.75, 0.95)
+EPSILON = 1e-10
 
 
 def make_state(rows, width):
     """(weight, gradients [1, rows, width], mean, square). Of the gradient's rows only those of a batch are not zero."""
     generator = torch.Generator(DEVICE).manual_seed(rows)
-    random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)  # noqa: E731
-    grad = 1e-3 * random(rows, width) * (torch.rand(rows, 1, device=DEVICE, generator=generator) < 0.2)
+    random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)
+    in_batch = torch.rand(rows, 1, device=DEVICE, generator=generator) < 0.2
+    weight = random(rows, width)
+    grad = 1e-3 * random(rows, width) * in_batch
     mean = 3e-4 * random(rows, width)
-    return [x.bfloat16() for x in (random(rows, width), grad[None], mean, 4 * mean.square() + 1e-8)]
+    square = 4 * mean.square() + 1e-8
+    return [x.bfloat16() for x in (weight, grad[None], mean, square)]
 
 
 def errors(state, rates):
     """Of weight, mean and square after one step."""
-    got, want = [x.clone() for x in state], [x.double() for x in state]
+    got = [x.clone() for x in state]
     tg.adam(*got, *rates, *BETAS, EPSILON)
-    weight, (grad,), mean, square = want
+
+    weight, (grad,), mean, square = want = [x.double() for x in state]
     mean += (1 - BETAS[0]) * (grad - mean)
     square += (1 - BETAS[1]) * (grad * grad - square)
     change = float(rates[0].double()) * mean / (square.sqrt() + EPSILON)
-    weight -= change + float(rates[1].double()) * weight * (change * weight > 0)
+    shrinks = change * weight > 0
+    weight -= change + float(rates[1].double()) * weight * shrinks
     return [float((got[i].double() - want[i]).norm() / want[i].norm()) for i in (0, 2, 3)]
+
+
+def report(name, rows, width, rates):
+    """Prints the row of one table."""
+    state = make_state(rows, width)
+    found = errors(state, rates)
+    ms = milliseconds(lambda: tg.adam(*state, *rates, *BETAS, EPSILON))
+    reference = milliseconds(lambda: tg.adam_reference(*state, *rates, *BETAS, EPSILON))
+    size = BYTES * rows * width
+    cells = [name, f"{rows} x {width}", f"{ms:.3f}", f"{size / ms / 1e6:.0f}", f"{size / 4.27e9:.3f}", f"{reference:.3f}"]
+    cells += [f"{error:.1e}" for error in found]
+    print("| " + " | ".join(cells) + " |")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu-dry-run", action="store_true")
     parser.parse_args()
-    if not DRY and not torch.cuda.is_available():
-        sys.exit("needs a CUDA device; --cpu-dry-run proves that the benchmark runs through")
-    begin = time.perf_counter()
-    print(f"{'CPU' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print("| table | rows x width | ms | GB/s | ceiling ms | reference ms | error of weight | mean | square |\n" + "|---" * 9 + "|")
-    rates = [torch.full((), rate, device=DEVICE) for rate in (1e-2, 1e-4)]  # the step, the decay of an element that shrinks anyway
+    timing.require_gpu()
+    print(f"{timing.machine()}\n")
+
+    columns = "table", "rows x width", "ms", "GB/s", "ceiling ms", "reference ms", "error of weight", "mean", "square"
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    rates = [torch.full((), rate, device=DEVICE) for rate in (1e-2, 1e-4)]  # the step, the decay of what shrinks anyway
     with torch.no_grad():
         for name, (rows, width) in TABLES.items():
-            state = make_state(rows, width)
-            found = errors(state, rates)
-            ms, size = bench_mlp.milliseconds(lambda: tg.adam(*state, *rates, *BETAS, EPSILON)), BYTES * rows * width  # noqa: B023
-            reference = bench_mlp.milliseconds(lambda: tg.adam_reference(*state, *rates, *BETAS, EPSILON))  # noqa: B023
-            print(f"| {name} | {rows} x {width} | {ms:.3f} | {size / ms / 1e6:.0f} | {size / 4.27e9:.3f} | {reference:.3f} | " + " | ".join(f"{e:.1e}" for e in found) + " |")
-            del state
-    print(f"\n{time.perf_counter() - begin:.0f} s in all")
+            report(name, rows, width, rates)
+    print(f"\n{timing.seconds():.0f} s in all")
 
 
 if __name__ == "__main__":

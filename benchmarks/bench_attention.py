@@ -19,17 +19,12 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
-from statistics import median
 from unittest.mock import patch
-
-if "--cpu-dry-run" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.nn.functional as F
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+import timing  # before train_gpt: it chooses between interpreter and GPU
 import train_gpt as tg
 
 SCALE, MODELS = 0.12, {"--sprint": tg.GPT_SPRINT, "--speedrun": tg.GPT_SMALL}
@@ -120,28 +115,6 @@ class Cell:
         return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.q, self.k, self.v)]
 
 
-def microseconds(call, device, calls=6, replays=7):
-    """Median time of one call. The first, untimed call compiles."""
-    call()
-    if device == "cpu":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e6
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return median(a.elapsed_time(b) for a, b in zip(events, events[1:])) * 1e3 / calls
-
-
 def varlen(cell):
     """torch's varlen_attn as (forward, backward) calls, or None where it is missing. Its times include autograd's launches."""
     try:
@@ -158,21 +131,6 @@ def varlen(cell):
         return attend, back
     except (ImportError, RuntimeError, NotImplementedError, TypeError):
         return None
-
-
-def eager_microseconds(call, device, repeats=20):
-    """Like `microseconds`, without a graph: for calls that are long beside their launch."""
-    if device == "cpu":
-        return microseconds(call, device)
-    for _ in range(5):
-        call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return median(a.elapsed_time(b) for a, b in zip(events, events[1:])) * 1e3
 
 
 def errors(cell, rival):
@@ -220,8 +178,8 @@ def report_fixed(cells, device):
     for tokens, documents, window, *flash in cells:
         cell = Cell(tokens, documents, window, device)
         rival = varlen(cell)
-        rivals = [eager_microseconds(call, device) for call in rival] if rival else [float("nan")] * 2
-        ours = [microseconds(cell.call(name), device) for name in TILES]
+        rivals = [1e3 * timing.eager_milliseconds(call) for call in rival] if rival else [float("nan")] * 2
+        ours = [1e3 * timing.milliseconds(cell.call(name), calls=6) for name in TILES]
         columns = [f"{own:7.1f} {floor:7.1f} {other:7.1f} {fa3:4.0f} {own / fa3:6.2f}"
                    for own, floor, other, fa3 in zip(ours, cell.ceilings(), rivals, [float("nan")] * 2 if MODEL else flash, strict=True)]
         print(f"{tokens:6d} {cell.documents:3d} {window:5d} | {' | '.join(columns)}", flush=True)
@@ -244,7 +202,7 @@ def sweep(cells, table, device):
         cell = Cell(tokens, documents, window, device)
         print(f"{tokens} tokens, window {window}")
         for name, found in table.items():
-            times = {tile: microseconds(cell.call(name, tile), device, calls=4, replays=5) for tile in found}
+            times = {tile: 1e3 * timing.milliseconds(cell.call(name, tile), calls=4, replays=5) for tile in found}
             for tile, value in times.items():
                 logs[name, tile] += torch.tensor(value).log().item() / len(cells)
             best = sorted(times, key=times.get)[:3]
@@ -263,10 +221,10 @@ def main():
     parser.add_argument("--cpu-dry-run", action="store_true", help="toy sizes in Triton's interpreter")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
     arguments = parser.parse_args()
-    device, cells, table = ("cpu", DRY_CELLS, DRY_TILES) if arguments.cpu_dry_run else ("cuda", CELLS, TILES)
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("bench_attention: needs a CUDA GPU, found none; try --cpu-dry-run")
-    print(torch.__version__, tg.triton.__version__, torch.cuda.get_device_name() if device == "cuda" else "interpreter", flush=True)
+    timing.require_gpu()
+    device = timing.DEVICE
+    cells, table = (DRY_CELLS, DRY_TILES) if timing.DRY else (CELLS, TILES)
+    print(f"{timing.machine()}, triton {tg.triton.__version__}", flush=True)
     report_fixed(cells, device)
     report_errors(cells, device)
     if arguments.sweep or arguments.cpu_dry_run:

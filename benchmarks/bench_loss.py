@@ -12,18 +12,15 @@ the bytes of its elementwise kernels. Errors are Frobenius norms relative to a f
 import argparse
 import sys
 import time
-from pathlib import Path
 
-import bench_mlp  # first: it chooses between interpreter and GPU
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench_mlp import milliseconds
 
-sys.path.append(str(Path(__file__).parent.parent))
+import timing  # before train_gpt: it chooses between interpreter and GPU
 import train_gpt as tg
+from timing import DEVICE, DRY, host_milliseconds, milliseconds
 
-DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
 V, D = (160, 48) if DRY else (50304, 768)
 CAP, SCALES = tg.Softcap(), tg.HeadScales()
 CEILINGS = {"GB/s": 4270.0, "bf16 TFLOP/s": 790.0, "fp8 TFLOP/s": 1500.0}
@@ -51,7 +48,7 @@ def make_operands(T, count=None, weights=(1.0,)):
     weight = torch.randn(V, D, device=DEVICE, generator=generator) * 0.08
     ids = columns = zipf(T)
     x = torch.randn(T, D, device=DEVICE, generator=generator) + 2 * weight[torch.from_numpy(ids).to(DEVICE)]
-    to = lambda array: torch.from_numpy(np.array(array, np.int32)).to(DEVICE)  # noqa: E731
+    to = lambda array: torch.from_numpy(np.array(array, np.int32)).to(DEVICE)
     sampled = ()
     if count:
         candidates, certain, columns = tg.sample_classes(ids, count, V, chunk_number=3)
@@ -92,20 +89,24 @@ def time_pieces(T, x, weight, targets):
     piece("row losses, exact, with a pointer", lambda: tg.row_losses(logits, pointed, V, CAP), 2 * T * V / 1e9)
     for K in (1, 3):
         several = targets._replace(weights=torch.ones(K, device=DEVICE))
-        grad8 = lambda: tg.head_grad(logits, several, V, *rows, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)  # noqa: B023, E731
+        grad8 = lambda: tg.head_grad(logits, several, V, *rows, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)
         piece(f"gradient in FP8, both layouts, K = {K}", grad8, 4 * T * V / 1e9)
     copied = tg.row_losses(logits, pointed, V, CAP)[1:]
-    grad8 = lambda: tg.head_grad(logits, pointed, V, *copied, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)  # noqa: E731
+    grad8 = lambda: tg.head_grad(logits, pointed, V, *copied, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)
     piece("gradient in FP8, both layouts, K = 1, with a pointer", grad8, 4 * T * V / 1e9)
-    grad16 = lambda: tg.head_grad(logits, targets, V, *rows, one, CAP, torch.bfloat16)  # noqa: E731
+    grad16 = lambda: tg.head_grad(logits, targets, V, *rows, one, CAP, torch.bfloat16)
     piece("gradient to bf16", grad16, 4 * T * V / 1e9)
-    g8, g8_t = grad8()
-    piece("dx, fp8", lambda: tg.fp8_matmul_nt(g8, w8_t, one, 1.0, False))
-    piece("dW, fp8", lambda: tg.fp8_matmul_nt(g8_t, x8_t, one, 1.0, False))
-    del g8, g8_t
-    g16, _ = grad16()
-    piece("dx, bf16", lambda: g16 @ weight)
-    piece("dW, bf16", lambda: g16.T @ x)
+
+    def gradients_fp8(g8, g8_t):
+        piece("dx, fp8", lambda: tg.fp8_matmul_nt(g8, w8_t, one, 1.0, False))
+        piece("dW, fp8", lambda: tg.fp8_matmul_nt(g8_t, x8_t, one, 1.0, False))
+
+    def gradients_bf16(g16, _):
+        piece("dx, bf16", lambda: g16 @ weight)
+        piece("dW, bf16", lambda: g16.T @ x)
+
+    gradients_fp8(*grad8())  # a call each, so that only one of these large tensors is in memory
+    gradients_bf16(*grad16())
     return table
 
 
@@ -116,8 +117,8 @@ def time_paths(operands, paths, exactly=True):
     want = exact_head(*operands) if exactly else None
     for name, (function, scales) in paths.items():
         def both():
-            loss = function(x, weight, targets, scales)  # noqa: B023
-            return loss.detach(), *torch.autograd.grad(loss, (x, weight))  # noqa: B023
+            loss = function(x, weight, targets, scales)
+            return loss.detach(), *torch.autograd.grad(loss, (x, weight))
         if not DRY:
             torch.cuda.reset_peak_memory_stats()
         got = both()
@@ -125,7 +126,7 @@ def time_paths(operands, paths, exactly=True):
         errors = [f"{((a.double() - b).norm() / b.norm()).item():.1e}" for a, b in zip(got, want)] if exactly else [""] * 3
         del got
         with torch.no_grad():
-            forward = milliseconds(lambda: function(x, weight, targets, scales))  # noqa: B023
+            forward = milliseconds(lambda: function(x, weight, targets, scales))
         whole = milliseconds(both)
         product = 2 * T * P * D / 1e9 / CEILINGS["fp8 TFLOP/s" if scales else "bf16 TFLOP/s"]
         floors = [products * product + size * T * P / 1e6 / CEILINGS["GB/s"] for products, size in ((1, 2), (2, 5 if scales else 4))]
@@ -148,9 +149,36 @@ def time_embedding(T):
     print(f"| {case} | sort_ids (host) | {host:.3f} | | | |")
     for name, run in runs.items():
         error = ((run().double() - exactly).norm() / exactly.norm()).item()
-        timed = milliseconds if name == "ours" else bench_mlp.host_milliseconds  # torch's waits for the device
-        ms, size = timed(lambda: (run(), DRY or name == "ours" or torch.cuda.synchronize())), 2 * (T + rows) * D / 1e6  # noqa: B023
+        timed = milliseconds if name == "ours" else host_milliseconds  # torch's waits for the device
+        ms, size = timed(lambda: (run(), DRY or name == "ours" or torch.cuda.synchronize())), 2 * (T + rows) * D / 1e6
         print(f"| {case} | {name} | {ms:.3f} | {size / ms:.0f} | {size / CEILINGS['GB/s']:.3f} | {error:.1e} |", flush=True)
+
+
+def compile_plain():
+    return {"torch.compile": (torch.compile(plain_loss, dynamic=False), None)}
+
+
+def time_size(T, paths):
+    """Prints the rows of all paths, every class in the softmax; returns the figures of the pieces."""
+    operands = make_operands(T)
+    time_paths(operands, paths)
+    with torch.no_grad():
+        table = time_pieces(T, *operands)
+        evaluation = milliseconds(lambda: tg.head_loss_eval(*operands, CAP))
+    table["evaluation, bf16"] = evaluation, 2 * T * V * D / 1e12, "bf16 TFLOP/s"
+    return table
+
+
+def print_pieces(columns):
+    """A row a piece and a column a size, of {tokens: {piece: (ms, work, unit)}}."""
+    def cell(ms, work, unit):
+        rate = work / ms * 1e3
+        return f"{ms:.3f} ({rate:.0f} {unit}, {100 * rate / CEILINGS[unit]:.0f} %)"
+
+    print("\n| piece, ms (rate, share of the ceiling) |" + "".join(f" {T} |" for T in columns))
+    print("|---|" + "---|" * len(columns))
+    for piece in next(iter(columns.values())):
+        print(f"| {piece} | " + " | ".join(cell(*table[piece]) for table in columns.values()) + " |")
 
 
 def main():
@@ -159,33 +187,24 @@ def main():
     parser.add_argument("--compiled", action="store_true", help="torch.compile too, at the first size")
     parser.add_argument("--cpu-dry-run", action="store_true")
     options = parser.parse_args()
-    if not DRY and not torch.cuda.is_available():
-        sys.exit("needs a CUDA device; --cpu-dry-run proves that the benchmark runs through")
+    timing.require_gpu()
 
-    begin, columns, paths = time.perf_counter(), {}, {"**fp8**": (head_loss, SCALES), "bf16": (head_loss, None)}
-    print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, V = {V}, D = {D}\n")
+    columns, paths = {}, {"**fp8**": (head_loss, SCALES), "bf16": (head_loss, None)}
+    print(f"{timing.machine()}, V = {V}, D = {D}\n")
     print("| tokens | columns | K | path | forward ms | ceiling | backward ms | ceiling | loss error | dx | dW | peak GB |\n" + "|---" * 12 + "|")
     for T, count, weights in CHUNKS:
         time_paths(make_operands(T, count, weights), paths)
         time_paths(make_operands(T, None, weights), {"**fp8**": paths["**fp8**"]}, exactly=False)
     for T in options.tokens:
-        operands = make_operands(T)
-        more = {"torch.compile": (torch.compile(plain_loss, dynamic=False), None)} if options.compiled and T == options.tokens[0] and not DRY else {}
-        time_paths(operands, paths | more)
-        with torch.no_grad():
-            columns[T] = time_pieces(T, *operands)
-            columns[T]["evaluation, bf16"] = milliseconds(lambda: tg.head_loss_eval(*operands, CAP)), 2 * T * V * D / 1e12, "bf16 TFLOP/s"  # noqa: B023
-        print(f"{T} tokens done after {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-        del operands
+        compiled = options.compiled and T == options.tokens[0] and not DRY
+        columns[T] = time_size(T, paths | compile_plain() if compiled else paths)
+        print(f"{T} tokens done after {timing.seconds():.0f} s", file=sys.stderr)
 
-    print("\n| piece, ms (rate, share of the ceiling) |" + "".join(f" {T} |" for T in columns) + "\n|---|" + "---|" * len(columns))
-    for piece in columns[options.tokens[0]]:
-        cells = (table[piece] for table in columns.values())
-        print(f"| {piece} | " + " | ".join(f"{ms:.3f} ({work / ms * 1e3:.0f} {unit}, {100 * work / ms * 1e3 / CEILINGS[unit]:.0f} %)" for ms, work, unit in cells) + " |")
+    print_pieces(columns)
     print("\n| tokens | rows (ids, most frequent) | embedding gradient | ms | GB/s | ceiling ms | error |\n" + "|---" * 7 + "|")
     for T in options.tokens:
         time_embedding(T)
-    print(f"\n{time.perf_counter() - begin:.0f} s in all")
+    print(f"\n{timing.seconds():.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -14,75 +14,28 @@ with an epilogue are the epilogue's.
 """
 
 import argparse
-import os
-import statistics
 import sys
 import tempfile
-import time
 from dataclasses import replace
-from pathlib import Path
-
-DRY = "--cpu-dry-run" in sys.argv
-if DRY:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.nn.functional as F
-import triton
 
-sys.path.append(str(Path(__file__).parent.parent))
+import timing  # before train_gpt: it chooses between interpreter and GPU
 import train_gpt as tg
+from timing import DEVICE, DRY, host_milliseconds, milliseconds
 
-DEVICE = "cpu" if DRY else "cuda"
 D, H = (48, 64) if DRY else (768, 3072)
 LAYERS = sum(layer.mlp for layer in tg.LAYERS)
-REPEATS, SCALES = (1 if DRY else 10), tg.MlpScales()
+SCALES = tg.MlpScales()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STEP_TOKENS = 131_072
-
-
-# ---- timing ----------------------------------------------------------------------------------------------------------
-def host_milliseconds(run):
-    """Time to enqueue one call, the device far behind: a few calls at a time, so that its queue never fills."""
-    times = []
-    for _ in range(1 if DRY else 5):
-        if not DRY:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
-
-
-def milliseconds(run):
-    """Device time of one call: median over replays of a CUDA graph that holds a few of them."""
-    if DRY:
-        return host_milliseconds(run)
-    stream, graph, calls = torch.cuda.Stream(), torch.cuda.CUDAGraph(), 3
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    times = []
-    for _ in range(REPEATS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times[1:])
 
 
 def make_operands(T):
     """(h, up, down), gradient of the output: of the sizes that training has, roughly."""
     generator = torch.Generator(DEVICE).manual_seed(T)
-    random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)  # noqa: E731
+    random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)
     operands = F.rms_norm(random(T, D), (D,)), random(H, D) * D ** -0.5, random(H, D) * D ** -0.5
     return [operand.bfloat16().requires_grad_() for operand in operands], (random(T, D) * 1e-3).bfloat16()
 
@@ -105,11 +58,11 @@ def time_pieces(T, operands, grad):
     h8, h8_t = piece("quantise h, both layouts", lambda: tg.quantize_both(h, SCALES.x), 4 * T * D)
     up8, up8_t = piece("quantise up, both layouts (down the same)", lambda: tg.quantize_both(up, SCALES.weight), 4 * H * D)
     down8, down8_t = tg.quantize_both(down, SCALES.weight)
-    hidden = lambda: tg.mlp_product(h8, up8, (SCALES.x * SCALES.weight) ** 2 / SCALES.hidden)  # noqa: E731
+    hidden = lambda: tg.mlp_product(h8, up8, (SCALES.x * SCALES.weight) ** 2 / SCALES.hidden)
     hidden8, hidden8_t = product("hidden = relu(h up^T)^2, both layouts", hidden, 2 * T * H)
     matmul("out = hidden down", hidden8, down8_t, True)
     g8, g8_t = piece("quantise g, both layouts", lambda: tg.quantize_both(grad, SCALES.grad, E5M2), 4 * T * D)
-    gradient = lambda: tg.mlp_product(g8, down8, 2 * SCALES.weight * SCALES.hidden ** 0.5, hidden8)  # noqa: E731
+    gradient = lambda: tg.mlp_product(g8, down8, 2 * SCALES.weight * SCALES.hidden ** 0.5, hidden8)
     dpre8, dpre8_t = product("dpre = g down^T 2 relu(pre), both layouts", gradient, 3 * T * H)
     matmul("dh = dpre up", dpre8, up8_t)
     matmul("dup = dpre^T h", dpre8_t, h8_t)
@@ -262,8 +215,7 @@ class Watch:
 
 
 def print_tables(columns, paths):
-    name = "CPU, interpreted" if DRY else torch.cuda.get_device_name()
-    print(f"\n{name}, torch {torch.__version__}, triton {triton.__version__}, D = {D}, H = {H}; ms (rate, share of the ceiling)\n")
+    print(f"\n{timing.machine()}, triton {tg.triton.__version__}, D = {D}, H = {H}; ms (rate, share of the ceiling)\n")
     print("| piece |" + "".join(f" {T} |" for T in columns) + "\n|---|" + "---|" * len(columns))
     for piece in dict.fromkeys(piece for table in columns.values() for piece in table):
         cells = []
@@ -285,9 +237,7 @@ def main():
     parser.add_argument("--diagnose", metavar="STEPS", type=lambda text: [int(step) for step in text.split(",")])
     parser.add_argument("--cpu-dry-run", action="store_true")
     options, training = parser.parse_known_args()
-    if not DRY and not torch.cuda.is_available():
-        sys.exit("needs a CUDA device; --cpu-dry-run proves that the benchmark runs through")
-    begin = time.perf_counter()
+    timing.require_gpu()
     if options.diagnose or DRY:
         watch = Watch(options.diagnose or [0, 1])
         with tempfile.TemporaryDirectory() as folder:
@@ -307,9 +257,9 @@ def main():
         with torch.no_grad():
             columns[T] = time_pieces(T, operands, grad)
         del operands, grad
-        print(f"{T} tokens done after {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+        print(f"{T} tokens done after {timing.seconds():.0f} s", file=sys.stderr)
     print_tables(columns, paths)
-    print(f"\n{time.perf_counter() - begin:.0f} s in all")
+    print(f"\n{timing.seconds():.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -10,21 +10,16 @@ float64, of what an update adds to a table of zeros; rounding to bf16 alone leav
 """
 
 import argparse
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
-import bench_mlp  # first: it chooses between interpreter and GPU
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench_mlp import milliseconds
 
-sys.path.append(str(Path(__file__).parent.parent))
+import timing  # before train_gpt: it chooses between interpreter and GPU
 import train_gpt as tg
+from timing import DEVICE, DRY, milliseconds
 
-DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
 D = 48 if DRY else tg.GPT_SMALL.width
 
 
@@ -77,14 +72,12 @@ def main():
     parser.add_argument("--pieces", type=int, default=tg.GPT_SMALL.ngram_pieces)
     parser.add_argument("--cpu-dry-run", action="store_true")
     options = parser.parse_args()
-    if not DRY and not torch.cuda.is_available():
-        sys.exit("needs a CUDA device; --cpu-dry-run proves that the benchmark runs through")
-    begin = time.perf_counter()
-    print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {options.rows} rows x {D} in {options.pieces} pieces\n")
+    timing.require_gpu()
+    print(f"{timing.machine()}, {options.rows} rows x {D} in {options.pieces} pieces\n")
     print("| tokens a step | part | ms | GB/s | ceiling ms | error |\n" + "|---" * 6 + "|")
     for T in [128] if DRY else [stage.batch_tokens for stage in tg.PRESETS["sprint"].stages[-4:-1]]:
         time_step(T, options.rows, options.pieces)
-    print(f"\n{time.perf_counter() - begin:.0f} s in all")
+    print(f"\n{timing.seconds():.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -12,26 +12,13 @@ their time at 790 TFLOP/s.
 import argparse
 import collections
 import math
-import os
-import statistics
-import sys
-import time
-from pathlib import Path
-
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-for flag in ("--sweep", "--compile", "--cpu-dry-run"):
-    parser.add_argument(flag, action="store_true")
-args = parser.parse_args()
-if args.cpu_dry_run:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+import timing  # before train_gpt: it chooses between interpreter and GPU
 import train_gpt as tg
+from timing import DEVICE, DRY
 
-DRY = args.cpu_dry_run
-DEVICE = "cpu" if DRY else "cuda"
 DTYPE = torch.float32 if DRY else torch.bfloat16  # the interpreter's tl.dot is wrong in bf16
 
 
@@ -53,36 +40,8 @@ PRODUCT_TILES = SYMMETRIC_TILES[:4] + [(64, 128, 64, 4, 4), (128, 64, 64, 4, 4),
                                        (64, 256, 64, 4, 3)]  # fmt: skip
 
 
-def graphed(function):
-    """The function as one replay of a CUDA graph, warmed up on a side stream as capture demands."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
-def microseconds(function, repeats=30, graph=True):
-    """Median time of one call."""
-    if DRY:
-        start = time.perf_counter()
-        function()
-        return 1e6 * (time.perf_counter() - start)
-    function = graphed(function) if graph else function
-    for _ in range(5):
-        function()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in marks:
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return 1e3 * statistics.median(start.elapsed_time(end) for start, end in marks)
+def microseconds(function, replays=30):
+    return 1e3 * timing.milliseconds(function, calls=1, replays=replays)
 
 
 def orthogonalize_torch(matrices):
@@ -119,8 +78,8 @@ def bench_shapes():
             batch = -(-full // ranks)
             matrices = torch.randn(batch, rows, columns, device=DEVICE)
             n, m = sorted((rows, columns))
-            ours = lambda: tg.orthogonalize(matrices, DTYPE)  # noqa: E731
-            fast, eager = microseconds(ours), microseconds(ours, graph=False)
+            ours = lambda: tg.orthogonalize(matrices, DTYPE)
+            fast, eager = microseconds(ours), 1e3 * timing.eager_milliseconds(ours, repeats=30)
             plain = microseconds(lambda: orthogonalize_torch(matrices))
             flops = batch * len(tg.POLAR_EXPRESS) * (3 * n * n * m + n**3)
             row = f"{fast:.0f}", f"{flops / fast / 1e6:.0f}", f"{flops / 790e6:.0f}", f"{eager:.0f}", f"{plain:.0f}", f"{plain / fast:.2f}"
@@ -159,24 +118,30 @@ def sweep():
                 found = {}
                 for candidate in [(32, 32, 32, 4, 2)] if DRY else candidates:
                     try:
-                        found[candidate] = microseconds(lambda: ours(as_tiles(candidate)), repeats=20)
+                        found[candidate] = microseconds(lambda: ours(as_tiles(candidate)), replays=20)
                     except tg.triton.runtime.errors.OutOfResources:
                         continue
                 best = sorted(found, key=found.get)[:5]
                 ranked = ", ".join(f"{'.'.join(map(str, c))}: {found[c]:.0f}" for c in best)
-                us = [f"{microseconds(f, repeats=20):.0f}" for f in (plain, lambda: ours(None))]
+                us = [f"{microseconds(f, replays=20):.0f}" for f in (plain, lambda: ours(None))]
                 lines.append((f"{batch}x{rows}x{columns}", name, *us, ranked))
     table(("batch", "kernel", "torch.bmm us", "product_tiles us", "M.N.K.warps.stages: us, best five"), lines)
 
 
-if __name__ == "__main__":
-    if not DRY and not torch.cuda.is_available():
-        sys.exit("bench_orthogonalize.py: needs a CUDA GPU, found none; --cpu-dry-run only proves that it runs")
-    started = time.perf_counter()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag in ("--sweep", "--compile", "--cpu-dry-run"):
+        parser.add_argument(flag, action="store_true")
+    options = parser.parse_args()
+
+    timing.require_gpu()
     torch.manual_seed(0)
-    if args.compile:
+    if options.compile:
         tg.frobenius_scale = torch.compile(tg.frobenius_scale, dynamic=False)
     with torch.no_grad():
-        sweep() if args.sweep else bench_shapes()
-    print(f"\n{'CPU, dry run' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, "
-          f"{time.perf_counter() - started:.0f} s")  # fmt: skip
+        sweep() if options.sweep else bench_shapes()
+    print(f"\n{timing.machine()}, {timing.seconds():.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

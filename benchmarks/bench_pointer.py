@@ -11,15 +11,19 @@ window and scale of the sprint (in LOG.md the figures to 2026-11-23 are of windo
 from __future__ import annotations
 
 import argparse
-import sys
 
-import bench_attention as attention  # first: it chooses between interpreter and GPU
 import numpy as np
 import torch
 
-tg, DRY = attention.tg, "--cpu-dry-run" in sys.argv
+import bench_attention as attention
+import timing  # before train_gpt: it chooses between interpreter and GPU
+import train_gpt as tg
+from timing import DEVICE, DRY, milliseconds
+
 SPRINT = tg.GPT_SPRINT
-DEVICE, WIDTH, WINDOW, MODEL_WIDTH = ("cpu", 16, 24, 32) if DRY else ("cuda", SPRINT.pointer_width, SPRINT.pointer_window_tokens, SPRINT.width)
+WIDTH = 16 if DRY else SPRINT.pointer_width
+WINDOW = 24 if DRY else SPRINT.pointer_window_tokens
+MODEL_WIDTH = 32 if DRY else SPRINT.width
 SIZES, CAP = ((48, 100), "<40") if DRY else ((16_384, 65_536, 196_608), "<3072")
 SCALE, DTYPE = SPRINT.pointer_scale, torch.float32 if DRY else torch.bfloat16
 
@@ -47,8 +51,8 @@ class Cell:
     def milliseconds(self, function, *operands):
         """Of the forward pass, and of what the backward adds."""
         with torch.no_grad():
-            forward = attention.microseconds(lambda: function(*operands), DEVICE)
-        return forward / 1e3, (attention.microseconds(lambda: self.both(function, *operands), DEVICE) - forward) / 1e3
+            forward = milliseconds(lambda: function(*operands), calls=6)
+        return forward, milliseconds(lambda: self.both(function, *operands), calls=6) - forward
 
     def errors(self):
         """Relative RMS errors of log_copy, where it is anything, and of dqk."""
@@ -86,9 +90,8 @@ def main():
     parser.add_argument("--sweep", action="store_true", help="time other tiles too")
     parser.add_argument("--cpu-dry-run", action="store_true", help="toy sizes in Triton's interpreter")
     options = parser.parse_args()
-    if DEVICE == "cuda" and not torch.cuda.is_available():
-        sys.exit("bench_pointer: needs a CUDA GPU, found none; try --cpu-dry-run")
-    print(torch.__version__, tg.triton.__version__, "interpreter" if DRY else torch.cuda.get_device_name(), flush=True)
+    timing.require_gpu()
+    print(f"{timing.machine()}, triton {tg.triton.__version__}", flush=True)
     print(" tokens  docs   seen  found | forward ceiling | backward ceiling | with the projection: forward, backward | errors of log_copy, dqk")
     whole = tg.pointer_in if DRY else tg.compile_dynamic(tg.pointer_in)
     for tokens in SIZES:

@@ -12,18 +12,14 @@ bytes: forward 4 T H Dk (with a value 3 T H Dv more), backward 6 T H Dk and 2 T 
 """
 
 import argparse
-import sys
-import time
-from pathlib import Path
 
-import bench_mlp  # first: it chooses between interpreter and GPU
 import torch
 import torch.nn.functional as F
 
-sys.path.append(str(Path(__file__).parent.parent))
+import timing  # before train_gpt: it chooses between interpreter and GPU
 import train_gpt as tg
+from timing import DEVICE, DRY, milliseconds
 
-DRY, DEVICE = bench_mlp.DRY, bench_mlp.DEVICE
 SPRINT = tg.GPT_SPRINT
 MODEL_WIDTH, HEADS, KEYS, WIDTH, LONGEST = (32, 2, 8, 16, 20) if DRY else (SPRINT.width, SPRINT.heads, SPRINT.key_width, SPRINT.head_width, 3072)
 QKV = HEADS * (2 * KEYS + WIDTH)
@@ -34,7 +30,7 @@ KINDS = {"plain": (), "key offset": ("key_offset",), "value": ("value",)}
 def make_operands(T, kind):
     """([h, weight, value, value_gates], [positions, cos, sin, heads, key_offset], gradients of q, k, v), of the sizes that training has, roughly."""
     generator = torch.Generator(DEVICE).manual_seed(T)
-    random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)  # noqa: E731
+    random = lambda *shape: torch.randn(*shape, device=DEVICE, generator=generator)
     flags = KINDS[kind]
     leaves = [F.rms_norm(random(T, MODEL_WIDTH), (MODEL_WIDTH,)), random(QKV, MODEL_WIDTH) * 0.5 * MODEL_WIDTH ** -0.5]
     leaves += [random(T, HEADS * WIDTH), 2 * torch.sigmoid(random(T, HEADS))] if "value" in flags else [None, None]
@@ -61,8 +57,8 @@ def time_paths(paths, T, kind):
     for name, function in paths.items():
         errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(both(function, leaves, rest, grads), want, strict=True)]
         # With gradients on, as in training: for them FP8 makes its transposed copies. Nothing runs backward here.
-        forward = 1e3 * bench_mlp.milliseconds(lambda: function(*leaves, *rest))
-        whole = 1e3 * bench_mlp.milliseconds(lambda: both(function, leaves, rest, grads))
+        forward = 1e3 * milliseconds(lambda: function(*leaves, *rest))
+        whole = 1e3 * milliseconds(lambda: both(function, leaves, rest, grads))
         product = 2 * T * MODEL_WIDTH * QKV / (1500e6 if "fp8" in name else 790e6)
         print(f"| {T} | {kind} | {name} | {forward:.1f} | {product:.1f} | {whole - forward:.1f} | {2 * product:.1f} | {whole:.1f} | "
               f"{max(errors[:3]):.1e} | {max(errors[3:]):.1e} |", flush=True)
@@ -90,15 +86,15 @@ def time_kernels(T, kind, tiles=((None, None),)):
         def run(kernel, arguments, **default):
             if rows is None:
                 return tg.ProjectHeads.launch(kernel, known, **arguments, **flags, **default)
-            return kernel[HEADS, tg.triton.cdiv(T, rows)](  # noqa: B023
+            return kernel[HEADS, tg.triton.cdiv(T, rows)](
                 **named, **arguments, tokens=T, HEADS=HEADS, HEAD_DIM_QK=KEYS, HEAD_DIM_V=WIDTH, VALUE_WIDTH=HEADS * WIDTH, KEY_OFFSET=key_offset, BLOCK_M=rows,
-                num_warps=warps)  # noqa: B023
+                num_warps=warps)
 
         for name, size, call in (
                 ("split", forward, lambda: run(tg.split_heads_kernel, results)),
                 ("gradient, bf16", backward, lambda: run(split_gradient, bf16)),
-                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, fp8, block_m=64))):  # noqa: B023
-            us, tile = 1e3 * bench_mlp.milliseconds(call), "" if rows is None else f", {rows} tokens, {warps} warps"
+                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, fp8, block_m=64))):
+            us, tile = 1e3 * milliseconds(call), "" if rows is None else f", {rows} tokens, {warps} warps"
             name += tile + " **WRONG RESULT**" * ("fp8" in name and not torch.equal(dqkv8.T, dqkv8_t))
             print(f"| {T} | {kind} | {name} | {us:.1f} | {size / us / 1e3:.0f} | {size / BYTES_PER_MICROSECOND:.1f} |", flush=True)
 
@@ -110,10 +106,8 @@ def main():
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--cpu-dry-run", action="store_true")
     options = parser.parse_args()
-    if not DRY and not torch.cuda.is_available():
-        sys.exit("needs a CUDA device; --cpu-dry-run proves that the benchmark runs through")
-    begin = time.perf_counter()
-    print(f"{'CPU, interpreted' if DRY else torch.cuda.get_device_name()}, torch {torch.__version__}, {HEADS} heads of {WIDTH}, keys of {KEYS}")
+    timing.require_gpu()
+    print(f"{timing.machine()}, {HEADS} heads of {WIDTH}, keys of {KEYS}")
     if not options.sweep:
         def fp8(h, *operands):
             scales = tg.MlpScales()
@@ -133,7 +127,7 @@ def main():
     for kind in ("key offset", "value") if options.sweep else KINDS:
         for T in options.tokens:
             time_kernels(T, kind, *[tiles] * (options.sweep or DRY))
-    print(f"\n{time.perf_counter() - begin:.0f} s in all")
+    print(f"\n{timing.seconds():.0f} s in all")
 
 
 if __name__ == "__main__":

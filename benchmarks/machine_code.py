@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+
 from compile_ahead import compile_only, packed, tg, train_and_validate
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"

@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from roofline_costs import CEILINGS, OWN, Cost, described, inductor_cost, operands, operator_cost
 from roofline_trace import PART, Trace, base_name, kernel_key
 

@@ -1,8 +1,8 @@
 """Fetch, check and make the token shards that train_gpt.py reads.
 
     python data/fineweb.py fetch [--shards 9] [--dir DIR]      FineWeb, already tokenised, from the Hugging Face hub
-    python data/fineweb.py verify [--dir DIR]                  every shard of a folder: header, size, every token, SHA-256
-    python data/fineweb.py tokenize INPUT... --out DIR         your own text, JSON lines or parquet -> shards
+    python data/fineweb.py verify [--dir DIR]                  every shard of a folder: header, tokens, SHA-256
+    python data/fineweb.py tokenize INPUT... --out DIR         text, JSON lines, parquet, folders of them -> shards
 
 A shard is a 1024-byte header, 256 little-endian int32 [20240520, 1, token count, 0 ...], then that many little-endian
 uint16 tokens of the GPT-2 BPE, with 50256 before each document. data/README.md says more.
@@ -20,21 +20,24 @@ import errno
 import fcntl
 import gzip
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import zlib
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Iterable, Iterator
+from typing import BinaryIO
 
-INSTALL = "expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, or pip install -r requirements.txt"
+INSTALL = ("expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, "
+           "or pip install -r requirements.txt")
 
 try:
     import numpy as np
@@ -54,6 +57,11 @@ BOS = 50256  # <|endoftext|>, used as the first token of a document
 DATASET = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103  # of about 100 M tokens (200 MB) each
 DEFAULT_FOLDER = Path(__file__).resolve().parent / "fineweb10B"
+# Longer documents are cut. This is about 4,000 tokens of English, more than a training reads in one piece: the caps of
+# its stages end at 3,072.
+DOCUMENT_CHARACTERS = 16_384
+VAL_TOKENS = 10_485_760  # what the speedrun validates on; of a text shorter than ten times as many, a tenth
+TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")  # what a folder is searched for, also with .gz but for parquet
 SUMS = "SHA256SUMS"  # in the format of sha256sum, so that `sha256sum -c SHA256SUMS` works too
 
 
@@ -75,13 +83,22 @@ def shard_header(tokens: int) -> bytes:
     return header.tobytes()
 
 
+def open_shard(path: Path) -> BinaryIO:
+    """A shard for reading. A pipe is refused before it is opened: that would wait for somebody who writes into it."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open() says of a folder what it is
+        fix = "remove it from the folder, then fetch or tokenize again"
+        raise DataError(path, "a file", "a pipe, socket or device", fix)
+    return open(path, "rb")
+
+
 def read_header(path: Path) -> int:
     """Token count of a shard whose header and size agree. Nothing is allocated by what the header claims.
 
     Raises DataError for a short file, another magic number or version, or a size that is not 1024 + 2 * count bytes.
     """
     again = f"delete {path} and fetch or tokenize it again"
-    with open(path, "rb") as file:
+    with open_shard(path) as file:
         raw = file.read(HEADER_BYTES)
         size = os.fstat(file.fileno()).st_size
     if len(raw) < HEADER_BYTES:
@@ -91,9 +108,11 @@ def read_header(path: Path) -> int:
         raise DataError(f"{path} magic number", MAGIC, magic, "this is not a token shard; remove it from the folder")
     if version != VERSION:
         raise DataError(f"{path} version", VERSION, version, "tokenize the text again with this repository's tool")
-    if tokens < 1 or size != HEADER_BYTES + 2 * tokens:
-        expected = f"{HEADER_BYTES + 2 * tokens:,} bytes for {tokens:,} tokens" if tokens > 0 else "a token count above 0"
-        raise DataError(f"{path} size", expected, f"{size:,} bytes" if tokens > 0 else tokens, again)
+    if tokens < 1:
+        raise DataError(f"{path} size", "a token count above 0", tokens, again)
+    whole = HEADER_BYTES + 2 * tokens
+    if size != whole:
+        raise DataError(f"{path} size", f"{whole:,} bytes for {tokens:,} tokens", f"{size:,} bytes", again)
     return tokens
 
 
@@ -126,12 +145,13 @@ def scan_shard(path: Path) -> Shard:
             documents += int(np.count_nonzero(ids == BOS))
             position += len(ids)
     if not documents:
-        raise DataError(f"{path} documents", f"token {BOS} before each", "none", "tokenize the text again with this tool")
+        fix = "tokenize the text again with this tool"
+        raise DataError(f"{path} documents", f"token {BOS} before each", "none", fix)
     return Shard(tokens, documents, digest.hexdigest())
 
 
 def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_shard(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -182,7 +202,8 @@ def hub_errors(name: str, dataset: str = DATASET) -> Iterator[None]:
 
 
 def find_on_hub(name: str, dataset: str = DATASET) -> tuple[str, int, str]:
-    """(address, bytes, SHA-256) of a large file: one HEAD request. The hub's entity tag of such a file is its SHA-256."""
+    """(address, bytes, SHA-256) of a large file: one HEAD request.
+    The hub's entity tag of such a file is its SHA-256."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(dataset, name, repo_type="dataset")
@@ -196,7 +217,8 @@ def find_on_hub(name: str, dataset: str = DATASET) -> tuple[str, int, str]:
 
 
 def download(part: Path, name: str, url: str, size: int, sha256: str) -> None:
-    """Fills `part` until its SHA-256 is right: continues what an earlier run left, and starts over once if that was bad.
+    """Fills `part` until its SHA-256 is right:
+    continues what an earlier run left, and starts over once if that was bad.
 
     Raises DataError when the disk is too small, the network fails (then `part` stays, for the next run) or the complete
     file has another hash (then `part` is deleted).
@@ -273,56 +295,140 @@ def fetch(folder: Path, shards: int) -> None:
 # verify
 
 
+def verify_shard(path: Path, stated: str | None) -> Shard:
+    """What is in a shard, whose SHA-256 is to be as `stated` where that is known. Raises DataError."""
+    if stated and not path.exists():
+        fix = "fetch it again, or remove its line if you do not want it"
+        raise DataError(path, f"a shard, {SUMS} names it", "none", fix)
+    try:
+        shard = scan_shard(path)
+    except OSError as error:
+        fix = "see to its permissions or the disk, or fetch it again"
+        raise DataError(path, "a file that can be read", error.strerror, fix) from None
+    if stated and shard.sha256 != stated:
+        fix = f"fetch it again, or remove its line from {SUMS} if you changed it on purpose"
+        raise DataError(f"{path} SHA-256", f"{stated} as in {SUMS}", shard.sha256, fix)
+    return shard
+
+
+def missing_shards(names: Iterable[str]) -> Iterator[DataError]:
+    """An error for each text whose training shards are not 000001, 000002 and so on:
+    a training would skip tokens unseen."""
+    numbers: dict[str, set[int]] = {}
+    for name in names:
+        if match := re.fullmatch(r"(.+)_train_(\d{6})\.bin", name):
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    for text, found in sorted(numbers.items()):
+        absent = sorted(set(range(1, max(found) + 1)) - found)
+        if absent:
+            expected = f"{text}_train_000001.bin to {max(found):06d}"
+            listed = ", ".join(f"{number:06d}" for number in absent[:5]) + (" ..." if len(absent) > 5 else "")
+            fix = "fetch or tokenize those too, or rename what is here"
+            yield DataError("training shards", expected, f"all but {listed}", fix)
+
+
 def verify(folder: Path) -> None:
-    """Checks every *.bin in `folder`, one line each, against its header, the vocabulary and, where present, SHA256SUMS.
+    """Checks every *.bin in `folder`, one line each: header, tokens, SHA256SUMS where present, and that none is there
+    twice or missing.
 
     Raises DataError at the end when any shard was bad, so that every shard is reported.
     """
     paths = sorted(folder.glob("*.bin"))
     if not paths:
-        raise DataError(f"shards in {folder}", "*.bin files", "none", "python data/fineweb.py fetch, or tokenize, first")
-    sums, tokens, bad = read_sums(folder), 0, 0
+        fix = "python data/fineweb.py fetch, or tokenize, first"
+        raise DataError(f"shards in {folder}", "*.bin files", "none", fix)
+    sums = read_sums(folder)
     paths += [folder / name for name in sorted(sums) if folder / name not in paths]
+    first: dict[str, str] = {}  # SHA-256 -> the shard that has it
+    tokens = good = bad = 0
     for path in paths:
         try:
-            if not path.exists():
-                raise DataError(f"{path}", f"a shard, {SUMS} names it", "none", "fetch it again, or remove its line if you do not want it")
-            shard = scan_shard(path)
-            if sums.get(path.name, shard.sha256) != shard.sha256:
-                fix = f"fetch it again, or remove its line from {SUMS} if you changed it on purpose"
-                raise DataError(f"{path} SHA-256", f"{sums[path.name]} as in {SUMS}", shard.sha256, fix)
-        except (DataError, OSError) as error:
-            if isinstance(error, OSError):
-                error = DataError(path, "a file that can be read", error.strerror, "see to its permissions or the disk, or fetch it again")
+            shard = verify_shard(path, sums.get(path.name))
+            if (other := first.setdefault(shard.sha256, path.name)) != path.name:
+                fix = "remove one of the two: a training would read its tokens twice"
+                raise DataError(path, "another shard than the others", f"the same as {other}", fix)
+        except DataError as error:
             bad += 1
             print(f"error: {error}", flush=True)
             continue
+        good += 1
         tokens += shard.tokens
         print(f"{path.name}  {shard.tokens:,} tokens  {shard.documents:,} documents  sha256 {shard.sha256}", flush=True)
-    print(f"{len(paths) - bad} of {len(paths)} shards good, {tokens:,} tokens")
+    print(f"{good} of {len(paths)} shards good, {tokens:,} tokens")
+    for error in missing_shards(path.name for path in paths):
+        bad += 1
+        print(f"error: {error}", flush=True)
     if bad:
-        raise DataError(f"{folder}", "only good shards", f"{bad} bad", "see the lines above")
+        raise DataError(folder, "only good shards", f"{bad} bad", "see the lines above")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tokenize: documents in
 
 
+def kind_of(path: Path) -> str:
+    """The suffix that says what a file holds: .jsonl of a.jsonl and of a.jsonl.gz."""
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    return suffixes[-1].lower() if suffixes else ""
+
+
+def is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def find_inputs(paths: Iterable[Path]) -> list[Path]:
+    """The files that are named, and of folders those of the kinds in TEXTS,
+    sorted by path, but for hidden ones. Raises DataError."""
+    found = []
+    for path in paths:
+        if path.is_file():
+            found.append(path)
+            continue
+        if not path.is_dir():
+            what = "a pipe, socket or device" if path.exists() else "nothing there"
+            raise DataError(path, "a file or a folder", what, "check the path")
+        files = [inner for inner in sorted(path.rglob("*")) if inner.is_file() and not is_hidden(inner, path)]
+        texts = [inner for inner in files if kind_of(inner) in TEXTS]
+        if not texts:
+            expected = f"files that end in {', '.join(TEXTS)}"
+            raise DataError(path, expected, f"none among {len(files)}", "name the files themselves")
+        print(f"{path}: {len(texts)} files, {len(files) - len(texts)} of other kinds left out", flush=True)
+        found += texts
+    return found
+
+
+def cut_long(documents: Iterable[str], most: int) -> Iterator[str]:
+    """Documents of at most `most` characters; 0 leaves all whole.
+
+    A cut is made at the last end of a paragraph in the second half of what is allowed; without one at the end of a
+    line, then between words, then anywhere. The line ends at a cut are dropped, everything else stays.
+    """
+    for text in documents:
+        start = 0
+        while most and len(text) - start > most:
+            limit = start + most
+            ends = (text.rfind(border, start + most // 2, limit) for border in ("\n\n", "\n", " "))
+            end = next((end for end in ends if end > 0), limit)
+            yield text[start:end].strip("\n")
+            start = end
+        yield text[start:].strip("\n") if start else text
+
+
 def read_documents(paths: Iterable[Path], separator: str | None, key: str) -> Iterator[str]:
     """The documents of the input files in order. What a file holds follows from its name:
 
-    *.jsonl, *.ndjson (also .gz): one JSON object a line, the text under `key`; *.parquet: the column `key`; all else (also
-    .gz): UTF-8 text, one document, or several with a line equal to `separator` between them.
+    *.jsonl, *.ndjson (also .gz): one JSON object a line, the text under `key`; *.parquet: the column `key`;
+    all else (also .gz): UTF-8 text, one document, or several with a line equal to `separator` between them.
     """
     for path in paths:
-        suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-        kind = suffixes[-1] if suffixes else ""
+        kind = kind_of(path)
         try:
             if kind == ".parquet":
                 yield from read_parquet(path, key)
                 continue
             with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-                yield from read_json_lines(file, path, key) if kind in (".jsonl", ".ndjson") else read_text(file, separator)
+                json_lines = kind in (".jsonl", ".ndjson")
+                yield from read_json_lines(file, path, key) if json_lines else read_text(file, separator)
         except UnicodeDecodeError as error:
             found = f"byte 0x{error.object[error.start]:02x}"
             raise DataError(f"{path}", "UTF-8 text", found, "convert it first, for example with iconv") from None
@@ -408,10 +514,13 @@ def load_encoding(spec: str):
             fix = "give a *.tiktoken file"
             raise DataError(f"{spec} line {number}", "base64 and a rank", repr(line[:40]), fix) from None
     different = set(ranks.values())
-    if any(bytes([byte]) not in ranks for byte in range(256)) or not all(0 <= rank < BOS for rank in different) or len(different) < len(ranks):
+    complete = all(bytes([byte]) in ranks for byte in range(256))
+    if not complete or not all(0 <= rank < BOS for rank in different) or len(different) < len(ranks):
         found = f"{len(ranks)} tokens, {len(different)} ranks, the highest {max(different, default=None)}"
-        raise DataError(spec, f"all 256 bytes, different ranks from 0 to {BOS - 1}", found, "use ranks of the GPT-2 kind")
-    return tiktoken.Encoding("ranks", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": BOS})
+        expected = f"all 256 bytes, different ranks from 0 to {BOS - 1}"
+        raise DataError(spec, expected, found, "use ranks of the GPT-2 kind")
+    special = {"<|endoftext|>": BOS}
+    return tiktoken.Encoding("ranks", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
 
 
 def start_encoder(spec: str) -> None:
@@ -425,7 +534,8 @@ def encode_batch(texts: list[str]) -> list[np.ndarray]:
 
 
 def make_batches(documents: Iterable[str], characters: int = 1 << 18) -> Iterator[list[str]]:
-    """Lists of documents, large enough that passing them between processes costs little. Blank documents are left out."""
+    """Lists of documents, large enough that passing them between processes costs little.
+    Blank documents are left out."""
     batch, size = [], 0
     for text in documents:
         if not text.strip():
@@ -460,8 +570,9 @@ def worker_errors() -> Iterator[None]:
 def encode_documents(documents: Iterable[str], spec: str, processes: int) -> Iterator[np.ndarray]:
     """Tokens of every document in input order, whatever the number of processes.
 
-    Each worker has a pipe and at most one batch, and is asked in turn: memory stays bounded (Pool.imap would read all of
-    the input ahead), a killed worker is an end of file (a Pool would wait for it), and Ctrl-C meets no helper thread.
+    Each worker has a pipe and at most one batch, and is asked in turn: memory stays bounded (Pool.imap would read all
+    of the input ahead), a killed worker is an end of file (a Pool would wait for it), and Ctrl-C meets no helper
+    thread.
     """
     start_encoder(spec)  # with several processes only for its errors, which are readable here
     if processes == 1:
@@ -500,8 +611,8 @@ class ShardWriter:
     """Cuts a stream of documents into NAME_val_000000.bin and NAME_train_000001.bin, 000002 ...
 
     Documents stay whole: the validation shard ends with the document that brings it to `val_tokens`, so that its first
-    `val_tokens` tokens exist and no training document begins in it; a training shard ends before `shard_tokens` would be
-    passed. Everything is written as *.PID.part; finish() gives all files their names, abort() deletes them.
+    `val_tokens` tokens exist and no training document begins in it; a training shard ends before `shard_tokens` would
+    be passed. Everything is written as *.PID.part; finish() gives all files their names, abort() deletes them.
     """
 
     def __init__(self, folder: Path, name: str, val_tokens: int, shard_tokens: int):
@@ -510,13 +621,16 @@ class ShardWriter:
         self.finished: list[tuple[Path, int]] = []  # (final path, tokens)
         self.file: BinaryIO | None = None
         self.tokens = 0  # in the open shard
+        self.documents = 0  # in all
         self.train = 0  # number of the open training shard; 0 = validation
         self.refuse_others()
 
     def refuse_others(self) -> None:
         """No shard is ever replaced, nor mixed with those of another text."""
-        if old := sorted(path.name for kind in ("train", "val") for path in self.folder.glob(f"{self.name}_{kind}_*.bin")):
-            raise DataError(f"{self.folder}", f"no shards named {self.name}", old[0], "delete them, or give another --name or --out")
+        old = sorted(path.name for kind in ("train", "val") for path in self.folder.glob(f"{self.name}_{kind}_*.bin"))
+        if old:
+            fix = "delete them, or give another --name or --out"
+            raise DataError(f"{self.folder}", f"no shards named {self.name}", old[0], fix)
 
     def path(self) -> Path:
         return self.folder / f"{self.name}_{'train' if self.train else 'val'}_{self.train:06d}.bin"
@@ -539,12 +653,14 @@ class ShardWriter:
             self.file.write(shard_header(0))
         self.file.write(document.tobytes())
         self.tokens += len(document)
+        self.documents += 1
 
     def close_shard(self) -> None:
         if self.file is None:
             return
         if self.tokens > np.iinfo(np.int32).max:
-            raise DataError(f"{self.path()}", "at most 2^31 - 1 tokens", f"{self.tokens:,}", "split very long documents")
+            fix = "split very long documents"
+            raise DataError(f"{self.path()}", "at most 2^31 - 1 tokens", f"{self.tokens:,}", fix)
         self.file.seek(0)
         self.file.write(shard_header(self.tokens))
         self.file.flush()
@@ -557,12 +673,25 @@ class ShardWriter:
     def finish(self) -> None:
         self.close_shard()
         if self.train == 0:
-            found = f"{sum(tokens for _, tokens in self.finished):,} in all"
-            expected = f"more than the {self.val_tokens:,} for validation"
-            raise DataError("tokens in the input", expected, found, "give more text or a smaller --val-tokens")
+            self.refuse_short()
         self.refuse_others()  # another process may have finished meanwhile
         for path, _ in self.finished:
             os.replace(self.part(path), path)
+
+    def refuse_short(self) -> None:
+        """Says why nothing is left for training:
+        too little text, or a document that is too long, since documents stay whole."""
+        tokens = sum(tokens for _, tokens in self.finished)
+        cut = f"--document-characters {DOCUMENT_CHARACTERS} or fewer, to cut at paragraphs, or --separator in text files"
+        if tokens <= self.val_tokens:
+            expected, found = f"more than the {self.val_tokens:,} for validation", f"{tokens:,} in all"
+            raise DataError("tokens in the input", expected, found, "give more text or a smaller --val-tokens")
+        if self.documents == 1:
+            expected = "at least two: validation and training share none"
+            raise DataError("documents in the input", expected, f"one, of {tokens:,} tokens", cut)
+        expected = f"some after the one that completes the {self.val_tokens:,} tokens for validation"
+        found = f"none: all {self.documents:,} with {tokens:,} tokens are needed for that"
+        raise DataError("documents in the input", expected, found, f"a smaller --val-tokens, or {cut}")
 
     def abort(self) -> None:
         if self.file is not None:
@@ -573,36 +702,56 @@ class ShardWriter:
             self.part(path).unlink(missing_ok=True)
 
 
+def validation_share(stream: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
+    """(tokens for validation, the same documents):
+    VAL_TOKENS, or a tenth of a text that has less than ten times as many.
+
+    To know, it keeps that much of the text in memory: 210 MB.
+    """
+    kept, tokens = [], 0
+    for document in stream:
+        kept.append(document)
+        tokens += len(document)
+        if tokens >= 10 * VAL_TOKENS:
+            return VAL_TOKENS, itertools.chain(kept, stream)
+    return tokens // 10, iter(kept)
+
+
 def tokenize(
     inputs: list[Path],
     folder: Path,
     name: str = "text",
-    val_tokens: int = 10_485_760,
+    val_tokens: int | None = None,
     shard_tokens: int = 100_000_000,
     encoding: str = "gpt2",
     processes: int = 1,
     separator: str | None = None,
     key: str = "text",
+    document_characters: int = DOCUMENT_CHARACTERS,
 ) -> list[Path]:
-    """Writes the documents of `inputs` as shards into `folder`, in input order, and returns the shards' paths.
+    """Writes the documents of `inputs`, files and folders, as shards into `folder`, in input order;
+    returns the shards' paths.
 
-    The bytes written depend on the inputs, the encoding and the two sizes only. Raises DataError, OSError; on any error
-    or interruption no new file is left under a final name.
+    The bytes written depend on the inputs, the encoding and the three sizes only. Without `val_tokens` validation_share
+    chooses. Raises DataError, OSError; on any error or interruption no new file is left under a final name.
     """
-    for path in inputs:
-        if not path.is_file():
-            raise DataError(f"{path}", "a file", "a folder" if path.is_dir() else "nothing there", "check the path")
-    writer = ShardWriter(folder, name, val_tokens, shard_tokens)
-    stream = encode_documents(read_documents(inputs, separator, key), encoding, processes)
+    paths = find_inputs(inputs)
+    writer = ShardWriter(folder, name, val_tokens or 0, shard_tokens)
+    documents = cut_long(read_documents(paths, separator, key), document_characters)
+    stream = encode_documents(documents, encoding, processes)
     try:
         with contextlib.closing(stream):
-            for document in stream:
+            ordered: Iterator[np.ndarray] = stream
+            if val_tokens is None:
+                writer.val_tokens, ordered = validation_share(stream)
+            for document in ordered:
                 writer.add(document)
         writer.finish()
     except BaseException:
         writer.abort()
         raise
-    print(f"{len(writer.finished)} shards, {sum(tokens for _, tokens in writer.finished):,} tokens in {folder}")
+    tokens = sum(tokens for _, tokens in writer.finished)
+    print(f"{len(writer.finished)} shards, {writer.documents:,} documents, {tokens:,} tokens in {folder}")
     return [path for path, _ in writer.finished]
 
 
@@ -616,7 +765,8 @@ def whole_number(low: int, high: int | None = None):
     def parse(text: str) -> int:
         number = int(text.replace(",", "").replace("_", ""))
         if number < low or (high is not None and number > high):
-            raise argparse.ArgumentTypeError(f"{number}: expected {low} {f'to {high}' if high is not None else 'or more'}")
+            limit = "or more" if high is None else f"to {high}"
+            raise argparse.ArgumentTypeError(f"{number}: expected {low} {limit}")
         return number
 
     parse.__name__ = "whole number"  # argparse names the type in its error
@@ -624,7 +774,8 @@ def whole_number(low: int, high: int | None = None):
 
 
 def shard_name(text: str) -> str:
-    """An argparse type: a name by which nothing takes a validation shard for a training shard, and no pattern means other files."""
+    """An argparse type: a name by which nothing takes a validation shard for a training shard,
+    and no pattern means other files."""
     if not re.fullmatch(r"\w[\w.-]*", text) or re.search(r"_(train|val)(_|$)", text):
         raise argparse.ArgumentTypeError(f"{text!r}: expected letters, digits, - . and _, without _train or _val")
     return text
@@ -639,14 +790,18 @@ def parser() -> argparse.ArgumentParser:
     fetching.add_argument("--shards", type=shards, default=9, help="training shards (default 9 = 900 M tokens)")
     verifying = commands.add_parser("verify", help="check every shard of a folder")
     for command in fetching, verifying:
-        command.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="folder of the shards (default %(default)s)")
+        folder = "folder of the shards (default %(default)s)"
+        command.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help=folder)
 
     making = commands.add_parser("tokenize", help="make shards of your own text")
     add, count = making.add_argument, whole_number(0)
-    add("inputs", nargs="+", type=Path, metavar="INPUT", help="text, *.jsonl (both also .gz) or *.parquet")
+    add("inputs", nargs="+", type=Path, metavar="INPUT",
+        help="text, *.jsonl (both also .gz), *.parquet, or a folder of *.txt, *.md, *.jsonl and *.parquet")
     add("--out", required=True, type=Path, metavar="DIR", help="folder for the shards")
-    add("--name", type=shard_name, default="text", help="files are NAME_val_000000.bin, NAME_train_000001.bin ... (default text)")
-    add("--val-tokens", type=count, default=10_485_760, help="first tokens, for validation (default 10,485,760)")
+    add("--name", type=shard_name, default="text",
+        help="files are NAME_val_000000.bin, NAME_train_000001.bin ... (default text)")
+    add("--val-tokens", type=count,
+        help="first tokens, for validation (default: a tenth of the text, at most 10,485,760)")
     size = whole_number(1, 2**31 - 1)
     add("--shard-tokens", type=size, default=100_000_000, help="most tokens in a shard (default 100,000,000)")
     add("--encoding", default="gpt2", help="gpt2, or a *.tiktoken ranks file (default gpt2)")
@@ -654,11 +809,18 @@ def parser() -> argparse.ArgumentParser:
     add("--procs", type=whole_number(1), default=cores, help="processes (default: one a core)")
     add("--separator", metavar="LINE", help="line between documents in text files, as --separator=--- (default: none)")
     add("--key", default="text", help="JSON key or parquet column of the text (default text)")
+    add("--document-characters", type=count, default=DOCUMENT_CHARACTERS, metavar="N",
+        help="longer documents are cut, at paragraphs where there are some (default 16,384; 0: none is)")
     return top
 
 
-def exit_status(work: Callable[[], None], interrupted: str = "interrupted", errors: tuple[type[Exception], ...] = (DataError,)) -> int:
-    """Runs a tool: 0; 2 after one line that says what, found and the fix, as `errors` already do; 130 when interrupted."""
+def exit_status(
+    work: Callable[[], None],
+    interrupted: str = "interrupted",
+    errors: tuple[type[Exception], ...] = (DataError,),
+) -> int:
+    """Runs a tool: 0; 2 after one line that says what, found and the fix,
+    as `errors` already do; 130 when interrupted."""
     try:
         work()
     except (*errors, ImportError, OSError) as error:
@@ -688,7 +850,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             tokenize(
                 arguments.inputs, arguments.out, arguments.name, arguments.val_tokens, arguments.shard_tokens,
-                arguments.encoding, arguments.procs, arguments.separator, arguments.key,
+                arguments.encoding, arguments.procs, arguments.separator, arguments.key, arguments.document_characters,
             )  # fmt: skip
 
     return exit_status(work, "interrupted: no unfinished shard has a final name; run the same command again")

@@ -25,8 +25,8 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
-import train_gpt as tg  # noqa: E402
-from fineweb import DataError, download, exit_status, find_on_hub, load_encoding, whole_number  # noqa: E402
+import train_gpt as tg
+from fineweb import DataError, download, exit_status, find_on_hub, load_encoding, whole_number
 
 DATASET, FILE = "Rowan/hellaswag", "data/validation-00000-of-00001.parquet"
 BATCH_TOKENS = 16_384  # of a forward pass

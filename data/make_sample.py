@@ -21,8 +21,8 @@ import sys
 import tempfile
 import textwrap
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import fineweb
 
@@ -53,9 +53,9 @@ def unpack(folder: Path, debs: Path | None) -> None:
 def r_strings(path: Path) -> Iterator[list[str]]:
     """The character vectors of an R lazy-load file: "R Internals", section 1.8 (serialization).
 
-    Each object is a big-endian length, then a zlib stream of that many bytes: the mark "X\\n", three int32 versions, the
-    name of the encoding, the type (16 in the low byte: character vector), the count, and a flag, a length (-1: missing)
-    and the bytes of each string.
+    Each object is a big-endian length, then a zlib stream of that many bytes: the mark "X\\n", three int32 versions,
+    the name of the encoding, the type (16 in the low byte: character vector), the count, and a flag, a length (-1:
+    missing) and the bytes of each string.
     """
     raw = path.read_bytes()
     while raw:
@@ -132,7 +132,8 @@ def novels(folder: Path) -> Iterator[str]:
 
 
 def entry(text: str) -> str:
-    """A dictionary entry: headword and word class on one line, and no heading of the next letter behind the last one."""
+    """A dictionary entry: headword and word class on one line,
+    and no heading of the next letter behind the last one."""
     first, *rest = paragraphs(text)
     if rest and re.fullmatch("[A-Z]", rest[-1]):
         rest.pop()
@@ -155,7 +156,8 @@ def build(out: Path, debs: Path | None, encoding: str) -> dict[str, str]:
         unpack(folder, debs)
         texts = folder / "sample.jsonl"
         texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(folder)), encoding="utf-8")
-        shards = fineweb.tokenize([texts], folder / "out", name="sample", val_tokens=VAL_TOKENS, encoding=encoding)
+        sizes = {"val_tokens": VAL_TOKENS, "document_characters": 0}
+        shards = fineweb.tokenize([texts], folder / "out", name="sample", encoding=encoding, **sizes)
         out.mkdir(parents=True, exist_ok=True)
         for path in shards:
             (out / path.name).write_bytes(path.read_bytes())
@@ -176,7 +178,8 @@ def main() -> int:
     try:
         sums = build(arguments.out, arguments.debs, arguments.encoding)
     except (fineweb.DataError, OSError, subprocess.CalledProcessError) as error:
-        fix = "" if isinstance(error, fineweb.DataError) else "; fix: run on Debian 12 after apt-get update, or give --debs"
+        known = isinstance(error, fineweb.DataError)
+        fix = "" if known else "; fix: run on Debian 12 after apt-get update, or give --debs"
         print(f"error: {error}{fix}", file=sys.stderr)
         return 2
     for name, digest in sums.items():

@@ -41,15 +41,8 @@ def tiny(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     threads = tg.torch.get_num_threads()
     tg.torch.set_num_threads(1)  # these tensors are smaller than what it costs to wake a second thread
-
-    def too_late(*_):
-        raise TimeoutError("still running after four minutes")
-
-    previous = signal.signal(signal.SIGALRM, too_late)
-    signal.alarm(240)
-    yield helpers.PRESET
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, previous)
+    with helpers.time_limit():
+        yield helpers.PRESET
     tg.torch.set_num_threads(threads)
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -173,6 +174,26 @@ def own_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith(("prefetch", "run log"))]
 
 
+@contextlib.contextmanager
+def time_limit(processor_seconds=240, seconds=1800):
+    """Ends a test that computes for too long, or that waits for what never comes. A busy machine is no failure: others take
+    what a test needs minutes of several times as long, so only its own processor time is held to four minutes."""
+    def too_late(number, _):
+        limit = f"{processor_seconds} s of processor time" if number == signal.SIGPROF else f"{seconds} s"
+        raise TimeoutError(f"still running after {limit}")
+
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, processor_seconds), signal.SIGALRM: (signal.ITIMER_REAL, seconds)}
+    previous = {number: signal.signal(number, too_late) for number in timers}
+    for timer, limit in timers.values():
+        signal.setitimer(timer, limit)
+    try:
+        yield
+    finally:
+        for number, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, previous[number])
+
+
 # ---- several processes -----------------------------------------------------------------------------------------------
 class FileMemory:
     """torch.distributed._symmetric_memory by files that all processes map. What waits for streams returns at once, as all is in order anyway, but for
@@ -259,7 +280,7 @@ def launch(corpus, folder, worlds, share=False):
     FileMemory."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(corpus), str(folder), "share" if share else "", *map(str, worlds)]
-    result = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment, timeout=1800, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr + "".join(path.read_text() for path in sorted(folder.glob("*.out")))
     return folder
 
@@ -281,7 +302,7 @@ def fork_worlds(corpus, folder, share, worlds):
         nodes, world = nodes_and_world(name)
         ranks = start_world(world, corpus, folder, ("--val-every", "3"), None, bool(share), nodes)
         for process in ranks:
-            process.join(120)
+            process.join(600)  # a busy machine takes many times as long as a quiet one
         if codes := [process.exitcode for process in ranks if process.exitcode != 0]:
             for process in ranks:
                 process.kill()

@@ -4,10 +4,11 @@ import json
 import sys
 from types import SimpleNamespace
 
-import helpers
 import numpy as np
 import pytest
 import torch
+
+import helpers
 
 sys.path.append(str(helpers.ROOT / "benchmarks"))
 import arms

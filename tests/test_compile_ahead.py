@@ -205,8 +205,9 @@ def test_what_is_compiled_is_not_compiled_again(tmp_path):
 
 def test_cache_is_found_where_torch_has_it(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import compile_ahead
     from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    import compile_ahead
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for variable in ("USER", "LOGNAME", "USERNAME", "LNAME"):
         monkeypatch.delenv(variable, raising=False)

@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
-import curve  # noqa: E402
-import record  # noqa: E402
-import report  # noqa: E402
-from runlog import Failure  # noqa: E402
+import curve
+import record
+import report
+from runlog import Failure
 
 pytestmark = pytest.mark.fast
 

@@ -21,9 +21,9 @@ from helpers import BOS, CPU, PRESET, ROOT, VOCABULARY, tg
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "records"))
-import fineweb  # noqa: E402
-import record  # noqa: E402
-import runlog  # noqa: E402
+import fineweb
+import record
+import runlog
 
 
 def made(make):

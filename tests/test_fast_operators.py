@@ -7,18 +7,18 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from dataclasses import replace  # noqa: E402
+from dataclasses import replace
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import pytest
+import torch
 
 pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import triton.language as tl
+from triton.runtime import interpreter
 
-import helpers  # noqa: E402
-from helpers import CPU, tg  # noqa: E402
+import helpers
+from helpers import CPU, tg
 
 pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="compiled kernels: tests/test_training_gpu.py")
 

@@ -28,8 +28,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "data"))
-import fineweb  # noqa: E402
-import make_sample  # noqa: E402
+import fineweb
+import make_sample
 
 BOS = 50256
 VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000001.bin"
@@ -293,6 +293,43 @@ def test_verify_goes_on_after_a_shard_that_cannot_be_read(tmp_path, capsys):
     assert f"error: {tmp_path}/bad.bin: expected a file that can be read, found Is a directory; fix: " in out and "1 of 2 shards good" in out
 
 
+@pytest.mark.fast
+def test_verify_refuses_a_shard_that_is_there_twice(tmp_path, capsys):
+    for name in ("a_train_000001.bin", "a_train_000002.bin"):
+        (tmp_path / name).write_bytes(shard([BOS, 7]))
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert "a_train_000002.bin: expected another shard than the others, found the same as a_train_000001.bin" in out
+    assert "1 of 2 shards good, 2 tokens" in out and "found 1 bad" in err
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("numbers, message", [
+    ([3, 4], "expected a_train_000001.bin to 000004, found all but 000001, 000002;"),
+    ([1, 2, 9], "expected a_train_000001.bin to 000009, found all but 000003, 000004, 000005, 000006, 000007 ...;"),
+    ([1, 2], None),
+])
+def test_verify_misses_shards(tmp_path, capsys, numbers, message):
+    (tmp_path / "a_val_000000.bin").write_bytes(shard([BOS, 0]))
+    for number in numbers:
+        (tmp_path / f"a_train_{number:06d}.bin").write_bytes(shard([BOS, number]))
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == (2 if message else 0)
+    out, err = capsys.readouterr()
+    assert (f"error: training shards: {message}" in out) if message else (err == "")
+
+
+@pytest.mark.fast
+def test_a_pipe_is_no_shard(tmp_path, capsys):
+    """Opening one would wait for somebody who writes into it."""
+    os.mkfifo(tmp_path / "a.bin")
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
+    assert "a.bin: expected a file, found a pipe, socket or device; fix: remove it" in capsys.readouterr().out
+    assert fineweb.main(["tokenize", str(tmp_path / "a.bin"), "--out", str(tmp_path / "out")]) == 2
+    assert "a.bin: expected a file or a folder, found a pipe" in capsys.readouterr().err
+    with pytest.raises(fineweb.DataError, match="found a pipe"):
+        fineweb.sha256_of(tmp_path / "a.bin")
+
+
 def test_verify_knows_the_sums_and_the_empty_folder(tmp_path, capsys):
     assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
     assert "expected *.bin files, found none; fix: python data/fineweb.py fetch" in capsys.readouterr().err
@@ -364,7 +401,8 @@ def test_json_lines_into_shards_any_number_of_processes(ranks, tmp_path, monkeyp
     assert 2000 <= len(validation) < 2000 + last  # whole documents until the wish is met
     assert all(len(tokens) <= 3000 for tokens in training) and all(len(tokens) > 2700 for tokens in training[:-1])
     assert fineweb.main(["verify", "--dir", str(one)]) == 0
-    assert "300 documents" not in capsys.readouterr().out  # they are spread over shards
+    out = capsys.readouterr().out
+    assert "300 documents" in out and "  300 documents" not in out, "in all, but they are spread over shards"
     used = np.unique(np.concatenate([validation, *training]))
     assert used.max() == BOS and (used[:-1] >= 256).sum() >= 8  # merges were applied
 
@@ -399,6 +437,75 @@ def test_plain_text_and_empty_documents(ranks, tmp_path):
     assert tokenize(ranks, inputs, tmp_path / "a", *arguments) == 0
     assert decode(read(tmp_path / "a/cut_val_000000.bin")) == ["first"]
     assert decode(read(tmp_path / "a/cut_train_000001.bin")) == ["stays", "fourth\nline"]
+
+
+BOOK = "\n\n".join(f"Paragraph {number} of the book.\n" + "The whale swam on. " * (number % 9) for number in range(2000))
+
+
+def test_one_long_text_is_cut_at_paragraphs(ranks, tmp_path, capsys):
+    """A book in one file trains and validates, without a word about its documents."""
+    (tmp_path / "book.txt").write_text(BOOK)
+    assert tokenize(ranks, tmp_path / "book.txt", tmp_path / "out", "--procs", 1) == 0
+    assert names(tmp_path / "out") == ["text_train_000001.bin", "text_val_000000.bin"]
+
+    validation = read(tmp_path / "out/text_val_000000.bin")
+    training = read(tmp_path / "out/text_train_000001.bin")
+    pieces = [*decode(validation), *decode(training)]
+    assert "\n\n".join(pieces) == BOOK, "nothing is lost but the line ends at a cut"
+    assert all(8192 <= len(piece) <= 16_384 for piece in pieces[:-1])
+    assert all(piece.startswith("Paragraph ") for piece in pieces)
+    share = len(validation) / (len(validation) + len(training))
+    assert 0.1 <= share < 0.2, "a tenth validates, and the rest of its last piece"
+
+
+@pytest.mark.fast
+def test_cuts_where_there_is_no_paragraph():
+    def cut(text, most=20):
+        return list(fineweb.cut_long([text], most))
+
+    assert cut("short") == ["short"] and cut("\nas it was\n") == ["\nas it was\n"]
+    assert cut("a line of words\nand a second line\nend") == ["a line of words", "and a second line", "end"]
+    assert cut("many words in one line without end") == ["many words in one", " line without end"]
+    assert cut("x" * 45) == ["x" * 20, "x" * 20, "x" * 5]
+    assert cut("y" * 45, most=0) == ["y" * 45]
+
+
+@pytest.mark.fast
+def test_documents_too_long_for_two_shards(ranks, tmp_path, capsys):
+    """The message names the cause, which is not too little text."""
+    (tmp_path / "book.txt").write_text(BOOK)
+    whole = ["--document-characters", 0, "--val-tokens", 1000, "--procs", 1]
+    assert tokenize(ranks, tmp_path / "book.txt", tmp_path / "out", *whole) == 2
+    error = capsys.readouterr().err
+    assert "documents in the input: expected at least two: validation and training share none, found one, of" in error
+    assert "fix: --document-characters 16384 or fewer, to cut at paragraphs" in error
+
+    source = as_jsonl(tmp_path / "two.jsonl", ["a" * 10, "b" * 1000])
+    assert tokenize(ranks, source, tmp_path / "out", *whole) == 2
+    assert "after the one that completes the 1,000 tokens for validation, found none: all 2" in capsys.readouterr().err
+    assert names(tmp_path / "out") == []
+
+
+def test_a_folder_is_searched_for_texts(ranks, tmp_path, capsys):
+    folder = tmp_path / "texts"
+    (folder / "inner").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "b.TXT").write_text("second")
+    (folder / "a.md").write_text("first")
+    (folder / "inner/c.txt.gz").write_bytes(gzip.compress(b"third"))
+    as_jsonl(folder / "inner/d.jsonl", ["fourth", "fifth"])
+    for left_out in ("picture.png", "inner/e.bin", ".git/config.txt", ".hidden.txt"):
+        (folder / left_out).write_text("left out")
+
+    assert tokenize(ranks, folder, tmp_path / "out", "--val-tokens", 0, "--procs", 1) == 0
+    assert decode(read(tmp_path / "out/text_train_000001.bin")) == ["first", "second", "third", "fourth", "fifth"]
+    out = capsys.readouterr().out
+    assert f"{folder}: 4 files, 2 of other kinds left out" in out and "5 documents" in out
+
+    assert tokenize(ranks, folder / ".git", tmp_path / "b", "--val-tokens", 0, "--procs", 1) == 0, "if it is named itself"
+    (tmp_path / "empty").mkdir()
+    assert tokenize(ranks, tmp_path / "empty", tmp_path / "b") == 2
+    assert "empty: expected files that end in .txt, .md, .jsonl, .ndjson, .parquet, found none among 0" in capsys.readouterr().err
 
 
 def test_parquet(ranks, tmp_path, capsys):
@@ -447,8 +554,8 @@ def test_bad_input_leaves_nothing(ranks, tmp_path, capsys):
         assert message in capsys.readouterr().err
         assert names(out) == [], name  # neither a shard nor a part, although several had been filled
     assert tokenize(ranks, tmp_path / "missing.txt", out) == 2
-    assert "missing.txt: expected a file, found nothing there" in capsys.readouterr().err
-    assert tokenize(ranks, good, out, "--procs", 1) == 2
+    assert "missing.txt: expected a file or a folder, found nothing there" in capsys.readouterr().err
+    assert tokenize(ranks, good, out, "--val-tokens", "10,485,760", "--procs", 1) == 2
     assert "expected more than the 10,485,760 for validation, found 19," in capsys.readouterr().err
     (out / "text_train_000001.bin").write_bytes(b"mine")
     assert tokenize(ranks, good, out, "--val-tokens", 0, "--procs", 1) == 2

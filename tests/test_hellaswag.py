@@ -11,13 +11,12 @@ import types
 import numpy as np
 import pytest
 
-import helpers
 from helpers import BOS, CPU, ROOT, tg
 from test_fineweb import hub  # noqa: F401
 
 sys.path.insert(0, str(ROOT / "data"))
-import fineweb  # noqa: E402
-import hellaswag  # noqa: E402
+import fineweb
+import hellaswag
 
 QUESTIONS = [{"ctx": f"A person {verb} the", "endings": ["x", "some words that follow", "b c", ending], "label": 0 if number % 2 else number % 4}
              for number, (verb, ending) in enumerate([("sees", "a"), ("takes", "zz"), ("opens", "a door"), ("leaves", "house.")] * 3)]
@@ -106,7 +105,7 @@ def test_other_bad_files(saved, tmp_path, capsys):
         assert said.startswith("error: ") and said.count("\n") == 1 and "; fix: " in said
 
 
-def test_fetching(hub, tmp_path):  # noqa: F811
+def test_fetching(hub, tmp_path):
     """Only a file with the SHA-256 that the hub states gets its name."""
     hub.files[name := hellaswag.FILE.rpartition("/")[2]] = b"PAR1 imagine questions PAR1"
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1,localhost"}

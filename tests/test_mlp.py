@@ -19,7 +19,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 import helpers
 import train_gpt as tg
-from test_loss import DEVICE, E4M3, E5M2, INTERPRETED, exact_casts, full_size, guard, guarded, relative  # noqa: F401 (two are fixtures)
+from test_loss import DEVICE, E4M3, E5M2, INTERPRETED, exact_casts, full_size, guard, guarded, relative  # noqa: F401
 
 pytestmark = pytest.mark.fast
 

@@ -13,9 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "records")]
-import plots  # noqa: E402
-import runlog  # noqa: E402
-import train_gpt as tg  # noqa: E402
+import plots
+import runlog
+import train_gpt as tg
 
 WHOLE = (ROOT / "records/curves/sprint_webtext_1xH200.jsonl").read_text()
 

@@ -6,21 +6,21 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import argparse  # noqa: E402
-import sys  # noqa: E402
-from dataclasses import replace  # noqa: E402
+import argparse
+import sys
+from dataclasses import replace
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 pytest.importorskip("triton")
-import helpers  # noqa: E402
-from helpers import CPU, tg  # noqa: E402
+import helpers
+from helpers import CPU, tg
 
 sys.path.append(str(helpers.ROOT / "benchmarks"))
-import roofline  # noqa: E402
-import roofline_costs as costs  # noqa: E402
-from roofline_trace import PART, Trace, base_name  # noqa: E402
+import roofline
+import roofline_costs as costs
+from roofline_trace import PART, Trace, base_name
 
 interpreted = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="needs TRITON_INTERPRET=1")
 
@@ -58,7 +58,9 @@ def fp8_launches(corpus, monkeypatch):
     trainer.initialise(helpers.SEED)
     helpers.randomise(trainer.model, size=0.15)
     batch = next(tg.training_batches(trainer.stream, preset, trainer.micro_chunks, trainer.ranks))
-    monkeypatch.setattr(tg, "POLAR_EXPRESS", tg.POLAR_EXPRESS[:1])  # one step is enough
+    method = tg.ORTHOGONALIZATIONS["polar-express"]
+    one_round = method._replace(coefficients=method.coefficients[:1])  # is enough
+    monkeypatch.setitem(tg.ORTHOGONALIZATIONS, "polar-express", one_round)
     before = {name: getattr(tg, name) for name in costs.OWN}
     with roofline.recorded_launches() as kernels:
         trainer.training_step(0, [batch])

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,11 +42,19 @@ BARE_PYTHON = """#!/bin/sh
 case "$*" in
 "-m venv --clear .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
 "-m pip "*dev.txt) exit 1 ;;
-"-m pip "*) echo "$*" >>pip.log; touch .venv/installed ;;
+"-m pip "*) echo "$*" >>pip.log; while [ -e hold ]; do sleep 0.05; done; touch .venv/installed ;;
 "- "*pytest*) exit 1 ;;
 "- "*) cat >/dev/null; [ "$0" = .venv/bin/python ] && [ -e .venv/installed ] && echo 2.13.0+cpu 0 0 0 0 ;;
 "-c import sys"*) exit "${TOO_OLD:-0}" ;;
 --version) echo Python 3.9.1 ;;
+esac
+"""
+# This Python with all packages, which says that it is an older one.
+OLD_PYTHON = f"""#!/bin/sh
+case "$1" in
+-) shift; exec {sys.executable} -c "import sys; sys.version_info = (3, 10, 1); exec(sys.stdin.read())" "$@" ;;
+--version) echo Python 3.10.1 ;;
+*) exit 1 ;;
 esac
 """
 
@@ -74,12 +83,24 @@ class Machine:
             self.write(f"{folder}/{name}", "")
             os.truncate(self.folder / folder / name, 2 * tokens + 1024)  # sparse
 
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    def start(self, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen:
         base = {key: os.environ[key] for key in ("HOME", "TMPDIR") if key in os.environ}
-        base |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable, "PYTHONPATH": str(self.folder / "modules"),
-                 "RUN_SH_DRY": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        return subprocess.run([BASH, "run.sh", *arguments], cwd=self.folder, env=base | environment, text=True, capture_output=True, timeout=60,
-                              stdin=subprocess.DEVNULL)
+        base |= {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(self.folder / "modules"),
+            "RUN_SH_DRY": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
+        command = [BASH, self.folder / "run.sh", *arguments]
+        pipes = {name: subprocess.PIPE for name in ("stdout", "stderr")}
+        environment = base | environment
+        return subprocess.Popen(command, cwd=cwd or self.folder, env=environment, text=True, stdin=subprocess.DEVNULL, **pipes)
+
+    def run(self, *arguments: str, **options) -> subprocess.CompletedProcess:
+        process = self.start(*arguments, **options)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def command(self, *arguments: str, **environment: str) -> str:
         """What run.sh would run, without the interpreter's path."""
@@ -181,6 +202,7 @@ def test_memory_decides(machine, gib, capability, shards, preset, reason):
 def test_memory_of_the_smallest_card_is_enough():
     """By the trainer's estimate, where other programs hold half a GiB; a card one GiB smaller would do at most just so."""
     import torch
+
     import train_gpt
     script = (ROOT / "run.sh").read_text()
     ops = replace(train_gpt.select_ops(torch.device("cpu")), names={"mlp": "bf16"})
@@ -239,7 +261,6 @@ def test_explicit_options_win(machine):
     assert machine.command("--preset", "smoke", FAKE_GPUS="8") == "train_gpt.py --preset smoke", "128 wide: one process"
     for option in ("--eval", "--export"):
         assert machine.command(option, "model", FAKE_GPUS="8") == f"train_gpt.py {option} model", "one process, no preset"
-    assert machine.command("--help", FAKE_GPUS="8") == "train_gpt.py --help"
 
 
 NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
@@ -313,6 +334,79 @@ def test_python_too_old(machine):
         machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
     result = machine.run(PYTHON="python3", TOO_OLD="1")
     assert result.returncode == 2 and "expected Python 3.11 to 3.14, found Python 3.9.1" in result.stderr
+
+
+def test_python_3_10_with_all_packages_is_not_used(machine):
+    """It has torch, but the code needs 3.11: then run.sh says so in a line."""
+    machine.write("bin/python3.10", OLD_PYTHON, mode=0o755)
+    for name in ("python3", "python", "python3.11", "python3.12", "python3.13", "python3.14"):
+        machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
+    result = machine.run(PYTHON="python3.10", TOO_OLD="1")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("run.sh: python3.10: expected Python 3.11 to 3.14, found Python 3.10.1; fix: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_newer_python_beside_an_old_one_is_found(machine):
+    for name in ("python3", "python"):
+        machine.write(f"bin/{name}", BARE_PYTHON.replace("${TOO_OLD:-0}", "1"), mode=0o755)
+    machine.write("bin/python3.13", BARE_PYTHON, mode=0o755)
+    result = machine.run(PYTHON="")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == ".venv/bin/python train_gpt.py --preset smoke"
+
+
+def test_help_installs_nothing(machine):
+    for name in ("python3", "python"):
+        machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
+    result = machine.run("--help", PYTHON="python3")
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert result.stdout.startswith("./run.sh [train_gpt.py options] ")
+    assert "NNODES=2" in result.stdout and "docs/options.md" in result.stdout.splitlines()[-1]
+    assert not (machine.folder / ".venv").exists() and not (machine.folder / "pip.log").exists()
+
+    machine.write("train_gpt.py", "import sys; print('options of the trainer', sys.argv[1:])")
+    out = machine.run("--seed", "1", "--help").stdout
+    assert out.startswith("./run.sh [train_gpt.py options] ") and out.endswith("options of the trainer ['--help']\n")
+    assert "pytest options" in machine.run("test", "-h").stdout.splitlines()[1]
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="needs flock")
+def test_two_in_a_fresh_clone_install_once(machine):
+    for name in ("python3", "python"):
+        machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
+    machine.write("hold", "")
+    first = machine.start(PYTHON="python3")
+    while not (machine.folder / "pip.log").exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.02)
+
+    second = machine.start(PYTHON="python3")
+    assert second.stderr.readline() == "run.sh: another run.sh installs here: waiting for it\n"
+    (machine.folder / "hold").unlink()
+    for process in (first, second):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert out.splitlines()[-1] == ".venv/bin/python train_gpt.py --preset smoke"
+    assert (machine.folder / "pip.log").read_text().count("\n") == 1
+
+
+def test_paths_mean_the_folder_where_they_were_typed(machine, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    typed = ["--preset", "smoke", "--data", "texts", "--save=model.safetensors", "--log-dir", "/abs"]
+    found = machine.run(*typed, cwd=elsewhere).stdout.split()[1:]
+    expected = ["--preset", "smoke", "--data", f"{elsewhere}/texts", f"--save={elsewhere}/model.safetensors", "--log-dir", "/abs"]
+    assert found == ["train_gpt.py", *expected]
+    assert machine.command(*typed) == " ".join(["train_gpt.py", *typed]), "from its own folder as they are"
+
+    (elsewhere / "env").mkdir()
+    (elsewhere / "env/python").symlink_to(sys.executable)
+    out = machine.run("--preset", "smoke", cwd=elsewhere, PYTHON="env/python").stdout
+    assert out.split()[0] == f"{elsewhere}/env/python"
+
+    (elsewhere / "test_mine.py").write_text("def test_1(): pass\n")
+    result = machine.run("test", "test_mine.py::test_1", cwd=elsewhere)
+    assert result.stdout.splitlines()[-1] == "1 passed, 0 failed, 0 skipped", result.stdout + result.stderr
 
 
 def test_counts_tests_of_all_processes(machine):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 import helpers
 import train_gpt as tg
-from test_loss import DEVICE, E4M3, E5M2, INTERPRETED, exact_casts, full_size, guard, guarded, poisoned, relative  # noqa: F401 (two are fixtures)
+from test_loss import DEVICE, E4M3, E5M2, INTERPRETED, exact_casts, full_size, guard, guarded, poisoned, relative  # noqa: F401
 from test_mlp import rounded
 
 NAMES = "q", "k", "v", "dqkv", "dvalue", "dgates"
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def poison(guard, monkeypatch):  # noqa: F811
+def poison(guard, monkeypatch):
     """empty_like as `guard` makes new_empty: NaN, so that what a kernel does not write shows."""
     original = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: original(x, **options) if options else x.new_empty(*x.shape))
@@ -45,7 +45,7 @@ def make_inputs(lengths, heads=2, width=16, dtype=torch.float32, value=True, gat
     queries and keys `keys`, half of that if not given."""
     tokens, keys = sum(lengths), keys or width // 2
     generator = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    normal = lambda *shape: torch.randn(*shape, generator=generator)
     qkv = normal(tokens, heads * (2 * keys + width)) * 10 ** normal(tokens, 1)
     positions = torch.cat([torch.arange(length) for length in lengths])
     frequency = 1024.0 ** -torch.linspace(0, 1, keys // 4).double().numpy()
@@ -106,11 +106,11 @@ def test_reference_is_the_definition():
         outs = tg.split_heads_reference(qkv, value, gates, positions, cos, sin, 2, **flags)
         assert [out.shape for out in outs] == [(6, 2, keys), (6, 2, keys), (6, 2, 8)]
         columns = qkv.unbind(1)
-        row = lambda t, start, size: torch.stack([column[t] for column in columns[start:start + size]])  # noqa: B023, E731
+        row = lambda t, start, size: torch.stack([column[t] for column in columns[start:start + size]])
 
         def turned(row, place):
             row = row / (row.square().mean() + 1e-6).sqrt()
-            angle = torch.complex(cos[place], -sin[place])  # noqa: B023
+            angle = torch.complex(cos[place], -sin[place])
             pair = torch.complex(row[:len(row) // 2], row[len(row) // 2:]) * angle
             return torch.cat([pair.real, pair.imag])
 
@@ -299,7 +299,7 @@ def gradients_of_qkv(leaves, turn, grads, scale=None, rows=64, key_offset=False)
     qkv, value, gates = (None if x is None else x.detach() for x in leaves)
     T, size = qkv.shape
     out, out_t = qkv.new_empty(T, size, dtype=E5M2 if scale else torch.float32), qkv.new_empty(size, T, dtype=E5M2) if scale else None
-    describe = lambda grad: tg.TensorDescriptor.from_tensor(out_t.view(torch.int8), [grad.size(2) // 2, rows])  # noqa: E731
+    describe = lambda grad: tg.TensorDescriptor.from_tensor(out_t.view(torch.int8), [grad.size(2) // 2, rows])
     bits, dqk_t_desc, dv_t_desc = (out.view(torch.int8), *map(describe, grads[1:])) if scale else (out, None, None)
     dvalue, dgates = (None if x is None else torch.empty_like(x) for x in (value, gates))
     dq, dk, dv = grads
@@ -522,7 +522,7 @@ def test_graph_follows_the_documents(scales):
     leaves, turn, grads = make_projection(512, 768, 6, 128, True)
     rows = len(turn[1])  # of the tables: no document may be longer
     first, second = [100, 200, 212], [rows, 512 - rows]
-    step = lambda: run_projection(leaves, turn, grads, scales, key_offset=True)  # noqa: E731
+    step = lambda: run_projection(leaves, turn, grads, scales, key_offset=True)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step()

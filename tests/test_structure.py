@@ -200,6 +200,12 @@ def test_no_line_is_wide():
     assert not [number for number, line in enumerate(LINES, 1) if len(line) > 120]
 
 
+def test_a_workflow_runs_what_everybody_can_run():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert re.findall(r"run: (\S+)", workflow) == [".ci/run"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
 def test_every_guarantee_names_its_tests():
     """A guarantee of tests/README.md whose test has another name by now is held by nothing."""
     listed = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "tests/README.md").read_text())
@@ -231,9 +237,9 @@ def test_the_clock_alone_reads_the_time():
 
 
 def tree_of(name):
+    node = TREE
     for part in name.split("."):
-        body = TREE.body if part == name.split(".")[0] else node.body
-        node = next(n for n in body if getattr(n, "name", None) == part)
+        node = next(n for n in node.body if getattr(n, "name", None) == part)
     return node
 
 

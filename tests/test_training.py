@@ -105,7 +105,7 @@ def test_layers_use_what_their_table_says(tiny):
 
     base = features()
     assert base.equal(features())
-    for name, parameter in random_model(MODEL).named_parameters():
+    for name, _ in random_model(MODEL).named_parameters():
         if name in ("lm_head", "pointer"):  # they come after the features
             continue
 
@@ -265,7 +265,7 @@ def test_accumulation_trains_the_same_table(corpus, tiny, monkeypatch):
     """The n-grams' gradients lie where they would without accumulation: all steps leave the same weights, second moments and steps."""
     ends = []
     for slots in (8, 4, 1):
-        monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: slots)  # noqa: B023
+        monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: slots)
         trainer = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE))
         helpers.randomise(trainer.model)
         for step, batches in enumerate(helpers.all_batches(trainer)):

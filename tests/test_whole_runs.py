@@ -24,8 +24,8 @@ import helpers
 from helpers import CPU, MODEL, PRESET, ROOT, only, read_log, tg
 
 sys.path += [str(helpers.ROOT / "records"), str(helpers.ROOT / "benchmarks")]
-import bench_trace  # noqa: E402
-import record  # noqa: E402
+import bench_trace
+import record
 
 
 @pytest.fixture
