@@ -68,6 +68,8 @@ except ImportError:  # the reference operators need no Triton
     triton = tl = None
     def jit(function):
         return function
+    def constexpr(value):
+        return value
 
 # The header of llm.c's token files, see data/README.md.
 SHARD_MAGIC = 20240520
@@ -76,15 +78,14 @@ SHARD_HEADER_BYTES = 1024
 
 BOS = 50256  # <|endoftext|>: opens every document
 CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that every world size sees the same tokens
-# The parts of the model whose matrix products can be FP8. Each maps the endings of its weights' names to the largest
-# magnitude that the FP8 scale of these weights can hold (MlpScales, HeadScales).
-FP8_PARTS = {"attention": {"qkv": 7.0}, "head": {"lm_head": 3.2}, "mlp": {"up": 7.0, "down": 7.0}}
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
 NEW_TOKEN_ROWS = 32  # rows that it shares out among tokens without a match
 NORM_EPSILON = 1e-6  # added to a mean square
 E4M3 = torch.float8_e4m3fn  # FP8 for weights and activations
 E5M2 = torch.float8_e5m2  # FP8 for gradients: more range, less precision
+E4M3_MAX = 448.0  # the largest number of each format
+E5M2_MAX = 57_344.0
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
@@ -92,6 +93,40 @@ EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 # Dense bfloat16 TFLOP/s as the vendors state them. A key is a part of the device's name; the first that fits counts.
 PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
+
+
+class MlpScales(NamedTuple):
+    """Static FP8 scales of the MLP and the QKV projection: value = fp8 * scale.
+
+    The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28, and those with taps may pass that;
+    weights 7; hidden values relu² 1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06;
+    gradients, in e5m2, 56 and 2^-27.
+    """
+    x: float = 2.0 ** -4
+    weight: float = 2.0 ** -6
+    hidden: float = 2.0 ** 2
+    grad: float = 2.0 ** -10
+
+
+class HeadScales(NamedTuple):
+    """Static FP8 scales of the head: value = fp8 * scale.
+
+    The default ranges: RMS-normed x reaches 28 (100 leaves room), weights stay under 3.2, and
+    entries of the gradient of a summed loss under 1.75 * softcap / (4 * temperature) = 1.34; e5m2
+    reaches 96.
+    """
+    x: float = 100 / E4M3_MAX
+    weight: float = 3.2 / E4M3_MAX
+    grad: float = 96 / E5M2_MAX
+
+
+# The parts of the model whose matrix products can be FP8. Each maps the endings of its weights' names to the largest
+# magnitude that their scale can hold.
+FP8_PARTS = {
+    "attention": {"qkv": E4M3_MAX * MlpScales().weight},
+    "head": {"lm_head": E4M3_MAX * HeadScales().weight},
+    "mlp": {"up": E4M3_MAX * MlpScales().weight, "down": E4M3_MAX * MlpScales().weight},
+}
 
 
 # ==== 2. Configuration ================================================================================================
@@ -580,7 +615,7 @@ def injections(x0, ngram, *lambdas):
     """What enters each layer from the two embeddings, that of the token and that of the last few tokens: a list.
 
     All layers are in one region, so that one kernel sums their gradients. `lambdas` are x0_lambda and ngram_lambda of
-    one layer after the other, a flat list because compile_dynamic looks for tensors among the arguments alone."""
+    one layer after the other, a flat list, in which compile_dynamic finds the tensors."""
     injected = []
     for x0_lambda, ngram_lambda in zip(lambdas[::2], lambdas[1::2]):
         total = scaled(x0_lambda, x0)
@@ -610,12 +645,22 @@ class EnterStream(Function):
         return grad_lambda, grad, grad
 
 
-def enter_layer(x, mlp_out, injected, resid_lambda, skip, skip_weight):
-    """x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected)."""
-    x = add_mlp(x, mlp_out)
-    if skip is not None:
-        x = x + scaled(torch.sigmoid(skip_weight).expand(len(x)), skip)
-    return EnterStream.apply(resid_lambda, x, injected)
+class LayerEntry(NamedTuple):
+    """What enters a layer, see enter_layer."""
+    x: Tensor  # the residual stream [T, width], as the next three
+    mlp_out: Tensor | None  # of the layer before
+    injected: Tensor
+    skip: Tensor | None
+    skip_weight: nn.Parameter | None
+    resid_lambda: Tensor  # [T]
+
+
+def enter_layer(entry):
+    """The stream x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected), of a LayerEntry."""
+    x = add_mlp(entry.x, entry.mlp_out)
+    if entry.skip is not None:
+        x = x + scaled(torch.sigmoid(entry.skip_weight).expand(len(x)), entry.skip)
+    return EnterStream.apply(entry.resid_lambda, x, entry.injected)
 
 
 def mixed(h, taps, positions):
@@ -631,10 +676,11 @@ def mixed(h, taps, positions):
 
 
 class Deferred(Function):
-    """Stands for h [T, width], which the FP8 operators make themselves from the stream and its inverse RMS (see
-    quantize_kernel), so that no region writes h. It is one number expanded to h's shape, which nobody reads: it only
-    carries the gradient of h back. sample [T / 16, width] is what the taps add to rows 15, 31, 47, ... of h; 16 times
-    the gradient of these rows estimates the gradient of the taps."""
+    """Stands for h [T, width] where the FP8 operators make it themselves, see NormedInput, so that no region writes it.
+
+    It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. sample
+    [T / 16, width] is what the taps add to rows 15, 31, 47, ... of h; 16 times the gradient of these rows estimates the
+    gradient of the taps."""
     @staticmethod
     def forward(ctx, h, sample):
         return h.new_empty(1).expand_as(h)
@@ -644,10 +690,25 @@ class Deferred(Function):
         return grad, 16 * grad[15::16]
 
 
-def product_input(x, h, fp8, positions=None, taps=None):
-    """(operand, inverse_rms): mixed(h, taps, positions), which a matrix product reads, and None. h [T, width] is the
-    norm of the stream x. In FP8 training the operand only stands for it, see Deferred, and inverse_rms [T] is that of
-    x, from which the FP8 operators make it."""
+class NormedInput(NamedTuple):
+    """h = mixed(norm(x), taps, positions), which a matrix product reads, for the operators that hold this product.
+
+    In bf16, in float32 and in validation h is written, and the operators read it. In FP8 training they read x: h only
+    stands for the product's input and takes its gradient (see Deferred), and quantize_kernel makes the input from the
+    rest."""
+    h: Tensor  # [T, width]
+    x: Tensor  # the residual stream [T, width], detached
+    inverse_rms: Tensor | None  # of x, [T]; None: h is written
+    positions: Tensor | None = None  # [T]
+    taps: Tensor | None = None  # of `mixed`, [K, width]
+
+    def fp8_copies(self, quantize: Callable, scale: float) -> tuple[Tensor, Tensor]:
+        """The product's input divided by `scale`, in e4m3 and in both layouts; `quantize` is quantize_both."""
+        return quantize(self.x, scale, E4M3, self.inverse_rms, self.positions, self.taps)
+
+
+def product_input(x, h, positions=None, taps=None, *, fp8):
+    """(h, inverse_rms) of a NormedInput, from the stream x [T, width] and its norm h."""
     if not (fp8 and torch.is_grad_enabled()):
         return mixed(h, taps, positions), None
     inverse_rms = torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
@@ -662,14 +723,14 @@ def product_input(x, h, fp8, positions=None, taps=None):
     return Deferred.apply(h, sample), inverse_rms
 
 
-def attention_in(attn_scale, gate, value, fp8, *entry):
+def attention_in(entry, value, gate, attn_scale, fp8):
     """A layer up to the projection of queries, keys and values. Returns the stream, the two results of product_input,
     the gates [T, H] of the heads' outputs, and those of the value embedding, which are None without one.
 
-    `entry` are the operands of enter_layer; gate is [H, inputs], or [2 H, inputs] with a value embedding. attn_scale
-    multiplies the gates of the outputs: multiplied with weights, as in record 47, it would take passes over them.
-    Attention's backward pass divides by these gates, so they are kept from zero."""
-    x = enter_layer(*entry)
+    gate is [H, inputs], or [2 H, inputs] with a value embedding. attn_scale [T] multiplies the gates of the outputs:
+    multiplied with weights, as in record 47, it would take passes over them. Attention's backward pass divides by these
+    gates, so they are kept from zero."""
+    x = enter_layer(entry)
     h = norm(x)
 
     inputs = gate.size(1)
@@ -684,20 +745,25 @@ def attention_in(attn_scale, gate, value, fp8, *entry):
         gates, value_gates = gates.chunk(2, dim=1)
         value_gates = 4 * value_gates
     gates = scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20)
-    return x, *product_input(x, h, fp8), gates, value_gates
+    return x, *product_input(x, h, fp8=fp8), gates, value_gates
 
 
 def attention_out(x, y, out, positions, taps, fp8):
     """The stream after attention, x + y out, and product_input of it for the MLP; y [T, H, D] are the gated heads, out
     is [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
-    return x, *product_input(x, norm(x), fp8, positions, taps)
+    return x, *product_input(x, norm(x), positions, taps, fp8=fp8)
 
 
-def mlp_in(positions, taps, fp8, *entry):
+def mlp_in(entry, positions, taps, fp8):
     """A layer without attention up to its MLP: the stream and product_input of it."""
-    x = enter_layer(*entry)
-    return x, *product_input(x, norm(x), fp8, positions, taps)
+    x = enter_layer(entry)
+    return x, *product_input(x, norm(x), positions, taps, fp8=fp8)
+
+
+def entry_tokens(entry, *_):
+    """The number of tokens among the operands of a region that begins a layer, see compile_dynamic."""
+    return len(entry.x)
 
 
 def final_states(x, mlp_out, x0, ngram, gate):
@@ -796,9 +862,9 @@ class Block(nn.Module):
             if config.mlp_taps:
                 self.mlp_taps = make_param("gate", empty(2, width))
 
-        self.attention_in = ops.compile(attention_in)
+        self.attention_in = ops.compile(attention_in, entry_tokens)
         self.attention_out = ops.compile(attention_out)
-        self.mlp_in = ops.compile(mlp_in)
+        self.mlp_in = ops.compile(mlp_in, entry_tokens)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator):
@@ -830,23 +896,24 @@ class Block(nn.Module):
         """
         layer = self.layer
         ops = self.ops
-        entry = x, mlp_out, injected, scalars.resid_lambda, skip, self.skip_weight
-        mix = documents.positions, self.mlp_taps
+        positions = documents.positions
+        entry = LayerEntry(x, mlp_out, injected, skip, self.skip_weight, scalars.resid_lambda)
 
         if layer.attention:
             x, h, inverse_rms, gates, value_gates = self.attention_in(
-                scalars.attn_scale, self.gate, value, ops.attention_fp8, *entry)
+                entry, value, self.gate, scalars.attn_scale, ops.attention_fp8)
             q, k, v, value = ops.project_heads(
-                h, (x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
-                documents.positions, geometry.cos, geometry.sin, self.heads, layer.key_offset)
+                NormedInput(h, x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
+                positions, geometry.cos, geometry.sin, heads=self.heads, key_offset=layer.key_offset)
             y = ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
-            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), *mix, ops.mlp_fp8)
+            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), positions, self.mlp_taps, ops.mlp_fp8)
         else:
-            x, h, inverse_rms = self.mlp_in(*mix, ops.mlp_fp8, *entry)
+            x, h, inverse_rms = self.mlp_in(entry, positions, self.mlp_taps, ops.mlp_fp8)
 
         mlp_out = None
         if layer.mlp:
-            mlp_out = ops.mlp(h, (x.detach(), inverse_rms, *mix), gathered(self.up), gathered(self.down))
+            mlp_input = NormedInput(h, x.detach(), inverse_rms, positions, self.mlp_taps)
+            mlp_out = ops.mlp(mlp_input, gathered(self.up), gathered(self.down))
         return x, mlp_out, value
 
 
@@ -2631,31 +2698,6 @@ def relu_squared_mlp(x, up, down):
     return F.linear(x, up).relu().square() @ down
 
 
-class MlpScales(NamedTuple):
-    """Static FP8 scales of the MLP and the QKV projection: value = fp8 * scale.
-
-    The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28, and those with taps may pass that;
-    weights 7; hidden values relu² 1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06;
-    gradients, in e5m2, 56 and 2^-27.
-    """
-    x: float = 2.0 ** -4
-    weight: float = 2.0 ** -6
-    hidden: float = 2.0 ** 2
-    grad: float = 2.0 ** -10
-
-
-class HeadScales(NamedTuple):
-    """Static FP8 scales of the head: value = fp8 * scale.
-
-    The default ranges: RMS-normed x reaches 28 (100 leaves room), weights stay under 3.2, and
-    entries of the gradient of a summed loss under 1.75 * softcap / (4 * temperature) = 1.34; e5m2
-    reaches 96.
-    """
-    x: float = 100 / 448
-    weight: float = 3.2 / 448
-    grad: float = 96 / 57_344
-
-
 def softcapped(logits, cap):
     """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
@@ -2847,10 +2889,13 @@ def orthogonalize_reference(matrices, method):
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
 # head. Every header names the reference in section 8, and has shapes, and operations or bytes; times are of one H200,
-# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Kernels cannot read plain globals: they
-# repeat LOG2_E and NORM_EPSILON, or take them as arguments.
+# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches of more than eight operands name
+# them.
 
-LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
+# Kernels can read globals that are constexprs, and no others; in the interpreter such a one stands right of a tensor.
+LOG2_E = constexpr(1.4426950408889634)  # log2(e): kernels use exp2, because the hardware computes powers of 2
+RMS_EPSILON = constexpr(NORM_EPSILON)
+LOG_ZERO = constexpr(NEG_INF)
 
 
 @jit
@@ -3252,9 +3297,10 @@ class PackedAttention(Function):
 
         tile, _ = attention_tiles(q.device, width)
         attention_forward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
-            q, tile_descriptor(k, tile), tile_descriptor(v, tile),
-            q.stride(0), k.stride(0), v.stride(0),
-            out, lse, positions, window, tokens, scale * LOG2_E, gates,
+            q_ptr=q, k_desc=tile_descriptor(k, tile), v_desc=tile_descriptor(v, tile),
+            stride_q_row=q.stride(0), stride_k_row=k.stride(0), stride_v_row=v.stride(0),
+            out_ptr=out, lse_ptr=lse, positions_ptr=positions, gates_ptr=gates,
+            window=window, tokens=tokens, scale_log2=scale * LOG2_E.value,
             HEAD_DIM_QK=width, HEAD_DIM_V=v.size(2), **tile)
         ctx.save_for_backward(q, k, v, out, lse, positions, remaining, gates)
         ctx.window = window
@@ -3277,10 +3323,12 @@ class PackedAttention(Function):
         rows = (k, v, q, dout, dk, dv, remaining), (q, dout, k, v, dq, None, positions)
         for own_qk, own_v, other_qk, other_v, own_dqk, own_dv, distances in rows:  # as in the kernel's table
             attention_backward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
-                own_qk, own_v, tile_descriptor(other_qk, tile), tile_descriptor(other_v, tile),
-                own_qk.stride(0), own_v.stride(0), other_qk.stride(0), other_v.stride(0),
-                own_dqk, own_dv, lse, delta, distances,
-                ctx.window, tokens, ctx.scale, ctx.scale * LOG2_E,
+                own_qk_ptr=own_qk, own_v_ptr=own_v,
+                other_qk_desc=tile_descriptor(other_qk, tile), other_v_desc=tile_descriptor(other_v, tile),
+                stride_own_qk_row=own_qk.stride(0), stride_own_v_row=own_v.stride(0),
+                stride_other_qk_row=other_qk.stride(0), stride_other_v_row=other_v.stride(0),
+                own_dqk_ptr=own_dqk, own_dv_ptr=own_dv, lse_ptr=lse, delta_ptr=delta, distances_ptr=distances,
+                window=ctx.window, tokens=tokens, scale=ctx.scale, scale_log2=ctx.scale * LOG2_E.value,
                 HEAD_DIM_QK=q.size(2), HEAD_DIM_V=width, **tile)
         return dq, dk, dv, None, None, None, None, dgates
 
@@ -3290,70 +3338,88 @@ class PackedAttention(Function):
 #     lse[t] = ln (1 + sum_i e^s[t, i])                    log_copy[t] = ln (sum_i match[t, i] e^s[t, i]) - lse[t]
 #     ds[t, i] = grad_log_copy[t] (match[t, i] e^(s[t, i] - lse[t] - log_copy[t]) - e^(s[t, i] - lse[t]))
 #
-# This is attention without values, and tiled like it. Queries and keys are the two heads of one tensor, and
-# the owners of a tile visit the others. One kernel makes all three passes: the forward, and the backward of
-# queries and of keys.
+# This is attention without values, and tiled like it. Queries and keys are the two heads of one tensor
+# qk [T, 2, HEAD_DIM_QK], and the owners of a tile visit the others. A visible pair takes one product of
+# 2 HEAD_DIM_QK flops in the forward, and two for each of dq and dk. With 128 channels, a window of 4096 and
+# T = 16,384 | 65,536 the forward takes 31 | 55 us, the backward 120 | 208 us.
 
 
 @jit
-def pointer_kernel(
-    qk_ptr, qk_desc, ids_ptr, log_copy_ptr, lse_ptr, distances_ptr, window,
-    grad_log_copy_ptr, dqk_ptr, tokens, scale_log2,
-    NEG_INF: constexpr, KEYS: constexpr,
+def pointer_scores(own_qk, qk_desc, ids_ptr, own, reach, step, tokens, scale_log2, BLOCK_N, KEYS):
+    """What a step of BLOCK_N other tokens needs: their tile of qk, the queries of the scores, the scores [own, other]
+    times log2(e), and where these are visible and where the ids match."""
+    WIDTH: constexpr = own_qk.shape[1]
+    other_qk = load_tile(qk_desc, step, 1 - KEYS, 2 * WIDTH, tokens, WIDTH, BLOCK_N)
+    scores = tl.dot(own_qk, tl.trans(other_qk)) * scale_log2
+    # Compared after the product: before it, two predicates a score would have to be kept in registers meanwhile.
+    query, key = pair_tokens(own, step, BLOCK_N, KEYS)
+    visible = (query - key - 1).to(tl.uint32) < reach
+    match = load_vector(ids_ptr, query, tokens, other=-1) == load_vector(ids_ptr, key, tokens, other=-1)
+    return other_qk, query, scores, visible, match
+
+
+@jit
+def pointer_forward_kernel(
+    qk_ptr, qk_desc, ids_ptr, positions_ptr, log_copy_ptr, lse_ptr, window, tokens, scale_log2,
     HEAD_DIM_QK: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """log_copy [T], and lse [T] in base 2, of BLOCK_M queries; or a gradient, if grad_log_copy [T] is given.
+    """log_copy [T], and lse [T] in base 2, of BLOCK_M queries. Reference: pointer_reference.
 
-    The gradient is that of BLOCK_M queries (KEYS = 0) or of BLOCK_M keys (KEYS = 1), in dqk[:, KEYS]; qk and
-    dqk are [T, 2, HEAD_DIM_QK], queries and keys. ids [T]; distances: see visible_reach. Where nothing
-    matches, log_copy is NEG_INF, and lse is stored as infinite, so that those scores get no gradient.
-
-    A visible pair takes one product of 2 HEAD_DIM_QK flops in the forward, and two in each pass of the
-    backward. With 128 channels, a window of 4096 and T = 16,384 | 65,536 the forward takes 31 | 55 us, the
-    backward 120 | 208 us. Reference: pointer_reference.
+    Where nothing matches, log_copy is LOG_ZERO, and lse is stored as infinite, so that those scores get no gradient.
     """
-    log2e = 1.4426950408889634
+    start = tl.program_id(0) * BLOCK_M
+    queries = start + tl.arange(0, BLOCK_M)
+    reach = visible_reach(positions_ptr, queries, tokens, window)[:, None]
+    q = load_tile(qk_ptr, start, 0, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_M)
+    sum_exp = tl.full([BLOCK_M], 1.0, tl.float32)
+    sum_exp_match = tl.zeros([BLOCK_M], tl.float32)
+
+    first, stop = visible_range(positions_ptr, start, tokens, window, BLOCK_M, False)
+    for step in tl.range(first, stop, BLOCK_N):
+        _, _, scores, visible, match = pointer_scores(
+            q, qk_desc, ids_ptr, queries, reach, step, tokens, scale_log2, BLOCK_N, False)
+        p = tl.where(visible, tl.exp2(scores), 0.0)
+        sum_exp += tl.sum(p, 1)
+        sum_exp_match += tl.sum(tl.where(match, p, 0.0), 1)
+
+    inside = queries < tokens
+    log2_sum = tl.log2(sum_exp)
+    log_copy = (tl.log2(sum_exp_match) - log2_sum) / LOG2_E
+    tl.store(log_copy_ptr + queries, tl.maximum(log_copy, LOG_ZERO), inside)
+    tl.store(lse_ptr + queries, tl.where(sum_exp_match > 0, log2_sum, float("inf")), inside)
+
+
+@jit
+def pointer_backward_kernel(
+    qk_ptr, qk_desc, ids_ptr, distances_ptr, log_copy_ptr, lse_ptr, grad_log_copy_ptr, dqk_ptr,
+    window, tokens, scale_log2,
+    KEYS: constexpr, HEAD_DIM_QK: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+):
+    """The gradient dqk[:, 0] of BLOCK_M queries, or with KEYS dqk[:, 1] of BLOCK_M keys; dqk is like qk.
+
+    log_copy, lse: of the forward. distances: see visible_reach. Reference: the gradient of pointer_reference.
+    """
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
     reach = visible_reach(distances_ptr, own, tokens, window)[:, None]
     own_qk = load_tile(qk_ptr, start, KEYS, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_M)
     own_dqk = tl.zeros(own_qk.shape, tl.float32)
-    sum_exp = tl.full([BLOCK_M], 1.0, tl.float32)
-    sum_exp_match = tl.zeros([BLOCK_M], tl.float32)
 
     first, stop = visible_range(distances_ptr, start, tokens, window, BLOCK_M, KEYS)
     for step in tl.range(first, stop, BLOCK_N):
-        other_qk = load_tile(qk_desc, step, 1 - KEYS, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_N)
-        scores = tl.dot(own_qk, tl.trans(other_qk)) * scale_log2
-        # Compared after the product: before it, two predicates a score would have to be kept in registers meanwhile.
-        query, key = pair_tokens(own, step, BLOCK_N, KEYS)
-        visible = (query - key - 1).to(tl.uint32) < reach
-        match = load_vector(ids_ptr, query, tokens, other=-1) == load_vector(ids_ptr, key, tokens, other=-1)
-        if grad_log_copy_ptr is None:
-            p = tl.where(visible, tl.exp2(scores), 0.0)
-            sum_exp += tl.sum(p, 1)
-            sum_exp_match += tl.sum(tl.where(match, p, 0.0), 1)
-        else:
-            grad_log_copy = load_vector(grad_log_copy_ptr, query, tokens)
-            log2_copy = load_vector(log_copy_ptr, query, tokens) * log2e
-            lse = load_vector(lse_ptr, query, tokens)
-            # With a = e^(s - lse) and the copied share c = e^log_copy, ds is grad_log_copy times a / c - a where ids
-            # match, and times -a elsewhere. p is a / c where they match, else a: one factor serves both.
-            p = tl.where(visible, tl.exp2(scores - tl.where(match, lse + log2_copy, lse)), 0.0)
-            matching_grad = grad_log_copy - grad_log_copy * tl.exp2(log2_copy)
-            ds = p * tl.where(match, matching_grad, -grad_log_copy)
-            own_dqk = tl.dot(ds.to(other_qk.dtype), other_qk, own_dqk)
+        other_qk, query, scores, visible, match = pointer_scores(
+            own_qk, qk_desc, ids_ptr, own, reach, step, tokens, scale_log2, BLOCK_N, KEYS)
+        grad_log_copy = load_vector(grad_log_copy_ptr, query, tokens)
+        log2_copy = load_vector(log_copy_ptr, query, tokens) * LOG2_E
+        lse = load_vector(lse_ptr, query, tokens)
+        # With a = e^(s - lse) and the copied share c = e^log_copy, ds is grad_log_copy times a / c - a where ids
+        # match, and times -a elsewhere. p is a / c where they match, else a: one factor serves both.
+        p = tl.where(visible, tl.exp2(scores - tl.where(match, lse + log2_copy, lse)), 0.0)
+        matching_grad = grad_log_copy - grad_log_copy * tl.exp2(log2_copy)
+        ds = p * tl.where(match, matching_grad, -grad_log_copy)
+        own_dqk = tl.dot(ds.to(other_qk.dtype), other_qk, own_dqk)
 
-    if grad_log_copy_ptr is None:
-        log2_sum = tl.log2(sum_exp)
-        inside = own < tokens
-        tl.store(
-            log_copy_ptr + own,
-            tl.maximum((tl.log2(sum_exp_match) - log2_sum) / log2e, NEG_INF),
-            inside)
-        tl.store(lse_ptr + own, tl.where(sum_exp_match > 0, log2_sum, float("inf")), inside)
-    else:
-        store_tile(dqk_ptr, own_dqk * (scale_log2 / log2e), start, KEYS, 2, tokens)
+    store_tile(dqk_ptr, own_dqk * (scale_log2 / LOG2_E), start, KEYS, 2, tokens)
 
 
 class PointerLogCopy(Function):
@@ -3372,10 +3438,10 @@ class PointerLogCopy(Function):
         lse = torch.empty_like(log_copy)
 
         tile, _ = attention_tiles(qk.device)
-        pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
-            qk, tile_descriptor(qk, tile), ids, log_copy, lse, positions, window,
-            None, None, tokens, scale * LOG2_E,
-            NEG_INF, 0, HEAD_DIM_QK=width, **tile)
+        pointer_forward_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
+            qk_ptr=qk, qk_desc=tile_descriptor(qk, tile), ids_ptr=ids, positions_ptr=positions,
+            log_copy_ptr=log_copy, lse_ptr=lse, window=window, tokens=tokens, scale_log2=scale * LOG2_E.value,
+            HEAD_DIM_QK=width, **tile)
         ctx.save_for_backward(qk, ids, log_copy, lse, positions, remaining)
         ctx.window = window
         ctx.scale = scale
@@ -3390,10 +3456,11 @@ class PointerLogCopy(Function):
 
         _, tile = attention_tiles(qk.device)
         for keys, distances in enumerate((positions, remaining)):
-            pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
-                qk, tile_descriptor(qk, tile), ids, log_copy, lse, distances, ctx.window,
-                grad_log_copy, dqk, tokens, ctx.scale * LOG2_E,
-                NEG_INF, keys, HEAD_DIM_QK=width, **tile)
+            pointer_backward_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
+                qk_ptr=qk, qk_desc=tile_descriptor(qk, tile), ids_ptr=ids, distances_ptr=distances,
+                log_copy_ptr=log_copy, lse_ptr=lse, grad_log_copy_ptr=grad_log_copy, dqk_ptr=dqk,
+                window=ctx.window, tokens=tokens, scale_log2=ctx.scale * LOG2_E.value,
+                KEYS=keys, HEAD_DIM_QK=width, **tile)
         return dqk, None, None, None, None, None
 
 
@@ -3427,52 +3494,80 @@ def to_fp8_bits(x, FORMAT, PTX):
 
 
 @jit
-def quantize_kernel(
-    x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, groups, width, inverse_scale,
-    TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
-):
-    """out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
+def load_rows(x_ptr, inverse_rms_ptr, offsets, quad, quads, column, width, scale, TAPS):
+    """Rows -TAPS to 3 of each quad, counted from its first row, which is at `offsets`: x times scale [/ rms].
 
-    h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [4 groups, width],
-    out_t is [width, groups] in words of four rows. A thread holds four rows: they are one another's
-    earlier rows, and only words change threads for the transposed copy. An entry of bf16 costs 2 bytes read
-    and 2 written. With 4 BLOCK_M of 128 every tile writes whole cache lines of out_t. Reference: h *
-    inverse_scale, clamped and cast.
-    """
-    group = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (group < groups)[:, None] & (column < width)
-    offsets = 4 * group[:, None].to(tl.int64) * width + column
-
-    rows = ()  # of h * inverse_scale before the mix: TAPS before the group, and its four
+    A tuple of [BLOCK_M, BLOCK_N]. The rows before the first one of x are zeros."""
+    rows = ()
     for k in tl.static_range(-TAPS, 4):
-        exists = (4 * group + k >= 0) & (group < groups)
+        exists = (4 * quad + k >= 0) & (quad < quads)
         row = tl.load(x_ptr + offsets + k * width, exists[:, None] & (column < width), other=0.0)
-        factor = inverse_scale
+        factor = scale
         if inverse_rms_ptr is not None:
-            factor *= tl.load(inverse_rms_ptr + 4 * group + k, exists, other=0.0)[:, None]
+            factor *= tl.load(inverse_rms_ptr + 4 * quad + k, exists, other=0.0)[:, None]
         rows += (row.to(tl.float32) * factor,)
+    return rows
 
+
+@jit
+def mix_rows(rows, positions_ptr, taps_ptr, quad, quads, column, width, TAPS):
+    """`mixed` of the four rows of each quad, given the TAPS rows before them as well."""
     mixed_rows = ()
     for k in tl.static_range(4):
         h = rows[TAPS + k]
         for distance in tl.static_range(1, TAPS + 1):
-            begun = tl.load(positions_ptr + 4 * group + k, group < groups, other=0) >= distance
+            begun = tl.load(positions_ptr + 4 * quad + k, quad < quads, other=0) >= distance
             earlier = tl.where(begun[:, None], rows[TAPS + k - distance], 0.0)
             h += earlier * load_vector(taps_ptr, column, width, distance - 1)
         mixed_rows += (h,)
+    return mixed_rows
 
-    for k in tl.static_range(4):
-        tl.store(out_ptr + offsets + k * width, to_fp8_bits(mixed_rows[k], FORMAT, PTX), inside)
 
-    # The four rows in the bytes of words, as they follow one another in the transposed copy.
+@jit
+def pack_rows(rows, FORMAT, PTX):
+    """The FP8 bits of four rows as int32 words: the first row's byte is the lowest."""
     if PTX:
-        words = convert_four(mixed_rows, FORMAT)
+        return convert_four(rows, FORMAT)
     else:
-        words = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        words = tl.zeros(rows[0].shape, tl.int32)
         for k in tl.static_range(4):
-            words |= (to_fp8_bits(mixed_rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
-    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * groups + group
+            words |= (to_fp8_bits(rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
+        return words
+
+
+@jit
+def quantize_kernel(
+    x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, quads, width, inverse_scale,
+    TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+):
+    """out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
+
+    h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [4 quads, width], out_t is
+    [width, quads] in words of 32 bits. A quad is four neighbouring rows, and one thread holds them in each column:
+
+        x        4 q - 2   . . b . .  \  TAPS earlier rows, which the last two
+                 4 q - 1   . . a . .  /   rows of the same quad are for the next
+                 4 q       . . 0 . .  \
+                 4 q + 1   . . 1 . .   \  out: bytes 0 1 2 3, below one another
+                 4 q + 2   . . 2 . .   /  out_t[column, q]: the word 3210, side by side in memory
+                 4 q + 3   . . 3 . .  /
+
+    So every earlier row but the first TAPS is at hand, and only words change threads for the transposed copy. An entry
+    of bf16 costs 2 bytes read and 2 written. With 4 BLOCK_M of 128 every tile writes whole cache lines of out_t.
+    Reference: h * inverse_scale, clamped and cast.
+    """
+    quad = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (quad < quads)[:, None] & (column < width)
+    offsets = 4 * quad[:, None].to(tl.int64) * width + column
+
+    rows = load_rows(x_ptr, inverse_rms_ptr, offsets, quad, quads, column, width, inverse_scale, TAPS)
+    rows = mix_rows(rows, positions_ptr, taps_ptr, quad, quads, column, width, TAPS)
+    for k in tl.static_range(4):
+        tl.store(out_ptr + offsets + k * width, to_fp8_bits(rows[k], FORMAT, PTX), inside)
+
+    words = pack_rows(rows, FORMAT, PTX)
+    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * quads + quad
     tl.store(tile_t_ptr, tl.trans(words), tl.trans(inside))
 
 
@@ -3484,9 +3579,10 @@ def quantize_both(x, scale, dtype=E4M3, inverse_rms=None, positions=None, taps=N
     out = x.new_empty(height, width, dtype=dtype)
     out_t = out.new_empty(width, height)
     quantize_kernel[triton.cdiv(width, 64), triton.cdiv(height, 128)](
-        x.contiguous(), inverse_rms, positions, taps, out.view(torch.int8), out_t.view(torch.int32),
-        height // 4, width, 1.0 / scale, TAPS=0 if taps is None else len(taps),
-        FORMAT="e4m3" if dtype == E4M3 else "e5m2", PTX=x.is_cuda,
+        x_ptr=x.contiguous(), inverse_rms_ptr=inverse_rms, positions_ptr=positions, taps_ptr=taps,
+        out_ptr=out.view(torch.int8), out_t_ptr=out_t.view(torch.int32),
+        quads=height // 4, width=width, inverse_scale=1.0 / scale,
+        TAPS=0 if taps is None else len(taps), FORMAT="e4m3" if dtype == E4M3 else "e5m2", PTX=x.is_cuda,
         BLOCK_M=32, BLOCK_N=64, num_warps=8)
     return out, out_t
 
@@ -3575,7 +3671,7 @@ def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM):
 def load_normed(x_ptr, token, valid, stride_x_row, DIM):
     """Both halves of RMS-normed rows, and 1 / rms [BLOCK_M, 1]."""
     first, second = load_halves(x_ptr, token, valid, stride_x_row, DIM)
-    inverse_rms = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + 1e-6)[:, None]
+    inverse_rms = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + RMS_EPSILON)[:, None]
     return first * inverse_rms, second * inverse_rms, inverse_rms
 
 
@@ -3669,10 +3765,13 @@ def store_qkv_grad(dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, f
 
 @jit
 def split_heads_grad_kernel(
-    qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, ADD: constexpr, PTX: constexpr, tokens,
+    qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr,
+    dq_ptr, dk_ptr, dv_ptr,
+    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr,
+    factor, tokens,
     HEADS: constexpr, HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
     VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr,
+    ADD: constexpr, PTX: constexpr,
 ):
     """dqkv, and dvalue and dgates if there is a value, of BLOCK_M tokens of one head; shapes as in split_heads_kernel.
 
@@ -3741,15 +3840,19 @@ class ProjectHeads(Function):
     the kernel adds to it: no tensor and no sum for each reader.
     """
     @staticmethod
-    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, block_m=32):
-        """Launch the kernel or its gradient: a program for `block_m` tokens of each head."""
+    def launch(kernel, inputs, heads, key_offset, block_m=32, **operands):
+        """Launch split_heads_kernel or its gradient: a program for `block_m` tokens of each head.
+
+        Both read `inputs`: qkv, value, value_gates, positions, cos, sin. `operands` are the kernel's own, by name.
+        """
+        qkv, value, value_gates, positions, cos, sin = inputs
         tokens, qkv_width = qkv.shape
         qk_dim = 2 * cos.size(1)
         kernel[heads, triton.cdiv(tokens, block_m)](
-            qkv, value, value_gates, positions, cos, *arguments, tokens,
-            HEADS=heads, HEAD_DIM_QK=qk_dim, HEAD_DIM_V=qkv_width // heads - 2 * qk_dim,
-            VALUE_WIDTH=0 if value is None else value.size(1),
-            KEY_OFFSET=key_offset, BLOCK_M=block_m, num_warps=block_m // 8)
+            qkv_ptr=qkv, value_ptr=value, gates_ptr=value_gates, positions_ptr=positions, cos_ptr=cos, sin_ptr=sin,
+            tokens=tokens, HEADS=heads, HEAD_DIM_QK=qk_dim, HEAD_DIM_V=qkv_width // heads - 2 * qk_dim,
+            VALUE_WIDTH=0 if value is None else value.size(1), KEY_OFFSET=key_offset,
+            BLOCK_M=block_m, num_warps=block_m // 8, **operands)
 
     @staticmethod
     def forward(ctx, h, weight, value, value_gates, positions, cos, sin, heads, key_offset=False, scales=None,
@@ -3768,7 +3871,7 @@ class ProjectHeads(Function):
             value = value.contiguous()
             value_gates = value_gates.contiguous()
         inputs = qkv, value, value_gates, positions, cos, sin
-        ProjectHeads.launch(split_heads_kernel, *inputs, q, k, v, **ctx.flags)
+        ProjectHeads.launch(split_heads_kernel, inputs, **ctx.flags, q_ptr=q, k_ptr=k, v_ptr=v)
         ctx.save_for_backward(h, weight, *inputs)
         ctx.shapes = [out.shape for out in (q, k, v)]
         ctx.set_materialize_grads(False)
@@ -3788,22 +3891,26 @@ class ProjectHeads(Function):
             else:
                 wider = value.size(1) > ctx.shapes[2][1:].numel()  # no head reads its last channels
                 dvalue = torch.zeros_like(value) if wider else torch.empty_like(value)
-        grads = [qkv.new_zeros(shape) if grad is None else grad.contiguous() for grad, shape in zip(grads, ctx.shapes)]
-        launch = functools.partial(ProjectHeads.launch, split_heads_grad_kernel, *inputs, *grads, **ctx.flags)
+        dq, dk, dv = (qkv.new_zeros(shape) if grad is None else grad.contiguous()
+                      for grad, shape in zip(grads, ctx.shapes))
 
         scales = ctx.scales
+        dqkv_t = dqk_t_desc = dv_t_desc = dweight = None
         if scales is None:
-            dqkv = torch.empty_like(qkv)
-            dqkv_t = dweight = None
-            launch(dqkv, None, None, dvalue, dgates, 1.0, add, False)
+            dqkv = dqkv_bits = torch.empty_like(qkv)
         else:
             dweight = memory_for_grad(ctx.parameter)
             dqkv = torch.empty_like(qkv, dtype=E5M2)
+            dqkv_bits = dqkv.view(torch.int8)
             dqkv_t = dqkv.new_empty(*qkv.T.shape)
-            descriptors = [  # for q and k, and for v
-                TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [grad.size(2) // 2, 64]) for grad in grads[1:]]
-            launch(
-                dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, add, qkv.is_cuda, block_m=64)
+            dqkv_t_bits = dqkv_t.view(torch.int8)
+            dqk_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dk.size(2) // 2, 64])
+            dv_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dv.size(2) // 2, 64])
+        ProjectHeads.launch(
+            split_heads_grad_kernel, inputs, **ctx.flags, block_m=32 if scales is None else 64,
+            dq_ptr=dq, dk_ptr=dk, dv_ptr=dv,
+            dqkv_ptr=dqkv_bits, dqk_t_desc=dqk_t_desc, dv_t_desc=dv_t_desc, dvalue_ptr=dvalue, dgates_ptr=dgates,
+            factor=1.0 if scales is None else 1.0 / scales.grad, ADD=add, PTX=scales is not None and qkv.is_cuda)
         dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, dweight)
         return dh, dweight, dvalue, dgates, *(None,) * 8
 
@@ -3823,7 +3930,7 @@ def tanh_of_softcap(logits, shift, temperature, FAST):
     if FAST:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
     else:
-        return 2.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * half)) - 1.0
+        return 2.0 / (1.0 + tl.exp2(half * (-2.0 * LOG2_E))) - 1.0
 
 
 @jit
@@ -3861,7 +3968,6 @@ def row_loss_kernel(
     token = tl.program_id(0)
     logits_ptr += token.to(tl.int64) * classes
     half = 0.5 * softcap
-    log2e = 1.4426950408889634
     num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
 
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -3869,7 +3975,7 @@ def row_loss_kernel(
         column = start + tl.arange(0, BLOCK_N)
         logits = load_vector(logits_ptr, column, classes)
         t = tanh_of_softcap(logits, shift, temperature, FAST)
-        exponential = tl.exp2(half * log2e * t - half * log2e)
+        exponential = tl.exp2(half * LOG2_E * t - half * LOG2_E)
         weighted = exponential * tl.where(column < num_always, 1.0, importance)
         total += tl.where(column < classes, weighted, 0.0)
     lse = softcap + tl.log(tl.sum(total))
@@ -3914,24 +4020,28 @@ def head_grad_kernel(
     inside = (token < tokens)[:, None] & (column < classes)
     offsets = token[:, None].to(tl.int64) * classes + column
     half = 0.5 * softcap
-    log2e = 1.4426950408889634
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
     num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
 
-    # Columns from num_always on all have the same importance. If the tile has no others, it goes into the factor of
-    # each row. Otherwise the branch below weighs column by column, and subtracts the targets, which come before.
-    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    # Two kinds of tiles. Some hold sampled classes alone: no target, and one importance for all columns, which costs
+    # nothing as a part of each row's factor. The others begin with classes that are always included, targets among
+    # them, and one of these tiles ends with sampled classes: there each column has its own importance.
+    holds_targets = first_column < num_always
+
+    row_weight = tl.zeros([BLOCK_M], tl.float32)
     for k in tl.static_range(TARGETS):
         target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
-        weight_sum += tl.where(target >= 0, tl.load(target_weights_ptr + k), 0.0)
-    weight_sum *= slope * tl.where(first_column < num_always, 1.0, importance)
+        row_weight += tl.where(target >= 0, tl.load(target_weights_ptr + k), 0.0)
+    row_importance = tl.where(holds_targets, 1.0, importance)
+    row_weight *= slope * row_importance
 
     logits = tl.load(logits_ptr + offsets, inside, other=0.0)
     t = tanh_of_softcap(logits, shift, temperature, FAST)
     lse = load_vector(lse_ptr, token, tokens)
-    grad = weight_sum[:, None] * tl.exp2(half * log2e * t + (half - lse)[:, None] * log2e)
-    if first_column < num_always:  # the other tiles hold sampled classes alone, and no targets
-        grad *= tl.where(column < num_always, 1.0, importance)
+    grad = row_weight[:, None] * tl.exp2(half * LOG2_E * t + (half - lse)[:, None] * LOG2_E)
+    if holds_targets:
+        column_importance = tl.where(column < num_always, 1.0, importance)
+        grad *= column_importance
         for k in tl.static_range(TARGETS):
             target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
             weight = tl.where(target >= 0, slope * tl.load(target_weights_ptr + k), 0.0)
@@ -3962,20 +4072,29 @@ def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: constexpr):
     tl.store(table_ptr + column, total, column < width)
 
 
+def head_operands(logits, targets, vocab_rows, cap, fast):
+    """What row_loss_kernel and head_grad_kernel both take, by name."""
+    tokens, classes = logits.shape
+    return dict(
+        logits_ptr=logits, class_index_ptr=targets.class_index, positions_ptr=targets.positions,
+        target_weights_ptr=targets.weights, num_always_ptr=targets.num_always,
+        tokens=tokens, classes=classes, vocab_rows=vocab_rows, copy_token=targets.copy_token,
+        softcap=cap.softcap, shift=cap.shift, temperature=cap.temperature,
+        TARGETS=len(targets.weights), FAST=fast)
+
+
 def row_losses(logits, targets, vocab_rows, cap, fast=False):
     """(losses, lse, copied or None), [T] float32, of contiguous logits [T, classes]; see row_loss_kernel.
 
     `fast` uses the hardware's tanh, for bf16 logits on CUDA.
     """
-    tokens, classes = logits.shape
-    losses = logits.new_empty(tokens, dtype=torch.float32)
-    lse = losses.new_empty(tokens)
-    copied = None if targets.log_copy is None else losses.new_empty(tokens)
-    row_loss_kernel[(tokens,)](
-        logits, targets.class_index, targets.positions, targets.weights, targets.num_always,
-        targets.log_copy, losses, lse, copied,
-        tokens, classes, vocab_rows, targets.copy_token, *cap,
-        TARGETS=len(targets.weights), FAST=fast, BLOCK_N=2048, num_warps=4)
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    lse = torch.empty_like(losses)
+    copied = None if targets.log_copy is None else torch.empty_like(losses)
+    row_loss_kernel[(len(logits),)](
+        **head_operands(logits, targets, vocab_rows, cap, fast),
+        log_copy_ptr=targets.log_copy, loss_ptr=losses, lse_ptr=lse, copied_ptr=copied,
+        BLOCK_N=2048, num_warps=4)
     return losses, lse, copied
 
 
@@ -3994,11 +4113,9 @@ def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast
         out_t = out.new_empty(classes, tokens)
         out_t_desc = TensorDescriptor.from_tensor(out_t.view(torch.int8), [block_n, block_m])
     head_grad_kernel[triton.cdiv(classes, block_n), triton.cdiv(tokens, block_m)](
-        logits, targets.class_index, targets.positions, targets.weights, targets.num_always,
-        lse, copied, factor, out_bits, out_t_desc,
-        tokens, classes, vocab_rows, targets.copy_token, *cap,
-        TARGETS=len(targets.weights), FAST=fast, PTX=logits.is_cuda,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
+        **head_operands(logits, targets, vocab_rows, cap, fast),
+        lse_ptr=lse, copied_ptr=copied, factor_ptr=factor, out_ptr=out_bits, out_t_desc=out_t_desc,
+        PTX=logits.is_cuda, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
     return out, out_t
 
 
@@ -4131,12 +4248,12 @@ def mlp_product(a, b, factor, hidden8=None):
     describe = TensorDescriptor.from_tensor
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(mlp_width, block_n)
     mlp_kernel[(min(tiles, programs * multiprocessors(a.device)),)](
-        describe(a, [block_m, block_k]),
-        describe(b, [block_n, block_k]),
-        None if hidden8 is None else describe(hidden8, [block_m, block_n]),
-        describe(out, [block_m, block_n]),
-        describe(out_t.view(torch.int8), [block_n, block_m]),
-        tokens, mlp_width, factor, WIDTH=width, LIMIT=torch.finfo(a.dtype).max,
+        a_desc=describe(a, [block_m, block_k]),
+        b_desc=describe(b, [block_n, block_k]),
+        hidden_desc=None if hidden8 is None else describe(hidden8, [block_m, block_n]),
+        out_desc=describe(out, [block_m, block_n]),
+        out_t_desc=describe(out_t.view(torch.int8), [block_n, block_m]),
+        tokens=tokens, mlp_width=mlp_width, factor=factor, WIDTH=width, LIMIT=torch.finfo(a.dtype).max,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
     return out, out_t
 
@@ -4144,7 +4261,7 @@ def mlp_product(a, b, factor, hidden8=None):
 class Fp8Mlp(Function):
     """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales, h8, h8_t)`.
 
-    h [T, D] stands for the input and only takes its gradient, see Deferred; h8 and h8_t are copies of the input by
+    h [T, D] stands for the input and only takes its gradient, see NormedInput; h8 and h8_t are copies of the input by
     quantize_both. up and down are [H, D]; all but the copies are bf16; T, D and H are multiples of 16. The products
     are e4m3 by e4m3 forward, e5m2 by e4m3 without fast accumulation backward. What takes part in two needs two
     layouts.
@@ -4279,8 +4396,8 @@ def embedding_grad_kernel(
 def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, **options):
     """Launch a kernel that sums the rows of grad [T, D] over each group of equal ids, in a fixed order.
 
-    ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are the kernel's own,
-    before the width. A program gets `per_program` groups.
+    ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are those of the kernel's
+    own that follow, `options` others by name. A program gets `per_program` groups.
     """
     chunks = len(order) // CHUNK_ROWS
     grad = grad.contiguous()
@@ -4291,7 +4408,16 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, B
     if chunks:
         chunk_sum_kernel[(chunks,)](grad, ids, order, partial, width, **shape)
     kernel[(triton.cdiv(len(starts) - 1, per_program),)](
-        grad, order, starts, partial, *arguments, width, **shape, **options)
+        grad, order, starts, partial, *arguments, width=width, **shape, **options)
+
+
+def embedding_grad(grad, lookup, dense, add=False):
+    """Write the gradient of a table [vocab_rows, D] to `dense`, or add it, from grad [T, D]; see embedding_grad_kernel.
+
+    lookup: the ids [T] that the rows of grad belong to, and their order and starts, see sort_ids.
+    """
+    launch_groups(embedding_grad_kernel, grad, *lookup, vocab_rows=len(dense), dense_ptr=dense, ADD=add)
+    return dense
 
 
 @jit
@@ -4405,9 +4531,9 @@ def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True):
 
 
 # ==== 10. Operator selection ==========================================================================================
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ops:
-    """The operators of this run. The model calls them and never asks what hardware it is on.
+    """The operators of this run. Model and optimizer call them and never ask what hardware they are on.
 
     Shapes: T tokens, H heads, Dk the width of a head's queries and keys, Dv of its values."""
     attention: Callable  # (q, k [T, H, Dk], v [T, H, Dv], documents, window, scale, gates [T, H]) -> [T, H, Dv]
@@ -4415,36 +4541,44 @@ class Ops:
     head_loss_eval: Callable  # the same without a gradient; Triton's sums in float64
     pointer: Callable  # (queries and keys [T, 2, Dk], documents, window, scale) -> log_copy [T] of Targets
     embed: Callable  # (table [rows, width], documents) -> [T, width]
+    # (grad [T, width], lookup, dense [rows, width], add): the gradient of a table becomes `dense`, or is added to it.
+    # lookup: the ids [T], and their order and starts by sort_ids.
+    embedding_grad: Callable
     adam: Callable  # see adam_reference
+    group_ids: Callable  # (ids [T, K]) -> what sparse_adam takes as its lookup: the ids, and what sorting them gave
     sparse_adam: Callable  # see sparse_adam_reference
-    # The next two read h [T, width] of product_input; `source` is (x, its inverse RMS), and for
-    # the MLP (positions, taps) besides.
-    project_heads: Callable  # (h, source, weight, value, ...) -> q, k, v, value: see split_heads_reference
-    mlp: Callable  # (h, source, up, down [mlp_width, width]) -> [T, width]
+    project_heads: Callable  # (NormedInput, weight, value, ...) -> q, k, v, value: see split_heads_reference
+    mlp: Callable  # (NormedInput, up, down [mlp_width, width]) -> [T, width]
     orthogonalize: Callable  # (matrices [N, rows, columns], Orthogonalization) -> the same shape
-    compile: Callable  # (function of tensors) -> the same function, faster
+    compile: Callable  # (function of tensors, its `count`) -> the same function, faster: see compile_dynamic
     attention_fp8: bool  # whether project_heads multiplies in FP8
     mlp_fp8: bool
     graphs: bool  # whole steps as CUDA graphs
     names: dict[str, str]  # what was chosen, for the log
 
 
-def compile_dynamic(function: Callable) -> Callable:
+def first_length(first, *_):
+    return len(first)
+
+
+def compile_dynamic(function: Callable, count: Callable = first_length) -> Callable:
     """torch.compile with one compilation for every stage and shard.
 
-    The leading dimension of the first argument is symbolic in every argument that has it, parameters aside."""
+    count(*arguments) is the number that differs between calls, such as that of the tokens. A dimension of this size
+    is symbolic in every tensor among the arguments, or in a tuple among them, but for parameters."""
     compiled = torch.compile(function, fullgraph=True)
 
-    def call(*args):
-        leading = args[0].shape[0]
-        for tensor in args:
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and leading in tensor.shape:
-                torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(leading))
-        return compiled(*args)
+    def call(*arguments, **options):
+        size = count(*arguments)
+        for argument in arguments:
+            for tensor in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and size in tensor.shape:
+                    torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(size))
+        return compiled(*arguments, **options)
     return call
 
 
-def uncompiled(function: Callable) -> Callable:
+def uncompiled(function: Callable, count: Callable = first_length) -> Callable:
     return function
 
 
@@ -4460,17 +4594,44 @@ def reference_ops() -> Ops:
     def embed(table, documents):
         return F.embedding(documents.tokens, table)
 
-    def project_heads(h, _, weight, value, *rest):
-        return *split_heads_reference(F.linear(h, weight), value, *rest), value
+    def embedding_grad(grad, lookup, dense, add):
+        found = embedding_grad_reference(grad, lookup[0], len(dense)).to(dense.dtype)
+        return dense.add_(found) if add else dense.copy_(found)
 
-    def mlp(h, _, up, down):
-        return relu_squared_mlp(h, up, down)
+    def project_heads(inputs, weight, value, *rest, **settings):
+        return *split_heads_reference(F.linear(inputs.h, weight), value, *rest, **settings), value
+
+    def mlp(inputs, up, down):
+        return relu_squared_mlp(inputs.h, up, down)
 
     names = dict.fromkeys(("attention", "head", "mlp", "embedding", "orthogonalize"), "reference")
     names |= {"compile": "off", "graphs": "off"}
-    return Ops(attention, head_loss_reference, head_loss_reference, pointer, embed, adam_reference,
-               sparse_adam_reference, project_heads, mlp, orthogonalize_reference, compile=uncompiled,
-               attention_fp8=False, mlp_fp8=False, graphs=False, names=names)
+    return Ops(
+        attention=attention,
+        head_loss=head_loss_reference,
+        head_loss_eval=head_loss_reference,
+        pointer=pointer,
+        embed=embed,
+        embedding_grad=embedding_grad,
+        adam=adam_reference,
+        group_ids=group_ids,
+        sparse_adam=sparse_adam_reference,
+        project_heads=project_heads,
+        mlp=mlp,
+        orthogonalize=orthogonalize_reference,
+        compile=uncompiled,
+        attention_fp8=False,
+        mlp_fp8=False,
+        graphs=False,
+        names=names)
+
+
+def fp8_operands(inputs: NormedInput) -> tuple:
+    """The last operands of ProjectHeads and Fp8Mlp: scales and copies; none where h is written."""
+    if inputs.inverse_rms is None:
+        return ()
+    scales = MlpScales()
+    return scales, *inputs.fp8_copies(quantize_both, scales.x)
 
 
 def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = tuple(FP8_PARTS),
@@ -4502,32 +4663,42 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     def embed(table, documents):
         return EmbeddingLookup.apply(F.embedding, table, documents.tokens, documents.order, documents.starts)
 
-    def fp8_operands(x, inverse_rms, *mix):
-        """The last operands of ProjectHeads and Fp8Mlp; none in bf16 and in validation."""
-        if inverse_rms is None:
-            return ()
-        scales = MlpScales()
-        return scales, *quantize_both(x, scales.x, E4M3, inverse_rms, *mix)
-
-    def project_heads(h, source, *operands):
-        return ProjectHeads.apply(h, *operands, *fp8_operands(*source))
+    def project_heads(inputs, weight, value, value_gates, positions, cos, sin, *, heads, key_offset=False):
+        return ProjectHeads.apply(
+            inputs.h, weight, value, value_gates, positions, cos, sin, heads, key_offset, *fp8_operands(inputs))
 
     bf16_mlp = region(relu_squared_mlp)
 
-    def mlp(h, source, up, down):
-        fp8_mlp = fp8_operands(*source)
+    def mlp(inputs, up, down):
+        fp8_mlp = fp8_operands(inputs)
         if fp8_mlp:
-            return Fp8Mlp.apply(h, up, down, *fp8_mlp)
+            return Fp8Mlp.apply(inputs.h, up, down, *fp8_mlp)
         if torch.is_grad_enabled():
-            return bf16_mlp(h, up, down)
-        return F.linear(h, up).relu_().square_() @ down  # in place, because windows of the validation are long
+            return bf16_mlp(inputs.h, up, down)
+        # In place, because windows of the validation are long.
+        return F.linear(inputs.h, up).relu_().square_() @ down
 
     names = precision | {"attention": f"triton ({precision['attention']} projection)", "embedding": "triton",
                          "orthogonalize": "triton", "compile": "inductor" if compile else "off",
                          "graphs": "cuda" if graphs else "off"}
-    return Ops(attention, head_loss, head_loss_eval, pointer, embed, adam, sparse_adam, project_heads, mlp,
-               orthogonalize, compile=region, attention_fp8="attention" in fp8, mlp_fp8="mlp" in fp8, graphs=graphs,
-               names=names)
+    return Ops(
+        attention=attention,
+        head_loss=head_loss,
+        head_loss_eval=head_loss_eval,
+        pointer=pointer,
+        embed=embed,
+        embedding_grad=embedding_grad,
+        adam=adam,
+        group_ids=group_ids,
+        sparse_adam=sparse_adam,
+        project_heads=project_heads,
+        mlp=mlp,
+        orthogonalize=orthogonalize,
+        compile=region,
+        attention_fp8="attention" in fp8,
+        mlp_fp8="mlp" in fp8,
+        graphs=graphs,
+        names=names)
 
 
 # ==== 11. Runtime =====================================================================================================

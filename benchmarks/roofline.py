@@ -105,8 +105,8 @@ def named_ops(ops: tg.Ops) -> tg.Ops:
             if hasattr(owner, phase):
                 setattr(owner, phase, named(getattr(owner, phase), owner.__name__))
 
-    def region(function):
-        return named(ops.compile(function), function.__name__.replace("<lambda>", "sum_rows"))
+    def region(function, *count):
+        return named(ops.compile(function, *count), function.__name__.replace("<lambda>", "sum_rows"))
 
     fields = ("attention", "head_loss", "pointer", "embed", "adam", "sparse_adam", "project_heads", "mlp", "orthogonalize")
     return dataclasses.replace(ops, compile=region, **{name: named(getattr(ops, name), name) for name in fields if hasattr(ops, name)})

@@ -101,10 +101,13 @@ def attention_backward(a):
     return Cost(moved(a), heads * pairs * (4 * a["HEAD_DIM_QK"] + of_v * a["HEAD_DIM_V"]))
 
 
-def pointer(a):
+def pointer_forward(a):
+    pairs = visible_pairs(a["positions_ptr"].values, a["window"], itself=False)
+    return Cost(moved(a), 2 * pairs * a["HEAD_DIM_QK"])
+
+
+def pointer_backward(a):
     pairs = visible_pairs(a["distances_ptr"].values, a["window"], itself=False)
-    if a["grad_log_copy_ptr"] is None:
-        return Cost(moved(a), 2 * pairs * a["HEAD_DIM_QK"])
     size = moved(a) - a["dqk_ptr"].nbytes // 2  # one launch writes the queries' half, another the keys'
     return Cost(size, 4 * pairs * a["HEAD_DIM_QK"])
 
@@ -172,7 +175,8 @@ OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "attention_forward_kernel": attention_forward,
     "attention_delta_kernel": once,
     "attention_backward_kernel": attention_backward,
-    "pointer_kernel": pointer,
+    "pointer_forward_kernel": pointer_forward,
+    "pointer_backward_kernel": pointer_backward,
     "quantize_kernel": once,
     "split_heads_kernel": functools.partial(split_heads, grad=False),
     "split_heads_grad_kernel": functools.partial(split_heads, grad=True),

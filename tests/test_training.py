@@ -524,7 +524,7 @@ def compare(corpus, preset, validate=False):
     eager = tg.select_ops(CPU)
     expected_losses, expected, _ = three_steps(corpus, eager, preset, validate)
     mlp = tg.compile_dynamic(tg.relu_squared_mlp)
-    compiled = replace(eager, compile=tg.compile_dynamic, mlp=lambda h, _, *weights: mlp(h, *weights))
+    compiled = replace(eager, compile=tg.compile_dynamic, mlp=lambda inputs, *weights: mlp(inputs.h, *weights))
     losses, state, counts = three_steps(corpus, compiled, preset, validate)
     torch._dynamo.reset()
     differences = {name: relative(state[name], expected[name]) for name in expected}
