@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # ./run.sh [train_gpt.py options]   set up if needed, then train with what this machine has
+# ./run.sh sample MODEL "text"      set up if needed, then use a saved model; options of sample.py
 # ./run.sh test [pytest options]    set up if needed, then test, two processes at a time; --fast: the subset for an edit loop (tests/README.md)
 # PYTHON=... is the interpreter to try first; RUN_SH_DRY=1 prints the training command instead of running it.
 # NNODES=2 NODE_RANK=0 MASTER_ADDR=... ./run.sh   the same on each of several nodes, but for NODE_RANK; MASTER_PORT is 29500
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
-SPEEDRUN_GIB=62 SPRINT_GIB=61 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
+SPEEDRUN_GIB=62 SPRINT_GIB=61 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free (docs/memory.md)
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -145,7 +146,7 @@ train() {
   setup requirements.txt numpy torch
   read -r version gpus capability gib tokens <<<"$facts"
   ((gpus)) || cpu_settings
-  case " $* " in *" -h "* | *" --help "* | *" --eval"* | *" --sample"* | *" --export"*) launch "$python" train_gpt.py "$@"; return ;; esac
+  case " $* " in *" -h "* | *" --help "*) launch "$python" train_gpt.py "$@"; return ;; esac
   if [[ ! $preset ]]; then
     if [[ ! $folder && " $* " != *" --check "* ]] && ((gpus && capability >= 90 && gib >= SPEEDRUN_GIB && tokens < SPEEDRUN_TOKENS)) &&
       timeout 10 "$python" -c \
@@ -194,6 +195,12 @@ train() {
   return "$code"
 }
 
+sample() {
+  data=data/sample
+  setup requirements.txt numpy torch tiktoken
+  launch "$python" sample.py "$@"
+}
+
 test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a whole, its report goes to $results
   local files=$1 name code=0; shift; name=$(mktemp "$results/XXXXXX")
   # shellcheck disable=SC2086  # several files
@@ -237,4 +244,8 @@ sys.exit(failed > 0 or passed == 0)
 PYTHON
 }
 
-if [[ ${1:-} == test ]]; then run_tests "${@:2}"; else train "$@"; fi
+case ${1:-} in
+  test) run_tests "${@:2}" ;;
+  sample) sample "${@:2}" ;;
+  *) train "$@" ;;
+esac

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,18 +177,6 @@ def test_memory_decides(machine, gib, capability, shards, preset, reason):
     assert f"preset {preset}, 1 process(es): " in result.stderr and reason in result.stderr
 
 
-def test_memory_of_the_smallest_card_is_enough():
-    """By the trainer's estimate, where other programs hold half a GiB; a card one GiB smaller would do at most just so."""
-    import torch
-    import train_gpt
-    script = (ROOT / "run.sh").read_text()
-    ops = replace(train_gpt.select_ops(torch.device("cpu")), names={"mlp": "bf16"})
-    for name in ("speedrun", "sprint", "sprint-small"):
-        gib = int(re.search(rf"{name.upper().replace('-', '_')}_GIB=(\d+)", script)[1])
-        needed = train_gpt.memory_plan(train_gpt.PRESETS[name], train_gpt.Ranks(0, 1, torch.device("cpu")), ops, 0.95 * (gib - 0.4) * 2**30)[2]
-        assert needed > 0.95 * (gib - 2) * 2**30, f"{name} runs on smaller cards too"
-
-
 @pytest.mark.parametrize("arguments, environment, lines", [
     (["--seed", "3"], {}, ["can run preset smoke (one to two minutes on two free CPU cores)", "next: ./run.sh --seed 3"]),
     (["--preset", "sprint", "--data=my texts"], {"FAKE_GPUS": "2"}, ["can run preset sprint (on one H200 37 s ", "next: ./run.sh --preset sprint --data=my\\ texts"]),
@@ -237,9 +224,13 @@ def test_explicit_options_win(machine):
     assert machine.command("--preset", "sprint", FAKE_GPUS="8") == torchrun + "train_gpt.py --preset sprint"
     assert machine.command("--seed", "1", "--preset=smoke-gpu", FAKE_GPUS="1") == "train_gpt.py --seed 1 --preset=smoke-gpu"
     assert machine.command("--preset", "smoke", FAKE_GPUS="8") == "train_gpt.py --preset smoke", "128 wide: one process"
-    for option in ("--eval", "--export"):
-        assert machine.command(option, "model", FAKE_GPUS="8") == f"train_gpt.py {option} model", "one process, no preset"
     assert machine.command("--help", FAKE_GPUS="8") == "train_gpt.py --help"
+
+
+def test_a_saved_model_is_used_by_one_process(machine):
+    machine.write("modules/tiktoken.py", "")
+    assert machine.command("sample", "model", "--eval", FAKE_GPUS="8") == "sample.py model --eval"
+    assert machine.command("sample", "my model", "Once upon") == "sample.py my model Once upon"
 
 
 NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
