@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,27 @@ def test_memory_decides(machine, gib, capability, shards, preset, reason):
     result = machine.run(FAKE_GPUS="1", FAKE_CAPABILITY=str(capability), FAKE_GIB=str(gib), FAKE_HUB="1")
     assert result.stdout.strip().endswith(f"train_gpt.py --preset {preset}") and "fetched" not in result.stdout
     assert f"preset {preset}, 1 process(es): " in result.stderr and reason in result.stderr
+
+
+@pytest.mark.parametrize("name", ["speedrun", "sprint", "sprint-small"])
+def test_memory_of_the_smallest_card_is_enough(name):
+    """Where other programs hold half a GiB: for the state, what comes later, and one batch chunk at a time."""
+    import torch
+    import train_gpt
+    preset, meta = train_gpt.PRESETS[name], train_gpt.Ranks(0, 1, torch.device("meta"))
+    ops = replace(train_gpt.reference_ops(), names={"mlp": "bf16"})
+    optimizer = train_gpt.Optimizer(train_gpt.GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
+    state = sum(tensor.nbytes for tensor in optimizer.state().values())
+
+    gib = int(re.search(rf"{name.upper().replace('-', '_')}_GIB=(\d+)", (ROOT / "run.sh").read_text())[1])
+    train_gpt.memory_plan(preset, ops, 0.95 * ((gib - 0.4) * 2**30 - state) - train_gpt.LATER_BYTES)
+
+    # Gradients exist twice, but for tables; averaging takes four tensors as large as one; sparse gradients are gathered.
+    gradients = 2 * sum(item.weights.nbytes for item in (*optimizer.scalars, *optimizer.banks))
+    gradients += sum(table.weights.nbytes for table in optimizer.dense)
+    averaging = 4 * max(item.average.nbytes for item in optimizer.averaged)
+    gathered = 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages)
+    assert 0 < gradients + averaging + gathered <= train_gpt.LATER_BYTES
 
 
 @pytest.mark.parametrize("arguments, environment, lines", [
