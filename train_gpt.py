@@ -88,7 +88,7 @@ E5M2 = torch.float8_e5m2  # FP8 for gradients: more range, less precision
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
-WARM_UP_PATIENCE = 3.0  # times the stall limit may pass between heartbeats where the host compiles
+WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles
 
 
 # ==== 2. Configuration ================================================================================================
@@ -4392,7 +4392,7 @@ class Ranks:
         """Read torchrun's variables, pick the device and join the process group.
 
         A rank that does not come within twice the limit is an error. So is a collective, outside of CUDA graphs, that
-        takes twice as long as that: the watchdog, once there is one, has its say before.
+        takes three times as long: the watchdog, once there is one, has its say before.
         """
         rank = torchrun_number("RANK")
         world = torchrun_number("WORLD_SIZE", "1")
@@ -4422,7 +4422,7 @@ class Ranks:
         # Those of 2.11 are the only names that every version has.
         warnings.filterwarnings("ignore", ".*(all_gather_into|reduce_scatter)_tensor. is deprecated", FutureWarning)
         dist.init_process_group("nccl" if ranks.nccl else "gloo", store=store, rank=rank, world_size=world,
-                                timeout=2 * timeout, device_id=ranks.device if ranks.nccl else None)
+                                timeout=3 * timeout, device_id=ranks.device if ranks.nccl else None)
         signal.signal(signal.SIGINT, ranks.ask_to_stop)
         if ranks.nccl and not any(ranks.nodes):
             ranks._share_memory()

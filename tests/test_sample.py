@@ -460,31 +460,81 @@ UNSIGNED = (("model", "pointer_window_tokens", 3), ("model", "value_embeddings",
             ("attention", "scale", math.nan), ("attention", "windows", (0, 8)), ("validation", "window", -4),
             ("validation", "loss", 3.0))
 BAD_MODELS = {  # the fault, and what the message tells of it
-    "code": (lambda path: path.write_bytes(pickle.dumps({"model": Code()})), "no whole header"),
-    "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "no whole header"),
-    "of an older version": (lambda path: torch.save(OLD_TORCH_FILE, path), "an older version"),
-    "of the version before": (another_format("train_gpt model 3"), "format train_gpt model 3"),
-    "of a newer version": (another_format("train_gpt model 5"), "format train_gpt model 5"),
-    "a dense part": (a_dense_part, "format dense part of train_gpt model 4"),
-    "cut in its header": (cut(1000), "no whole header"),
-    "cut in its tensors": (cut(-1000), "bytes: cut"),
-    "cut in its length": (cut(5), "found"),
-    "empty": (cut(0), "cannot mmap an empty file"),
-    "missing": (lambda path: path.unlink(), "No such file"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-    "text": (lambda path: path.write_bytes((5).to_bytes(8, "little") + b"hello" * 9), "JSONDecodeError"),
-    "a list": (lambda path: path.write_bytes((2).to_bytes(8, "little") + b"[]"), "TypeError"),
-    "another program's": (foreign, "KeyError('__metadata__')"),
-    "missing a weight": (edit(lambda header, _: header.pop("lm_head")), "state_dict"),
-    "of another shape": (edit(lambda header, _: header["lm_head"]["shape"].reverse()), "state_dict"),
-    "claiming another size": (edit(lambda header, _: header["lm_head"].update(shape=[512, 10**12])), "RuntimeError("),
-    "of another dtype": (edit(lambda header, _: header["lm_head"].update(dtype="Q4")), "KeyError('Q4')"),
-    "without ids": (edit(lambda header, _: header.pop("ngram.ids")), "KeyError('ngram.ids')"),
-    "without rows": (edit(lambda header, _: header.pop("ngram.rows")), "KeyError('ngram.rows')"),
-    "with other n-grams": (edit(other_ngrams), "rows of other n-grams"),
-    "without a setting": (without_a_setting, "settings missing"),
-    "without a setting of a layer": (without_a_setting_of_a_layer, "settings missing"),
-    "with a setting too many": (edit(lambda _, content: content["model"].update(depth=3)), "TypeError"),
+    "code": (
+        lambda path: path.write_bytes(pickle.dumps({"model": Code()})),
+        "no whole header"),
+    "code in a torch file": (
+        lambda path: torch.save({"model": Code()}, path),
+        "no whole header"),
+    "of an older version": (
+        lambda path: torch.save(OLD_TORCH_FILE, path),
+        "an older version"),
+    "of the version before": (
+        another_format("train_gpt model 3"),
+        "format train_gpt model 3"),
+    "of a newer version": (
+        another_format("train_gpt model 5"),
+        "format train_gpt model 5"),
+    "a dense part": (
+        a_dense_part,
+        "format dense part of train_gpt model 4"),
+    "cut in its header": (
+        cut(1000),
+        "no whole header"),
+    "cut in its tensors": (
+        cut(-1000),
+        "bytes: cut"),
+    "cut in its length": (
+        cut(5),
+        "found"),
+    "empty": (
+        cut(0),
+        "cannot mmap an empty file"),
+    "missing": (
+        lambda path: path.unlink(),
+        "No such file"),
+    "a folder": (
+        lambda path: (path.unlink(), path.mkdir()),
+        "Is a directory"),
+    "text": (
+        lambda path: path.write_bytes((5).to_bytes(8, "little") + b"hello" * 9),
+        "JSONDecodeError"),
+    "a list": (
+        lambda path: path.write_bytes((2).to_bytes(8, "little") + b"[]"),
+        "TypeError"),
+    "another program's": (
+        foreign,
+        "KeyError('__metadata__')"),
+    "missing a weight": (
+        edit(lambda header, _: header.pop("lm_head")),
+        "state_dict"),
+    "of another shape": (
+        edit(lambda header, _: header["lm_head"]["shape"].reverse()),
+        "state_dict"),
+    "claiming another size": (
+        edit(lambda header, _: header["lm_head"].update(shape=[512, 10**12])),
+        "RuntimeError("),
+    "of another dtype": (
+        edit(lambda header, _: header["lm_head"].update(dtype="Q4")),
+        "KeyError('Q4')"),
+    "without ids": (
+        edit(lambda header, _: header.pop("ngram.ids")),
+        "KeyError('ngram.ids')"),
+    "without rows": (
+        edit(lambda header, _: header.pop("ngram.rows")),
+        "KeyError('ngram.rows')"),
+    "with other n-grams": (
+        edit(other_ngrams),
+        "rows of other n-grams"),
+    "without a setting": (
+        without_a_setting,
+        "settings missing"),
+    "without a setting of a layer": (
+        without_a_setting_of_a_layer,
+        "settings missing"),
+    "with a setting too many": (
+        edit(lambda _, content: content["model"].update(depth=3)),
+        "TypeError"),
     **{f"zeros in {name}": (zeroed(name), f"other values of {name} than were written")
        for name in ("embedding", "lm_head", "ngram.rows", "ngram.ids")},
     **{f"changed: {part} {key} = {value}": (

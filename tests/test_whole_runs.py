@@ -419,7 +419,7 @@ def test_a_broken_device_does_not_end_the_watchdog(monkeypatch):
 
 
 def test_a_heartbeat_that_grows_old_ends_the_run(monkeypatch, capsys):
-    """Its age is counted in looks: none passes while it is renewed, in the warm-up it may be three times as old."""
+    """Its age is counted in looks: none passes while it is renewed, and with patience it may be older."""
     ended, looks = threading.Event(), []
     monkeypatch.setattr(tg.os, "_exit", lambda code: ended.set())
     watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.2, tg.RunLog(None))
