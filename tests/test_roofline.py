@@ -269,6 +269,41 @@ def test_nsight_compute(monkeypatch):
     assert command.startswith("ncu --profile-from-start off") and command.endswith("benchmarks/roofline.py --preset sprint --under-ncu")
 
 
+def scores(trainer, stage):
+    """Channels times keys, of a mean token of the stage's first step: those of a query and a value in each attention
+    head, and those of the pointer."""
+    text = trainer.stream.read(trainer.stream.first, stage.batch_tokens).tolist()
+    model = trainer.preset.model
+    seen = {"short": [], "long": [], "pointer": []}
+    for end in range(len(text)):
+        begin = max(start for start in range(end + 1) if start == 0 or text[start] == tg.BOS)
+        begin += (end - begin) // stage.document_cap_tokens * stage.document_cap_tokens
+        seen["short"].append(min(end - begin, stage.short_window_tokens) + 1)
+        seen["long"].append(min(end - begin, stage.long_window_tokens) + 1)
+        seen["pointer"].append(min(end - begin, model.pointer_window_tokens))
+    mean = {name: sum(numbers) / len(numbers) for name, numbers in seen.items()}
+    keys = sum(mean[layer.window] for layer in model.layers if layer.attention)
+    return model.heads * (model.key_width + model.head_width) * keys + model.pointer_width * mean["pointer"]
+
+
+@pytest.mark.fast
+def test_model_flop_utilisation(corpus, tiny):
+    """6 operations a token and used weight: against matrices, classes and visible keys counted by hand, by stage."""
+    trainer = helpers.make_trainer(corpus)
+    attention, mlp, pointer = 4 * 32 * 32, 2 * 32 * 64, 2 * 16 * 32
+    hidden = sum(attention * layer.attention + mlp * layer.mlp for layer in tiny.model.layers) + pointer
+    for stage, classes in zip(tiny.stages, (128, 192, 512)):
+        operations = 6 * stage.batch_tokens * (hidden + 32 * classes + scores(trainer, stage))
+        assert roofline.training_work(trainer, stage) == pytest.approx(operations, rel=1e-12)
+
+    step_us = 1e6 * operations / 989e12 / 0.4
+    assert roofline.utilisation(trainer, stage, step_us, "x86_64") is None, "no peak is known of a CPU"
+    found = roofline.utilisation(trainer, stage, step_us, "NVIDIA H200")
+    assert found == "MFU 40.0% of 989 TFLOP/s a GPU (dense bf16; FP8 products: twice that)"
+    trainer.ranks.world = 4
+    assert "MFU 10.0% of 989 " in roofline.utilisation(trainer, stage, step_us, "NVIDIA H200")
+
+
 def test_a_step_on_the_cpu(tiny, tmp_path, monkeypatch):
     """From generated documents to the tables, with the reference operators."""
     for owner in (tg.MatrixGroup, tg.MatrixBank, tg.AdamTable, tg.SparseTable, tg.AdamScalars):
