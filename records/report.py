@@ -11,7 +11,9 @@ import numpy as np
 
 import stats
 from record import HOME, Folder, find, hardware, load, write_whole
+from rule import rule_lines
 from runlog import CUT_OFF, Run, fail, loss_curve, read_run, stage_times
+
 
 def means(folder: Folder) -> dict[str, dict[str, float]]:
     """{arm: {loss, ms}} over the finished runs."""
@@ -43,6 +45,8 @@ def numbers_block(folder: Folder) -> str:
         time, loss = gain(folder), stats.welch(*([run.loss for run in folder.runs(arm)] for arm in "ab"))
         rows.append(f"Against the parent: time {time.difference / 1e3:+.3f} s ({time.low / 1e3:+.3f} to {time.high / 1e3:+.3f}, paired), "
                     f"loss {loss.difference:+.4f} ({loss.low:+.4f} to {loss.high:+.4f}); 99 % intervals.")
+    if folder.under_rule:
+        rows += rule_lines(folder, gain(folder) if folder.parent else None)
     return "\n".join(rows)
 
 
