@@ -179,7 +179,7 @@ def training_changes(new: str, old: str) -> list[str]:
     watched = [name for found in (b, a) for name, (title, _) in found.items() if title_words(title) & TRAINING_WORDS]
     missing = ("", "")
     changed = [name for name in dict.fromkeys(watched) if a.get(name, missing)[1] != b.get(name, missing)[1]]
-    titles = set().union(*(title_words(title) for title, _ in b.values()))
+    titles = set().union(*map(title_words, section_starts(old).values()))
     lacking = [f"a section of {word}, which the parent lacks" for word in sorted({"configuration", "model", "data"} - titles)]
     return [*lacking, *changed]
 

@@ -46,7 +46,7 @@ def gain_text(folder: Folder) -> str:
     time, base = gain(folder), folder.record["means"]["b"]["ms"]
     middle, low, high = (f"{100 * ms / base:+.2f}" for ms in (time.difference, time.low, time.high))
     text = f"{middle} % ({low} to {high})"
-    if folder.under_rule and folder.track.loss_sd:
+    if folder.under_rule:
         text += f", at equal loss {100 * equal_loss(folder, time).ms / base:+.2f} %"
     return f"{text} against {folder.record['parent']}"
 
@@ -54,7 +54,7 @@ def gain_text(folder: Folder) -> str:
 def margin_text(folder: Folder) -> str:
     """How far the mean lies below the target, in standard errors by the track's sd; with p where p decided. Empty without a target."""
     values, target, track = losses(folder), folder.target, folder.track
-    if target is None or not track.loss_sd:
+    if target is None:
         return ""
     text = f"{stats.z_below(values, target, track.loss_sd):+.1f} se"
     decided = folder.under_rule and folder.record["kind"] != "baseline"

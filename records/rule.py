@@ -84,7 +84,7 @@ def rule_lines(folder: Folder, time: stats.Interval | None) -> list[str]:
         test = reached(folder)
         lines.append(f"Target {folder.target:.4f}: {test.standard_errors:+.1f} standard errors below it (sd fixed at "
                      f"{folder.track.loss_sd}), one-sided p = {test.p:.2g}, needs < {test.level}; {high}")
-    if time is not None and folder.track.loss_sd:
+    if time is not None:
         at = equal_loss(folder, time)
         lines.append(f"At the parent's loss: time {at.ms / 1e3:+.3f} s, upper limit {at.ms_limit / 1e3:+.3f} s; "
                      f"loss difference's upper 95 % limit {at.loss_limit:+.4f}.")

@@ -19,7 +19,7 @@ class Track(NamedTuple):
     most_tokens: int  # that a run may train on
     val_tokens: int
     target_loss: float | None
-    loss_sd: float | None  # of the loss between runs of one script, fixed: what the z-test goes by
+    loss_sd: float  # of the loss between runs of one script, fixed: what the z-test goes by
     usual_runs: int
     practice: bool = False  # integrity is checked, success is not, no leaderboard
 
@@ -47,7 +47,7 @@ TRACKS = {
     "sprint-small-webtext": Track("sprint-small", "webtext", WEBTEXT, 100_000_000, 94_200_000, 2_097_152, 3.22, SMALL_SD, 5),
     "speedrun-webmix": Track("speedrun-webmix", "webmix", WEBMIX, 243_000_000, 243_200_000, 4_194_304, 3.0924, SPEEDRUN_SD, 8),
     "speedrun-webmix-free": Track("speedrun-webmix", "webmix", WEBMIX, 243_000_000, 243_200_000, 4_194_304, 3.2257, SPEEDRUN_SD, 8),
-    "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 10_000_000, 8192, None, None, 2, practice=True),
+    "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 10_000_000, 8192, None, 0.01, 2, practice=True),
 }
 
 EARLIER = {
