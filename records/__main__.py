@@ -108,7 +108,12 @@ def command_plot(arguments: argparse.Namespace) -> int:
     from plots import plot_history, plot_log, plot_runs
     if arguments.log and arguments.runs:
         fail("plot --log", "one log", f"{len(arguments.runs)} other runs too", "leave out either")
-    if arguments.log:
+    if arguments.readme:
+        if arguments.log or arguments.runs:
+            fail("plot --readme", "nothing else", "a log or runs too", "leave out either")
+        from curve import draw_readme
+        draw_readme(arguments.out)
+    elif arguments.log:
         plot_log(arguments.log, arguments.out)
     elif arguments.runs:
         plot_runs(arguments.runs, arguments.out)
@@ -182,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="*", metavar="RUNS", help="as for compare")
     plot.add_argument("--log", nargs="?", type=Path, const=Path("logs"), metavar="LOG",
                       help="instead one run, in progress too: loss, ms a step, learning rate; of a folder (default: logs) the log written to last")
+    plot.add_argument("--readme", action="store_true", help="instead the picture of README.md, docs/curve.svg")
     plot.add_argument("--out", type=Path, default=Path("plot.svg"), help="a .svg or .png file")
     return top
 
