@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runlog import Failure, Run, fail, read_run, sha256
-from tracks import EARLIER, TRACKS, Track
+from tracks import EARLIER, PINS, TRACKS, Track
 
 HOME = Path(__file__).resolve().parent
 SCRIPT = "train_gpt.py"
@@ -252,6 +252,21 @@ def data_manifest(track: Track, folder: Path) -> dict[str, str]:
         with path.open("rb") as file:
             manifest[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return manifest
+
+
+def planned_data(track: Track, folder: Path | None, home: Path) -> dict[str, str]:
+    """`data_manifest` of the folder, by default the track's. Where that has no shards, what a record of a pinned corpus lists.
+
+    So a plan can be made and committed on a machine without the corpus; `run` compares the shards before anything else.
+    """
+    default = home.parent / track.data
+    pins = PINS.get(track.corpus)
+    if folder is None and pins and not any(default.glob(f"{track.corpus}_train_*.bin")):
+        for other in readable(home):
+            manifest = other.record["data"]
+            if other.track.corpus == track.corpus and manifest_hash(manifest, list(manifest)) == pins.manifest:
+                return manifest
+    return data_manifest(track, folder or default)
 
 
 def manifest_hash(manifest: dict[str, str], names: list[str]) -> str:
@@ -495,7 +510,7 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
         fail("script", f"another than that of {parent}", "the same", f"change {SCRIPT} first, or --retime {parent}")
     require_parent(home, {"track": track_name, "parent": parent, "scripts": scripts}, place, now)
     record = {"schema": NEWEST_SCHEMA, "track": track_name, "date": date, "parent": parent, "kind": kind, "scripts": scripts,
-              "data": data_manifest(track, data or home.parent / track.data), "plan": plan, "runs": {}, "means": {}, "abandoned": None}
+              "data": planned_data(track, data, home), "plan": plan, "runs": {}, "means": {}, "abandoned": None}
     record["plan"] = finished_plan(record, path.name, seeds or [0] * n, own_seeds=seeds is None)
     write_new(path, source, record)
     return path

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,6 +78,19 @@ def test_practice_and_baselines_need_no_margin(finished):  # noqa: F811
     assert record.choose_runs(record.TRACKS["sprint-fineweb"], "ml", None, None) == (5, None), "no target, so no margin"
     assert record.choose_runs(record.TRACKS["sprint-webtext"], "ml", None, None) == (5, 0.0034)
     assert record.choose_runs(record.TRACKS["speedrun"], "ml", None, None) == (8, 0.0037)
+
+
+def test_a_plan_without_the_corpus_takes_the_pinned_shards(tmp_path):
+    """From a record that lists them; where there is none, and with a folder that is named, the shards must be there."""
+    root = make_repository(tmp_path)
+    with pytest.raises(runlog.Failure, match="^data: expected "):
+        make(root, "idea", track_name="speedrun-webmix-free", n=None)
+    source = ROOT / "records/2026-11-27_leaner-1gpu"
+    shutil.copytree(source, root / "records" / source.name)
+    made = record.load(make(root, "idea", track_name="speedrun-webmix-free", n=None)).record
+    assert made["data"] == record.load(source).record["data"] and made["kind"] == "baseline"
+    with pytest.raises(runlog.Failure, match="^data: expected "):
+        make(root, "other", track_name="speedrun-webmix-free", n=None, data=tmp_path)
 
 
 # ---- the test --------------------------------------------------------------------------------------------------------
