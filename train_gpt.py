@@ -2844,86 +2844,114 @@ def product_tiles(batch, rows, columns, dtype, symmetric):
 
 
 @jit
-def product_kernel(
-    left_ptr, right_ptr, out_ptr, rows, columns, depth,
-    stride_left_batch, stride_left_row, stride_left_col,
-    stride_right_batch, stride_right_row, stride_right_col,
-    stride_out_batch, stride_out_row, stride_out_col,
-    scale, x_scale, ADD_X: constexpr, SYMMETRIC: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+def product_tile(
+    left_ptr, right_ptr, row, column, rows, columns, depth,
+    stride_left_row, stride_left_col, stride_right_row, stride_right_col, BLOCK_K,
 ):
-    """out = B X [+ x_scale X]; SYMMETRIC: out = scale X X^T [+ x_scale X]. ADD_X adds the term in brackets.
-
-    out is not X, and sums are float32. Reference: the products in orthogonalize_reference.
-
-    B is left [batch, rows, rows], X is right [batch, rows, columns], and depth = rows. A matrix takes
-    2 rows^2 columns flops. Row tiles of one column panel are neighbours in the grid, so that panel of X
-    comes from memory once, and B stays in the L2 cache.
-
-    SYMMETRIC: X is left [batch, rows, depth], X^T is right, and out is [batch, rows, rows]. With ADD_X, X
-    must be square and symmetric. A matrix takes rows (rows + BLOCK_M) depth flops, half of a full product:
-    the grid has only the tiles on and below the diagonal, and those below are stored twice.
-    """
-    tile = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
-    left_ptr += batch * stride_left_batch
-    right_ptr += batch * stride_right_batch
-    out_ptr += batch * stride_out_batch
-    if SYMMETRIC:
-        tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
-        # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2. Adding 5
-        # instead of 1 stays clear of rounding.
-        i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
-        j = tile - i * (i + 1) // 2
-    else:
-        i = tile % tl.cdiv(rows, BLOCK_M)
-        j = tile // tl.cdiv(rows, BLOCK_M)
-
-    row = (i * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    column = j * BLOCK_N + tl.arange(0, BLOCK_N)
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    """The tile of left [rows, depth] times right [depth, columns] at row [BLOCK_M, 1] and column [BLOCK_N], float32."""
+    accumulator = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for start in range(0, depth, BLOCK_K):
         left_k = start + tl.arange(0, BLOCK_K)
-        right_k = left_k[:, None]
         left_ptrs = left_ptr + row * stride_left_row + left_k * stride_left_col
         left = tl.load(left_ptrs, (row < rows) & (left_k < depth), other=0.0)
+
+        right_k = left_k[:, None]
         right_ptrs = right_ptr + column * stride_right_col + right_k * stride_right_row
         right = tl.load(right_ptrs, (column < columns) & (right_k < depth), other=0.0)
         accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
+    return accumulator
 
-    inside = (row < rows) & (column < columns)
-    if SYMMETRIC:
-        accumulator *= scale
-        x_ptrs = left_ptr + row * stride_left_row + column * stride_left_col
-    else:
-        x_ptrs = right_ptr + row * stride_right_row + column * stride_right_col
+
+@jit
+def gram_kernel(
+    x_ptr, out_ptr, rows, depth, stride_x_batch, stride_x_row, stride_x_col,
+    stride_out_batch, stride_out_row, stride_out_col, scale, x_scale,
+    ADD_X: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):
+    """out = scale X X^T, for each X of [batch, rows, depth]; with ADD_X, for symmetric X, plus x_scale X.
+
+    It takes rows (rows + BLOCK_M) depth flops a matrix, half of a full product: the grid has only the tiles on and
+    below the diagonal, and those below are stored twice. Sums are float32; out is not X. Reference: the first two
+    products of a round in orthogonalize_reference.
+    """
+    tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
+    tile = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    x_ptr += batch * stride_x_batch
+    out_ptr += batch * stride_out_batch
+
+    # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2. Adding 5 instead of 1 stays
+    # clear of rounding.
+    i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
+    j = tile - i * (i + 1) // 2
+    row = (i * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    column = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    accumulator = scale * product_tile(
+        x_ptr, x_ptr, row, column, rows, rows, depth,
+        stride_x_row, stride_x_col, stride_x_col, stride_x_row, BLOCK_K)
+
+    inside = (row < rows) & (column < rows)
     if ADD_X:
+        x_ptrs = x_ptr + row * stride_x_row + column * stride_x_col
         accumulator += x_scale * tl.load(x_ptrs, inside, other=0.0).to(tl.float32)
-    if SYMMETRIC and i == j:
+    if i == j:
         # This makes the tile exactly symmetric, whatever the order of summation inside the product.
         accumulator = tl.where(row >= column, accumulator, tl.trans(accumulator))
 
     result = accumulator.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_row + column * stride_out_col, result, inside)
-    if SYMMETRIC and i != j:  # the same numbers at the mirrored places
+    if i != j:  # the same numbers at the mirrored places
         tl.store(out_ptr + column * stride_out_row + row * stride_out_col, result, inside)
 
 
-def matrix_product(B, X, out, scale=1.0, x_scale=None, tiles=None):
-    """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X, if X is symmetric].
+@jit
+def polynomial_kernel(
+    p_ptr, x_ptr, out_ptr, rows, columns, stride_p_batch, stride_p_row, stride_p_col,
+    stride_x_batch, stride_x_row, stride_x_col, stride_out_batch, stride_out_row, stride_out_col, x_scale,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):
+    """out = P X + x_scale X, for P [batch, rows, rows] and X [batch, rows, columns].
 
-    B [batch, n, n], X [batch, n, k], any strides. Returns out, which must not be X.
+    It takes 2 rows^2 columns flops a matrix. Row tiles of one column panel are neighbours in the grid, so that panel
+    of X comes from memory once, and P stays in the L2 cache. Sums are float32; out is not X. Reference: the last
+    product of a round in orthogonalize_reference.
     """
-    symmetric = B is None
-    left, right = (X, X.mT) if symmetric else (B, X)
-    batch, rows, columns = out.shape
-    tiles = tiles or product_tiles(batch, rows, columns, X.dtype, symmetric)
+    tile = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    p_ptr += batch * stride_p_batch
+    x_ptr += batch * stride_x_batch
+    out_ptr += batch * stride_out_batch
+
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    row = (tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    accumulator = product_tile(
+        p_ptr, x_ptr, row, column, rows, columns, rows,
+        stride_p_row, stride_p_col, stride_x_row, stride_x_col, BLOCK_K)
+
+    inside = (row < rows) & (column < columns)
+    x_ptrs = x_ptr + row * stride_x_row + column * stride_x_col
+    accumulator += x_scale * tl.load(x_ptrs, inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * stride_out_row + column * stride_out_col, accumulator, inside)
+
+
+def gram(X, out, scale=1.0, x_scale=None, tiles=None):
+    """out = scale X X^T [+ x_scale X, if X is symmetric]; X [batch, n, k], any strides. Returns out, which is not X."""
+    batch, rows, depth = X.shape
+    tiles = tiles or product_tiles(batch, rows, rows, X.dtype, symmetric=True)
     side = triton.cdiv(rows, tiles["BLOCK_M"])
-    count = side * (side + 1) // 2 if symmetric else side * triton.cdiv(columns, tiles["BLOCK_N"])
-    product_kernel[count, batch](
-        left, right, out, rows, columns, left.size(2),
-        *left.stride(), *right.stride(), *out.stride(),
-        scale, x_scale or 0.0, ADD_X=x_scale is not None, SYMMETRIC=symmetric, **tiles)
+    gram_kernel[side * (side + 1) // 2, batch](
+        X, out, rows, depth, *X.stride(), *out.stride(), scale, x_scale or 0.0, ADD_X=x_scale is not None, **tiles)
+    return out
+
+
+def add_product(P, X, x_scale, out, tiles=None):
+    """out = P X + x_scale X; P [batch, n, n], X [batch, n, k], any strides. Returns out, which is not X."""
+    batch, rows, columns = X.shape
+    tiles = tiles or product_tiles(batch, rows, columns, X.dtype, symmetric=False)
+    count = triton.cdiv(rows, tiles["BLOCK_M"]) * triton.cdiv(columns, tiles["BLOCK_N"])
+    polynomial_kernel[count, batch](
+        P, X, out, rows, columns, *P.stride(), *X.stride(), *out.stride(), x_scale, **tiles)
     return out
 
 
@@ -2939,16 +2967,16 @@ def orthogonalize(matrices, method, dtype=torch.bfloat16):
     A, P = matrices.new_empty((2, batch, rows, rows), dtype=dtype)  # A = X X^T and P = b A + c A A
 
     X = matrices.to(dtype) if method.safety is None else frobenius_scale(matrices, method.safety, dtype)
-    matrix_product(None, X, out=A)
+    gram(X, out=A)
     if method.safety is None:
         X, A = aol_scale(X, A)
 
     next_X = torch.empty_like(X)
     for number, (a, b, c) in enumerate(method.coefficients):
         if number:
-            matrix_product(None, X, out=A)
-        matrix_product(None, A, out=P, scale=c, x_scale=b)
-        matrix_product(P, X, out=next_X, x_scale=a)
+            gram(X, out=A)
+        gram(A, out=P, scale=c, x_scale=b)
+        add_product(P, X, a, out=next_X)
         X, next_X = next_X, X
     return X
 

@@ -112,9 +112,9 @@ def sweep():
             A, P = (torch.randn(batch, X.size(1), X.size(1), device=DEVICE, dtype=DTYPE) for _ in range(2))
             # The random A is not symmetric: the time is the same.
             kernels = {
-                "X X^T": (lambda t: tg.matrix_product(None, X, P, tiles=t), lambda: torch.bmm(X, X.mT)),
-                "bA + cAA": (lambda t: tg.matrix_product(None, A, P, 0.5, 0.5, t), lambda: torch.bmm(A, A)),
-                "aX + BX": (lambda t: tg.matrix_product(A, X, Y, x_scale=0.5, tiles=t), lambda: torch.bmm(A, X)),
+                "X X^T": (lambda t: tg.gram(X, P, tiles=t), lambda: torch.bmm(X, X.mT)),
+                "bA + cAA": (lambda t: tg.gram(A, P, 0.5, 0.5, t), lambda: torch.bmm(A, A)),
+                "aX + BX": (lambda t: tg.add_product(A, X, 0.5, Y, tiles=t), lambda: torch.bmm(A, X)),
             }
             for name, (ours, plain) in kernels.items():
                 candidates = PRODUCT_TILES if name == "aX + BX" else SYMMETRIC_TILES
