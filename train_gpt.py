@@ -136,6 +136,7 @@ class Layer:
     key_offset: bool = False  # K takes its stationary dims from the token before: induction in one layer (record 49)
     value_embedding: int | None = None  # the value-embedding table added to V, or NGRAMS
     skip_from: int | None = None  # U-Net: the index of an earlier layer whose output enters through a sigmoid gate
+    attention_from: int | None = None  # of an earlier layer whose output its attention reads, not the present stream
 
 
 class Softcap(NamedTuple):
@@ -168,6 +169,10 @@ class ModelConfig:
     # tokens, for 0.7 % of a step; in a sprint by 0.0046, together with EnterStream. To mix attention's input as well
     # gained another 0.0019, not worth its time, and a third earlier token gained nothing.
     mlp_taps: bool = False
+    final_values: bool = False  # whether value embeddings enter the final states too, see final_states
+    # Whether sampled classes of the softmax stand for those that are left out, see Targets. Without, all classes have
+    # to take part at the end of the training.
+    importance_weights: bool = True
     longest_suffix_match: bool = True  # also adds a row for what last followed the same tokens, see the function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
     # The factor of products of its normalised queries and keys. This value, a window of 4096 and not 2048 tokens and a
@@ -215,7 +220,7 @@ class OptimizerConfig:
     ten speedruns or more, with chance 0.0009."""
     # How momentum becomes an update of a matrix: a key of ORTHOGONALIZATIONS, then NorMuon, or plain Muon without it.
     orthogonalization: str = "polar-express"
-    nesterov: bool = True  # orthogonalise the momentum as it will be with the gradient once more, or the momentum itself
+    nesterov: bool = True  # orthogonalise the momentum with the gradient once more, or the momentum itself
     normuon: bool = True
     normuon_lines: str = "long"  # NorMuon's variances are of the lines that a matrix's long side counts, or its "short"
     scale_tall_updates: bool = False  # Muon's first rule: times max(1, rows / columns)^0.5
@@ -320,14 +325,14 @@ LAYERS = (
     Layer(value_embedding=NGRAMS),  # 6
     Layer(attention=False, skip_from=4),  # 7
     MLP_ONLY,  # 8
-    Layer(value_embedding=1),  # 9
+    Layer(value_embedding=1, attention_from=7),  # 9
     EMPTY,  # 10
-    Layer(value_embedding=2, window="long", key_offset=True))  # 11
+    Layer(value_embedding=2, window="long", key_offset=True, attention_from=7))  # 11
 
 # For one pass over 243 M tokens and more (records/LOG.md). A table of 2^25 rows takes 48 GiB.
 GPT_SMALL = ModelConfig(
     width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2816, layers=LAYERS, value_embeddings=3,
-    ngram_rows=2**25, ngram_pieces=4, mlp_taps=True)
+    ngram_rows=2**25, ngram_pieces=4, mlp_taps=True, final_values=True, importance_weights=False)
 
 # One pass over 94 M tokens wants less: half the heads, layers 3, 5 and 8 empty, and no attention in layer 1, which the
 # rows of the n-gram table pay for. A card of 40 GB holds 2^24 rows in four pieces, with the same loss in 1 % more time.
@@ -357,51 +362,54 @@ GPT_UNET = ModelConfig(
 
 GPT_TINY = ModelConfig(
     width=128, heads=2, key_width=64, head_width=64, mlp_width=512, pointer_width=64, value_embeddings=3,
-    ngram_rows=2**14, dtype="float32",
+    ngram_rows=2**14, final_values=True, dtype="float32",
     layers=(
         Layer(value_embedding=0),
         Layer(value_embedding=1, window="long", key_offset=True),
         Layer(attention=False, skip_from=1), Layer(value_embedding=NGRAMS), Layer(value_embedding=NGRAMS),
-        Layer(value_embedding=2, window="long", key_offset=True)))
+        Layer(value_embedding=2, window="long", key_offset=True, attention_from=2)))
 
 
 def three_stages(first_steps: int, second_steps: int, third_steps: int, extension_steps: int,
-                 third_classes: int = 10_240) -> tuple[Stage, ...]:
+                 classes: tuple[int, int, int] = (6144, 10_240, 10_240), full_steps: int = 0) -> tuple[Stage, ...]:
     """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
-    targets (record 53). The extension follows (record 35).
-
-    Batches twice as large in half the steps: +0.04 in the sprint. Short windows of 128, 384 and 640 tokens: +0.0003,
-    and a step of the third stage takes 2.7 % longer. 14,336 classes in the third stage: -0.0022 for 4 % of a sprint's
-    time, -0.0034 for 2.4 % of a speedrun's. 8192 and 14,336 in the first two: the same loss for 2.1 % of a sprint's
-    time. The second next token fading to 0.5 in the first stage: +0.0012."""
+    targets (record 53). The extension follows (record 35). `classes` are those of each stage's sampled softmax. In the
+    last `full_steps` of the third stage, if any, and then in the extension all classes take part."""
     # In this order: steps, tokens of a batch, cap of a document, short window, long window, learning rate, targets.
-    third = Stage(third_steps, 196_608, 3072, 256, 1408, 1.45, sampled_classes=third_classes)
-    return (
-        Stage(first_steps, 65_536, 3072, 128, 384, 0.75, ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)), sampled_classes=6144),
-        Stage(second_steps, 131_072, 3072, 256, 896, 1.13, ((1.0, 0.3), (1.0, 0.0)), sampled_classes=10_240),
-        third,
-        replace(third, steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True))
+    first = Stage(first_steps, 65_536, 3072, 128, 384, 0.75, ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)))
+    second = Stage(second_steps, 131_072, 3072, 256, 896, 1.13, ((1.0, 0.3), (1.0, 0.0)))
+    third = Stage(third_steps - full_steps, 196_608, 3072, 256, 1408, 1.45)
+    stages = [replace(stage, sampled_classes=count) for stage, count in zip((first, second, third), classes)]
+
+    if full_steps:
+        stages.append(replace(third, steps=full_steps))
+    extension = replace(
+        stages[-1], steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True)
+    return *stages, extension
 
 
 def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
     """The three stages, where the first third of the first one's tokens comes in batches half as large.
 
-    That gains 0.002 to 0.005 of loss for 0.8 % more time on one GPU, and nothing certain at the speedrun's length. On
-    eight GPUs, whose small steps wait for each other, it would be a bad exchange."""
-    first, *others = three_stages(239, 239, 229, 10, third_classes)
+    That gains at this length (records/LOG.md) for 0.8 % more time on one GPU. On eight GPUs, whose small steps wait for
+    each other, it would be a bad exchange."""
+    first, *others = three_stages(239, 239, 229, 10, (6144, 10_240, third_classes))
     small = replace(first, steps=158, batch_tokens=32_768, learning_rate_multiplier=0.55,
                     targets=(first.targets[0], (1.0, 13 / 30, 1 / 6)))
     return small, replace(first, steps=160, targets=(small.targets[1], first.targets[1])), *others
 
 
+SPEEDRUN_CLASSES = 6144, 14_336, 24_576
+
 PRESETS = {preset.name: preset for preset in (
     Preset(
-        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40),
+        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40, SPEEDRUN_CLASSES, full_steps=185),
         train_tokens=500_000_000,  # a shard more than the schedule needs, whose length is an estimate
         val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # One pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
-        "speedrun-webmix", GPT_SMALL, three_stages(618, 618, 592, 25), data="data/webmix",
+        "speedrun-webmix", GPT_SMALL, three_stages(618, 618, 592, 25, SPEEDRUN_CLASSES, full_steps=119),
+        data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
         "sprint", GPT_SPRINT, sprint_stages(10_240),
@@ -521,7 +529,8 @@ class Targets(NamedTuple):
 
     Sampled softmax: each of the batch's S chunks has P classes of its own. The first num_always are
     always included: copy token and targets. The others are sampled and carry the importance weight
-    (V - num_always) / (P - num_always), so that the partition function is right on average.
+    (population - num_always) / (P - num_always). With the vocabulary as the population the partition
+    function is right on average; with P all classes weigh alike.
 
     Copying (pointer sentinel mixture, arXiv 1609.07843): what the softmax gives to the copy token,
     the pointer hands on to tokens that the document holds already, so p[next] gains p[copy_token]
@@ -531,6 +540,7 @@ class Targets(NamedTuple):
     weights: Tensor  # float32 [K], of the next token, the one after it, ...
     classes: Tensor | None = None  # int32 [S, P], ids of the sampled softmax; None: all
     num_always: Tensor | None = None  # int32 [S]
+    population: int | None = None  # how many classes those of a sampled softmax stand for; None: the vocabulary
     log_copy: Tensor | None = None  # float32 [T], ln of the share that the pointer gives the next token
     copy_token: int = 0  # its class index
 
@@ -720,15 +730,17 @@ def product_input(x, h, positions=None, taps=None, *, fp8):
     return Deferred.apply(h, sample), inverse_rms
 
 
-def attention_in(entry, value, gate, attn_scale, fp8):
+def attention_in(entry, source, value, gate, attn_scale, fp8):
     """A layer up to the projection of queries, keys and values. Returns the stream, the two results of product_input,
     the gates [T, H] of the heads' outputs, and those of the value embedding, which are None without one.
 
-    gate is [H, inputs], or [2 H, inputs] with a value embedding. attn_scale [T] multiplies the gates of the outputs:
-    multiplied with weights, as in record 47, it would take passes over them. Attention's backward pass divides by these
-    gates, so they are kept from zero."""
+    Attention reads the norm of `source` [T, width], an earlier state of the stream; None: of the present one. gate is
+    [H, inputs], or [2 H, inputs] with a value embedding. attn_scale [T] multiplies the gates of the outputs: multiplied
+    with weights, as in record 47, it would take passes over them. Attention's backward pass divides by these gates, so
+    they are kept from zero."""
     x = enter_layer(entry)
-    h = norm(x)
+    source = x if source is None else source
+    h = norm(source)
 
     inputs = gate.size(1)
     if value is None:
@@ -742,7 +754,7 @@ def attention_in(entry, value, gate, attn_scale, fp8):
         gates, value_gates = gates.chunk(2, dim=1)
         value_gates = 4 * value_gates
     gates = scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20)
-    return x, *product_input(x, h, fp8=fp8), gates, value_gates
+    return x, *product_input(source, h, fp8=fp8), gates, value_gates
 
 
 def attention_out(x, y, out, positions, taps, fp8):
@@ -763,14 +775,14 @@ def entry_tokens(entry, *_):
     return len(entry.x)
 
 
-def final_states(x, mlp_out, x0, ngram, gate):
-    """Normalised final states [T, width]. Both embeddings enter once more, by weights that the
-    first channels of the stream give each token; gate [1 or 2, inputs], by how many embeddings there are."""
+def final_states(x, mlp_out, sources, gate):
+    """Normalised final states [T, width]. The `sources`, embeddings that layers have read, enter once more: each by a
+    weight that the first channels of the stream give each token. gate is [sources, inputs]; a source that is narrower
+    than the stream enters its first channels."""
     x = add_mlp(x, mlp_out)
     weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
-    x = x + weights[:, :1] * x0
-    if ngram is not None:
-        x = x + weights[:, 1:] * ngram
+    for weight, source in zip(weights.split(1, dim=1), sources, strict=True):
+        x = x + weight * F.pad(source, (0, x.size(1) - source.size(1)))
     return norm(x)
 
 
@@ -878,8 +890,8 @@ class Block(nn.Module):
         if self.skip_weight is not None:
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
 
-    def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars, skip: Tensor | None,
-                value: Tensor | None, documents: Documents,
+    def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars,
+                kept: dict[int | None, Tensor | None], value: Tensor | None, documents: Documents,
                 geometry: Geometry) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The stream x [T, width] after attention and, apart, the MLP's output, which the next
         region adds:
@@ -888,19 +900,22 @@ class Block(nn.Module):
             x = x + attn_scale attention(norm(x)) out
             mlp_out = mlp(mixed(norm(x)))
 
+        `kept` are states of the stream by the layers that left them: `skip` is one, and attention may read another.
         `value` [T, attention_width or more] is what attention adds to V, if anything. It is handed on: see
         ProjectHeads.
         """
         layer = self.layer
         ops = self.ops
         positions = documents.positions
-        entry = LayerEntry(x, mlp_out, injected, skip, self.skip_weight, scalars.resid_lambda)
+        entry = LayerEntry(x, mlp_out, injected, kept[layer.skip_from], self.skip_weight, scalars.resid_lambda)
 
         if layer.attention:
+            source = kept[layer.attention_from]
             x, h, inverse_rms, gates, value_gates = self.attention_in(
-                entry, value, self.gate, scalars.attn_scale, ops.attention_fp8)
+                entry, source, value, self.gate, scalars.attn_scale, ops.attention_fp8)
+            source = x if source is None else source
             q, k, v, value = ops.project_heads(
-                NormedInput(h, x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
+                NormedInput(h, source.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
                 positions, geometry.cos, geometry.sin, heads=self.heads, key_offset=layer.key_offset)
             y = ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
             x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), positions, self.mlp_taps, ops.mlp_fp8)
@@ -941,12 +956,10 @@ class GPT(nn.Module):
                 layer = replace(layer, value_embedding=None)
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
-        self.skip_sources = {layer.skip_from for layer in config.layers}
-        for index, block in self.blocks.items():
-            source = block.layer.skip_from
-            if source is not None and (str(source) not in self.blocks or source >= block.index):
-                fail(f"layer {index}: skip_from", "an earlier layer with attention or an MLP", source,
-                     f"one of {', '.join(other for other in self.blocks if int(other) < block.index) or 'none'}")
+        self.kept_layers = set()  # whose output a later layer reads
+        for block in self.blocks.values():
+            self._keep_source(block, "skip_from")
+            self._keep_source(block, "attention_from")
         self.value_embeddings = nn.ParameterList(
             make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.lm_head = make_param("lm_head", table(width))
@@ -954,7 +967,8 @@ class GPT(nn.Module):
         if config.pointer_width:
             size = config.pointer_width
             self.pointer = make_param("pointer", weight(2 * size, width), (size, width))
-        self.final_gate = make_param("gate", weight(2 if config.table_rows else 1, config.gate_inputs))
+        sources = 1 + bool(config.table_rows) + config.final_values * len(self.read_tables())
+        self.final_gate = make_param("gate", weight(sources, config.gate_inputs))
 
         self.norm = ops.compile(norm)
         self.injections = ops.compile(injections)
@@ -962,6 +976,22 @@ class GPT(nn.Module):
         self.pointer_in = ops.compile(pointer_in)
         # 64-bit ids: the table has more than 2^31 elements.
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))
+
+    def _keep_source(self, block: Block, field: str):
+        """Note the earlier layer that a layer names in `field`. Fails unless there is such a layer."""
+        source = getattr(block.layer, field)
+        if source is None:
+            return
+        earlier = [index for index in map(int, self.blocks) if index < block.index]
+        if source not in earlier:
+            fail(f"layer {block.index}: {field}", "an earlier layer with attention or an MLP", source,
+                 f"one of {', '.join(map(str, earlier)) or 'none'}")
+        self.kept_layers.add(source)
+
+    def read_tables(self) -> list[int]:
+        """The value embeddings that attention reads, in the order of the layers."""
+        tables = [block.layer.value_embedding for block in self.blocks.values() if block.layer.attention]
+        return [table for table in tables if table not in (None, NGRAMS)]
 
     @torch.no_grad()
     def reset(self, seed: int):
@@ -1018,7 +1048,8 @@ class GPT(nn.Module):
             injected = (self.injections(x0, ngram, *pair)[0] for pair in lambdas)
 
         mlp_out = None
-        skips = {None: None}  # by the index of the layer that it comes from
+        kept = {None: None}  # states of the stream by the index of the layer that left them
+        values = []  # of layers with a table of their own
         for block, own_injected, own_scalars in zip(self.blocks.values(), injected, scalars):
             layer = block.layer
             # Looked up here and not beforehand: autograd goes back in this order, so a table's
@@ -1029,15 +1060,18 @@ class GPT(nn.Module):
             elif layer.value_embedding is not None:
                 value = self.ops.embed(gathered(self.value_embeddings[layer.value_embedding]), documents)
 
-            x, mlp_out, value = block(
-                x, mlp_out, own_injected, own_scalars, skips[layer.skip_from], value, documents, geometry)
+            x, mlp_out, value = block(x, mlp_out, own_injected, own_scalars, kept, value, documents, geometry)
             if layer.value_embedding == NGRAMS:
                 ngram = value  # handed on to the next reader, see ProjectHeads
-            if block.index in self.skip_sources:  # two layers will read the sum, so it and its gradient are made once
+            elif value is not None and layer.attention and self.config.final_values:
+                values.append(value)
+            if block.index in self.kept_layers:  # several will read the sum, so it and its gradient are made once
                 x = add_mlp(x, mlp_out)
                 mlp_out = None
-                skips[block.index] = x
-        return self.final_states(x, mlp_out, x0, ngram, self.final_gate)
+                kept[block.index] = x
+
+        embeddings = (x0,) if ngram is None else (x0, ngram)
+        return self.final_states(x, mlp_out, (*embeddings, *values), self.final_gate)
 
     def predictions(self, documents: Documents, geometry: Geometry,
                     weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
@@ -1050,9 +1084,13 @@ class GPT(nn.Module):
             log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
 
         # The copy token is the first id past the vocabulary; among sampled classes it comes first.
-        copy_token = config.vocabulary if documents.classes is None else 0
+        copy_token = config.vocabulary
+        population = None
+        if documents.classes is not None:
+            copy_token = 0
+            population = None if config.importance_weights else documents.classes.size(1)
         targets = Targets(documents.class_index, documents.positions, weights, documents.classes, documents.num_always,
-                          log_copy, copy_token)
+                          population, log_copy, copy_token)
         return h, gathered(self.lm_head), targets, config.softcap
 
     def forward(self, documents: Documents, geometry: Geometry, target_weights: Tensor) -> Tensor:
@@ -1718,19 +1756,21 @@ def room_for_activations(ranks: Ranks) -> float:
     return min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0])) - LATER_BYTES
 
 
-def memory_plan(preset: Preset, ops: Ops, room_bytes: float) -> tuple[bool, int]:
-    """How training fits into what room_for_activations says: (recompute, tokens of a micro-batch at most).
+def memory_plan(preset: Preset, ops: Ops, room_bytes: float) -> tuple[bool, dict[Stage, int]]:
+    """How training fits into what room_for_activations says: (recompute, tokens of a micro-batch at most, by stage).
 
     recompute: whether layers are computed again in the backward pass. That is chosen only where one batch chunk at a
     time would not fit otherwise. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
-    smallest = max(stage.chunk_tokens for stage in preset.stages)
-    # Of each token: its logits in bfloat16, and their gradient.
-    logit_bytes = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
     for recompute in (False, True):
-        token_bytes = logit_bytes + (RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]])
-        needed = max(smallest * token_bytes, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
+        layer_bytes = RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]]
+        # Of each token: its logits in bfloat16, and their gradient.
+        token_bytes = {stage: layer_bytes + 4 * (stage.sampled_classes or preset.model.padded_vocabulary)
+                       for stage in preset.stages}
+        needed, smallest = max((size * stage.chunk_tokens, stage.chunk_tokens) for stage, size in token_bytes.items())
+        needed = max(needed, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
         if needed <= room_bytes:
-            return recompute, int(min(room_bytes / token_bytes, USEFUL_MICRO_BATCH_TOKENS))
+            return recompute, {stage: int(min(room_bytes / size, USEFUL_MICRO_BATCH_TOKENS))
+                               for stage, size in token_bytes.items()}
 
     fail("GPU memory", f"{needed / 2**30:.1f} GiB beside the model for one batch chunk of {smallest:,} tokens",
          f"{room_bytes / 2**30:.1f} GiB",
@@ -1787,9 +1827,10 @@ class Trainer:
         self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
 
         self.recompute = False
+        most_tokens = dict.fromkeys(preset.stages, self.micro_batch_tokens)
         if self.micro_batch_tokens is None:
-            self.recompute, self.micro_batch_tokens = memory_plan(preset, self.ops, room_for_activations(self.ranks))
-        self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, self.micro_batch_tokens)
+            self.recompute, most_tokens = memory_plan(preset, self.ops, room_for_activations(self.ranks))
+        self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, most_tokens[stage])
                              for stage in preset.stages}
         if self.recompute:
             for block in self.model.blocks.values():
@@ -2619,14 +2660,14 @@ def softcapped(logits, cap):
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
 
 
-def log_importance_weights(num_always, num_classes, vocabulary):
+def log_importance_weights(num_always, num_classes, population):
     """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function right on average.
 
     The first n = num_always classes are always included and weigh 1. The other P - n are sampled
-    from the V - n classes left: each stands for (V - n) / (P - n) of them.
+    from the V - n classes left of the population V: each stands for (V - n) / (P - n) of them.
     """
     sampled = torch.arange(num_classes, device=num_always.device) >= num_always
-    weight = (vocabulary - num_always) / (num_classes - num_always).clamp_min(1)
+    weight = (population - num_always) / (num_classes - num_always).clamp_min(1)
     return torch.where(sampled, weight, 1).log()
 
 
@@ -2656,7 +2697,8 @@ def head_loss_reference(x, weight, targets, cap, chunk_rows=4096):
         log_weights = 0.0
         if part.classes is not None:
             part_weight = weight[part.classes.long()]
-            log_weights = log_importance_weights(part.num_always, len(part_weight), len(weight))
+            population = targets.population or len(weight)
+            log_weights = log_importance_weights(part.num_always, len(part_weight), population)
 
         class_index = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)  # [rows, K]
         operands = [x[rows], class_index]
@@ -3890,17 +3932,17 @@ def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD):
 
 
 @jit
-def load_importance(num_always_ptr, classes, vocab_rows):
+def load_importance(num_always_ptr, classes, population):
     """num_always and the importance weight of the sampled classes; without a pointer none is sampled."""
     num_always = classes if num_always_ptr is None else tl.load(num_always_ptr)
-    return num_always, (vocab_rows - num_always) / tl.maximum(classes - num_always, 1)
+    return num_always, (population - num_always) / tl.maximum(classes - num_always, 1)
 
 
 @jit
 def row_loss_kernel(
     logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
     log_copy_ptr, loss_ptr, lse_ptr, copied_ptr,
-    tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
+    tokens, classes, population, copy_token, softcap, shift, temperature,
     TARGETS: constexpr, FAST: constexpr, BLOCK_N: constexpr,
 ):
     """loss = sum_k target_weights[k] (lse - z[target k]), and lse, of one token a program.
@@ -3912,7 +3954,7 @@ def row_loss_kernel(
     token = tl.program_id(0)
     logits_ptr += token.to(tl.int64) * classes
     half = 0.5 * softcap
-    num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
+    num_always, importance = load_importance(num_always_ptr, classes, population)
 
     total = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, classes, BLOCK_N):
@@ -3945,7 +3987,7 @@ def row_loss_kernel(
 def head_grad_kernel(
     logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
     lse_ptr, copied_ptr, factor_ptr, out_ptr, out_t_desc,
-    tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
+    tokens, classes, population, copy_token, softcap, shift, temperature,
     TARGETS: constexpr, FAST: constexpr, PTX: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
@@ -3965,7 +4007,7 @@ def head_grad_kernel(
     offsets = token[:, None].to(tl.int64) * classes + column
     half = 0.5 * softcap
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
-    num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
+    num_always, importance = load_importance(num_always_ptr, classes, population)
 
     # Two kinds of tiles. Some hold sampled classes alone: no target, and one importance for all columns, which costs
     # nothing as a part of each row's factor. The others begin with classes that are always included, targets among
@@ -4016,18 +4058,18 @@ def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: constexpr):
     tl.store(table_ptr + column, total, column < width)
 
 
-def head_operands(logits, targets, vocab_rows, cap, fast):
+def head_operands(logits, targets, population, cap, fast):
     """What row_loss_kernel and head_grad_kernel both take, by name."""
     tokens, classes = logits.shape
     return dict(
         logits_ptr=logits, class_index_ptr=targets.class_index, positions_ptr=targets.positions,
         target_weights_ptr=targets.weights, num_always_ptr=targets.num_always,
-        tokens=tokens, classes=classes, vocab_rows=vocab_rows, copy_token=targets.copy_token,
+        tokens=tokens, classes=classes, population=population, copy_token=targets.copy_token,
         softcap=cap.softcap, shift=cap.shift, temperature=cap.temperature,
         TARGETS=len(targets.weights), FAST=fast)
 
 
-def row_losses(logits, targets, vocab_rows, cap, fast=False):
+def row_losses(logits, targets, population, cap, fast=False):
     """(losses, lse, copied or None), [T] float32, of contiguous logits [T, classes]; see row_loss_kernel.
 
     `fast` uses the hardware's tanh, for bf16 logits on CUDA.
@@ -4036,13 +4078,13 @@ def row_losses(logits, targets, vocab_rows, cap, fast=False):
     lse = torch.empty_like(losses)
     copied = None if targets.log_copy is None else torch.empty_like(losses)
     row_loss_kernel[(len(logits),)](
-        **head_operands(logits, targets, vocab_rows, cap, fast),
+        **head_operands(logits, targets, population, cap, fast),
         log_copy_ptr=targets.log_copy, loss_ptr=losses, lse_ptr=lse, copied_ptr=copied,
         BLOCK_N=2048, num_warps=4)
     return losses, lse, copied
 
 
-def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast=False):
+def head_grad(logits, targets, population, lse, copied, factor, cap, dtype, fast=False):
     """The gradient [T, classes] of the summed loss times `factor` (0-d, float32), and its transposed copy or None.
 
     The copy is made for e5m2, which saturates and for which T is a multiple of 16.
@@ -4057,7 +4099,7 @@ def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast
         out_t = out.new_empty(classes, tokens)
         out_t_desc = TensorDescriptor.from_tensor(out_t.view(torch.int8), [block_n, block_m])
     head_grad_kernel[triton.cdiv(classes, block_n), triton.cdiv(tokens, block_m)](
-        **head_operands(logits, targets, vocab_rows, cap, fast),
+        **head_operands(logits, targets, population, cap, fast),
         lse_ptr=lse, copied_ptr=copied, factor_ptr=factor, out_ptr=out_bits, out_t_desc=out_t_desc,
         PTX=logits.is_cuda, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
     return out, out_t
@@ -4079,7 +4121,7 @@ class HeadLoss(Function):
         for rows, part in targets.parts():
             part_weight = weight if part.classes is None else weight[part.classes]
             logits, *operands = linear_forward(x[rows], part_weight, scales)
-            losses, lse, copied = row_losses(logits, part, len(weight), cap, fast)
+            losses, lse, copied = row_losses(logits, part, targets.population or len(weight), cap, fast)
             total = total + losses.sum()
             saved += [*operands, logits, lse, copied]
         ctx.constants = weight, targets, cap, scales, fast
@@ -4102,9 +4144,10 @@ class HeadLoss(Function):
             factor = scale_tensor(1.0 / scales.grad, weight.device)
             scales = scales._replace(grad=grad_output * scales.grad)
 
+        population = targets.population or len(weight)
         for _, part in targets.parts():
             *operands, logits, lse, copied = itertools.islice(saved, 5)  # as the forward pass saved them for this part
-            grad, grad_t = head_grad(logits, part, len(weight), lse, copied, factor, cap, dtype, fast)
+            grad, grad_t = head_grad(logits, part, population, lse, copied, factor, cap, dtype, fast)
             dx_part, dweight_part = linear_backward(grad, grad_t, *operands, scales)
             del grad, grad_t  # before those of the next part, which are as large, are made
             dx_parts.append(dx_part)

@@ -29,9 +29,9 @@ L = tg.Layer
 # An empty slot, every feature at least once, and the three kinds of layers: both halves, attention only, MLP only.
 MODEL = tg.ModelConfig(
     width=32, heads=2, key_width=16, head_width=16, mlp_width=64, value_embeddings=2, ngram_rows=1024, ngram_pieces=2, pointer_width=16, vocabulary=VOCABULARY,
-    padded_vocabulary=512, mlp_taps=True, dtype="float32",
+    padded_vocabulary=512, mlp_taps=True, final_values=True, dtype="float32",
     layers=(L(attention=False, mlp=False), L(value_embedding=1), L(value_embedding=0, window="long", key_offset=True),
-            L(attention=False, skip_from=1), L(mlp=False), L(value_embedding=1, skip_from=2, window="long"), L(value_embedding=tg.NGRAMS)))
+            L(attention=False, skip_from=1), L(mlp=False), L(value_embedding=1, skip_from=2, attention_from=3, window="long"), L(value_embedding=tg.NGRAMS)))
 PRESET = tg.Preset(
     "tiny", MODEL,
     (tg.Stage(2, 512, 48, 8, 16, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), sampled_classes=128),

@@ -115,9 +115,8 @@ def test_value_embedding_and_key_tiles_are_counted_once():
 
     assert costs.moved({"a": array(4, 8, address=1), "a_again": array(4, 8, address=1), "n": 3, "none": None}) == 64
     assert costs.Array((1000,), (0,), 4).nbytes == 4  # an expanded scalar
-    product = {"SYMMETRIC": True, "left_ptr": array(3, 64, 128, address=1), "right_ptr": array(3, 128, 64, address=1),
-               "out_ptr": array(3, 64, 64, address=2), "rows": 64, "columns": 64, "depth": 128}
-    assert costs.product(product) == costs.Cost(2 * 3 * 64 * (128 + 64), 3 * 64 * 65 * 128, "bf16_short")
+    launch = {"x_ptr": array(3, 64, 128, address=1), "out_ptr": array(3, 64, 64, address=2), "rows": 64, "depth": 128}
+    assert costs.gram(launch) == costs.Cost(2 * 3 * 64 * (128 + 64), 3 * 64 * 65 * 128, "bf16_short")
 
 
 def operator(name, dims, kinds, strides=None, **event):

@@ -26,6 +26,8 @@ SWITCHES = {
     "whole rows": {"ngram_pieces": 1},
     "no pooling": {"ngram_pooling": 0.0},
     "no taps": {"mlp_taps": False},
+    "no final values": {"final_values": False},
+    "no importance weights": {"importance_weights": False},
     "Turbo-Muon": {"orthogonalization": "turbo"},
     "five-step Polar Express": {"orthogonalization": "polar-express-5"},
     "first Muon": {"orthogonalization": "quintic", "nesterov": False, "normuon": False, "scale_tall_updates": True},
@@ -133,7 +135,7 @@ def test_parameters_and_state_are_gone(name):
     pieces = off.get("ngram_pieces", 2)
     assert not hashed + suffix or model.ngram.shape == (pieces * (hashed + suffix), MODEL.width / pieces)
     assert {n.rpartition(".")[2] for n in names if n.endswith("taps")} == (set() if "mlp_taps" in off else {"mlp_taps"})
-    assert len(model.final_gate) == 1 + (hashed + suffix > 0)
+    assert len(model.final_gate) == 1 + (hashed + suffix > 0) + 3 * off.get("final_values", True)
     # The last layer's values are the n-grams, where there are any: then it has a second gate for each head.
     assert len(model.blocks["6"].gate) == (MODEL.heads * 2 if hashed else MODEL.heads)
     assert any(key.endswith("average") for key in optimizer.state()) == ("averaged_share" not in off)

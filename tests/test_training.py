@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import shutil
@@ -170,6 +171,7 @@ def plain_features(model, documents, geometry):
     config, tokens, heads, after = model.config, documents.tokens.long(), model.config.heads, {}
     x = x0 = norm(model.embedding[tokens])
     ngram = model.ngram[documents.ngrams.long()].sum(1).view(len(tokens), -1)
+    sources = [x0, ngram]  # of the final states
     for slot, layer in enumerate(config.layers):
         if str(slot) not in model.blocks:
             continue
@@ -178,8 +180,11 @@ def plain_features(model, documents, geometry):
             x = x + block.skip_weight.sigmoid() * after[layer.skip_from]
         x = block.scalars[0] * (x + block.scalars[1] * x0 + block.scalars[2] * ngram)
         if layer.attention:
-            h, half, of = norm(x), config.gate_inputs // 2, layer.value_embedding
+            h = norm(x if layer.attention_from is None else after[layer.attention_from])
+            half, of = config.gate_inputs // 2, layer.value_embedding
             value = None if of is None else ngram if of == tg.NGRAMS else model.value_embeddings[of][tokens]
+            if config.final_values and of not in (None, tg.NGRAMS):
+                sources.append(value)
             read = h[:, :2 * half] if value is None else torch.cat([h[:, :half], value[:, :half].detach()], dim=1)
             gates = (read @ block.gate.to(x.dtype).T).sigmoid()
             qkv = h @ block.qkv.T
@@ -190,7 +195,9 @@ def plain_features(model, documents, geometry):
             x = x + (mixed(norm(x), block.mlp_taps) @ block.up.T).relu().square() @ block.down
         after[slot] = x
     weights = norm(x)[:, :config.gate_inputs] @ model.final_gate.to(x.dtype).T
-    return norm(x + weights[:, :1] * x0 + weights[:, 1:] * ngram)
+    for weight, source in zip(weights.T, sources, strict=True):
+        x = x + weight[:, None] * torch.nn.functional.pad(source, (0, x.size(1) - source.size(1)))
+    return norm(x)
 
 
 @pytest.mark.fast
@@ -489,7 +496,7 @@ def test_nothing_reads_weights_before_they_have_arrived(corpus, tiny, monkeypatc
     for all_gather in (tg.Ranks.all_gather, late):
         with monkeypatch.context() as patch:
             patch.setattr(tg.Ranks, "all_gather", all_gather)
-            patch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9))
+            patch.setattr(tg, "memory_plan", lambda *_: (recompute, collections.defaultdict(lambda: 10**9)))
             trainer, losses = helpers.make_trainer(corpus), []
             trainer.initialise(1)
             for step, batches in enumerate(helpers.all_batches(trainer)):
