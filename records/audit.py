@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import runner
 from record import Folder, load
 from runlog import EXIT_HARDWARE, Run, fail, read_run
-from runner import command, newest_log, stop
 from starts import environment, remove_caches
 
 STEPS = 50
@@ -65,7 +65,7 @@ def choose_run(folder: Folder, arm: str, seed: int | None) -> Run:
 def run_again(folder: Folder, key: str, data: Path, steps: int) -> Run:
     """Train `steps` steps of a planned run in a folder of its own. The record is not touched."""
     with tempfile.TemporaryDirectory(prefix="audit-") as place:
-        words = command(folder, key, data)
+        words = runner.command(folder, key, data)
         words[words.index("--log-dir") + 1] = place
         output = Path(place) / "output.txt"
         with output.open("w") as file:
@@ -75,8 +75,8 @@ def run_again(folder: Folder, key: str, data: Path, steps: int) -> Run:
             try:
                 process.wait()
             finally:
-                stop(process)
-        log = newest_log(Path(place))
+                runner.stop(process)
+        log = runner.newest_log(Path(place))
         run = read_run(log) if log else Run(Path(place), "incomplete")
         if not len(run.train):
             said = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]

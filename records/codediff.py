@@ -84,8 +84,8 @@ def count_tokens(lines: list[str]) -> int:
 def title_words(title: str) -> set[str]:
     """The words that say what a section holds, without those that say nothing and without a plural's s."""
     words = re.findall(r"[a-z0-9]+", title.lower())
-    return {word.removesuffix("s") for word in words} - {"", "a", "and", "for", "in", "it", "of", "the", "their", "to",
-                                                         "with"}
+    saying_nothing = {"", "a", "and", "for", "in", "it", "of", "the", "their", "to", "with"}
+    return {word.removesuffix("s") for word in words} - saying_nothing
 
 
 def paired_titles(new: list[str], old: list[str]) -> dict[str, str]:

@@ -109,8 +109,9 @@ def too_late(root: Path, base: str, name: str) -> list[str]:
                 f"records/{name}/unfinished").split()
     if planned.get("runs") != {} or files:
         return [f"{name}: expected the plan's commit before its runs, found both in {commit[:12]}"]
-    bad = [] if fixed_part(planned) == fixed_part(new) else [f"{name}: expected the plan of {commit[:12]}, found "
-                                                             f"another"]
+    bad = []
+    if fixed_part(planned) != fixed_part(new):
+        bad.append(f"{name}: expected the plan of {commit[:12]}, found another")
     made = git(root, "show", "-s", "--date=format-local:%Y-%m-%dT%H:%M:%S", "--format=%ad", commit).strip()
     logs = sorted((root / "records" / name / "runs").glob("*.jsonl"))
     first = min((str(read_run(path).head.get("started", "")) for path in logs), default="")

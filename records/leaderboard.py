@@ -147,11 +147,19 @@ def leaderboard_table(folders: list[Folder], records: str, columns: tuple[str, .
     return "\n\n".join(parts + ([f"{none}: {', '.join(empty)}."] if empty else []))
 
 
+def proven(folder: Folder) -> bool:
+    """Whether a record met its target by the rule of its day; a baseline under the rule only if it passes the test."""
+    if rank(folder)[0] or folder.record.get("abandoned"):
+        return False
+    untested = folder.under_rule and folder.record["kind"] == "baseline" and folder.target is not None
+    return not untested or reached(folder).ok
+
+
 def best_of_each_class(folders: list[Folder]) -> list[Folder]:
     """Of each track and hardware the fastest record that meets its target; none where none does."""
     found: dict[tuple[str, str], Folder] = {}
     for folder in folders:
-        if folder.record.get("abandoned") or rank(folder)[0]:
+        if not proven(folder):
             continue
         place = folder.record["track"], folder.hardware
         if place not in found or rank(folder) < rank(found[place]):

@@ -118,8 +118,8 @@ def load_pair(a: str, b: str) -> tuple[tuple[str, list[Run]], tuple[str, list[Ru
     left, right = load_runs(a), load_runs(b)
     seeds = [[run.head.get("seed") for run in runs] for _, runs in (left, right)]
     places, arms = zip(*map(split_arm, (a, b)))
-    arms_of_one = all(map(names_record, places)) and len({load(place).path
-                                                          for place in places}) == 1 and len(set(arms)) == 2
+    records = all(map(names_record, places))
+    arms_of_one = records and len({load(place).path for place in places}) == 1 and len(set(arms)) == 2
     return left, right, arms_of_one and seeds[0] == seeds[1]
 
 
@@ -247,8 +247,8 @@ def beside_one_public_run(a: list[Run], b: list[Run]) -> str | None:
 def compare(a_spec: str, b_spec: str) -> str:
     """The report on two sets of runs. A single run an arm borrows the usual noise to say how many are needed."""
     (a_name, a), (b_name, b), pairs = load_pair(a_spec, b_spec)
-    losses, times = ([run.loss for run in a], [run.loss for run in b]), ([run.ms / 1e3 for run in a],
-                                                                         [run.ms / 1e3 for run in b])
+    losses = [run.loss for run in a], [run.loss for run in b]
+    times = [run.ms / 1e3 for run in a], [run.ms / 1e3 for run in b]
     no_loss, no_time = incomparable(a, b)
     loss, time = stats.welch(*losses), (stats.paired if pairs else stats.welch)(*times)
     usual = stats.mean(times[1])

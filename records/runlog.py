@@ -88,8 +88,8 @@ def chained_lines(text: str) -> tuple[list[dict[str, Any]], str | None]:
 
 def describe_stage(line: dict[str, Any]) -> str:
     windows = f"{line['short_window_tokens']}/{line['long_window_tokens']}"
-    return f"{line['batch_tokens']:,} tokens a step, windows {windows}" + (", extension" if line.get("extension")
-                                                                           else "")
+    extension = ", extension" if line.get("extension") else ""
+    return f"{line['batch_tokens']:,} tokens a step, windows {windows}{extension}"
 
 
 def read_json_log(path: Path, text: str) -> Run:

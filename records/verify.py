@@ -81,8 +81,9 @@ def check_parent(c: Context) -> Findings:
             require_parent(c.folder.path.parent, c.folder.record, c.folder.hardware, c.folder.started)
         return [], "none, arm a only"
     parent, record = load(c.folder.parent).record, c.folder.record
-    bad = [] if parent["track"] == record["track"] else [f"expected a record of {record['track']}, found "
-                                                         f"{parent['track']}"]
+    bad = []
+    if parent["track"] != record["track"]:
+        bad.append(f"expected a record of {record['track']}, found {parent['track']}")
     bad += [f"{name}: expected the parent's content, found another"
             for name in sorted(parent["data"].keys() & record["data"].keys())
             if parent["data"][name] != record["data"][name]]
@@ -111,9 +112,10 @@ def check_plan(c: Context) -> Findings:
         bad.append(f"expected at least {least} runs an arm, found {n}")
     if c.folder.under_rule and claims(c.folder.track, record["kind"]) and not plan["margin"] and "retimes" not in plan:
         bad.append("expected the margin that n is for, found none")
-    if "restarts" in plan and (problem := restart_problem(load(c.folder.path.parent / plan["restarts"]),
-                                                          record["track"], name)):
-        bad.append(f"expected the restart of an abandoned plan, found {problem}")
+    if "restarts" in plan:
+        first = load(c.folder.path.parent / plan["restarts"])
+        if problem := restart_problem(first, record["track"], name):
+            bad.append(f"expected the restart of an abandoned plan, found {problem}")
     if "retimes" in plan and c.folder.repeated.record["scripts"] != record["scripts"]:
         bad.append(f"expected the scripts of {plan['retimes']}, found others")
     return bad, f"{n} runs an arm, {plan['id']}"
@@ -278,8 +280,12 @@ def corpus_problems(c: Context) -> Iterator[str]:
     if pins and manifest_hash(manifest, list(manifest)) != pins.manifest:
         yield f"expected the pinned shards of {track.corpus}, found others"
     for other in readable(c.folder.path.parent):
-        if other.track.corpus != track.corpus and set(other.record["data"].values()) & set(manifest.values()):
+        known = other.record["data"]
+        if other.track.corpus != track.corpus and set(known.values()) & set(manifest.values()):
             yield f"expected shards of {track.corpus}, found some of {other.track.corpus}"
+            return
+        if other.track.corpus == track.corpus and any(known[name] != manifest[name] for name in known.keys() & manifest):
+            yield f"expected shards as in {other.path.name}, found others of their names"
             return
 
 

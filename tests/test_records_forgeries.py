@@ -61,13 +61,20 @@ def test_webtext_runs_relabelled_as_the_fineweb_speedrun(copy, monkeypatch):  # 
     assert "tokens" in failed(copy) and found == ["a: expected validation tokens of fineweb, found those of webtext"]
 
 
+def test_a_corpus_has_the_same_shards_in_all_records(copy):  # noqa: F811
+    """Also one that is not pinned, as FineWeb before its first record."""
+    edit_json(copy.parent / record.load(copy).record["parent"] / "record.json",
+              lambda r: r["data"].update({"sample_val_000000.bin": "1" * 64}))
+    assert {"tokens", "parent"} <= failed(copy) and "expected shards as in" in said(copy, "tokens")
+
+
 def test_another_validation_shard(copy, monkeypatch):  # noqa: F811
     """Pinned by its SHA-256 and by what the runs hash of it."""
     context = verify.Context(record.load(ROOT / "records/2026-11-26_shorter-1gpu"), {})
     run = runlog.read_run(first_log(context.folder.path))
     assert list(verify.corpus_problems(context)) == list(verify.token_problems(context, "a", run)) == []
     context.folder.record["data"]["webtext_val_000000.bin"] = "0" * 64
-    assert list(verify.corpus_problems(context)) == ["expected the pinned shards of webtext, found others"]
+    assert next(verify.corpus_problems(context)) == "expected the pinned shards of webtext, found others"
     run.lines[-1]["val_hash"] = "0" * 16
     assert "expected validation tokens 74f9a92a3c857c45, found 0000" in next(verify.token_problems(context, "a", run))
     assert not on_track(copy, "sprint-webtext", monkeypatch)["tokens"].ok
