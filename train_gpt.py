@@ -7,12 +7,12 @@ Launch
     ./run.sh                                                the preset this machine can run, with what it has
     torchrun --standalone --nproc_per_node=8 train_gpt.py   one node; 4, 2 or 1 GPU accumulate, on the same tokens
     python train_gpt.py --preset smoke                      any computer, no network: a minute or two on two CPU cores
-    python train_gpt.py --help                              all options
+    python train_gpt.py --help                              all options; sample.py does what comes after a training
 
 Map
     1 imports, constants     2 configuration     3 schedule        4 model            5 optimizer
     6 training               7 data              8 reference operators                9 Triton kernels
-   10 operator selection    11 runtime          12 run log        13 afterwards      14 main
+   10 operator selection    11 runtime          12 run log        13 model file      14 main
 
 Comments call the N-th public record of modded-nanogpt "record N".
 """
@@ -68,6 +68,8 @@ except ImportError:  # the reference operators need no Triton
     triton = tl = None
     def jit(function):
         return function
+    def constexpr(value):
+        return value
 
 # The header of llm.c's token files, see data/README.md.
 SHARD_MAGIC = 20240520
@@ -76,22 +78,52 @@ SHARD_HEADER_BYTES = 1024
 
 BOS = 50256  # <|endoftext|>: opens every document
 CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that every world size sees the same tokens
-# The parts of the model whose matrix products can be FP8. Each maps the endings of its weights' names to the largest
-# magnitude that the FP8 scale of these weights can hold (MlpScales, HeadScales).
-FP8_PARTS = {"attention": {"qkv": 7.0}, "head": {"lm_head": 3.2}, "mlp": {"up": 7.0, "down": 7.0}}
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
 NEW_TOKEN_ROWS = 32  # rows that it shares out among tokens without a match
 NORM_EPSILON = 1e-6  # added to a mean square
 E4M3 = torch.float8_e4m3fn  # FP8 for weights and activations
 E5M2 = torch.float8_e5m2  # FP8 for gradients: more range, less precision
+E4M3_MAX = 448.0  # the largest number of each format
+E5M2_MAX = 57_344.0
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
+WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles
 
-# Dense bfloat16 TFLOP/s as the vendors state them. A key is a part of the device's name; the first that fits counts.
-PEAK_TFLOPS = {
-    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
+
+class MlpScales(NamedTuple):
+    """Static FP8 scales of the MLP and the QKV projection: value = fp8 * scale.
+
+    The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28, and those with taps may pass that;
+    weights 7; hidden values relu² 1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06;
+    gradients, in e5m2, 56 and 2^-27.
+    """
+    x: float = 2.0 ** -4
+    weight: float = 2.0 ** -6
+    hidden: float = 2.0 ** 2
+    grad: float = 2.0 ** -10
+
+
+class HeadScales(NamedTuple):
+    """Static FP8 scales of the head: value = fp8 * scale.
+
+    The default ranges: RMS-normed x reaches 28 (100 leaves room), weights stay under 3.2, and
+    entries of the gradient of a summed loss under 1.75 * softcap / (4 * temperature) = 1.34; e5m2
+    reaches 96.
+    """
+    x: float = 100 / E4M3_MAX
+    weight: float = 3.2 / E4M3_MAX
+    grad: float = 96 / E5M2_MAX
+
+
+# The parts of the model whose matrix products can be FP8. Each maps the endings of its weights' names to the largest
+# magnitude that their scale can hold.
+FP8_PARTS = {
+    "attention": {"qkv": E4M3_MAX * MlpScales().weight},
+    "head": {"lm_head": E4M3_MAX * HeadScales().weight},
+    "mlp": {"up": E4M3_MAX * MlpScales().weight, "down": E4M3_MAX * MlpScales().weight},
+}
 
 
 # ==== 2. Configuration ================================================================================================
@@ -181,6 +213,15 @@ class OptimizerConfig:
     """Differences in loss named here are of whole sprints, one run each (records/LOG.md); chance makes 0.002. Those of
     decay, pooling and the averages' share are means over twelve runs of 94 M tokens, and most of those "at length" over
     ten speedruns or more, with chance 0.0009."""
+    # How momentum becomes an update of a matrix: a key of ORTHOGONALIZATIONS, then NorMuon, or plain Muon without it.
+    orthogonalization: str = "polar-express"
+    nesterov: bool = True  # orthogonalise the momentum as it will be with the gradient once more, or the momentum itself
+    normuon: bool = True
+    normuon_lines: str = "long"  # NorMuon's variances are of the lines that a matrix's long side counts, or its "short"
+    scale_tall_updates: bool = False  # Muon's first rule: times max(1, rows / columns)^0.5
+    # Decay a weight only where its update shrinks it too (records 43, 50); False: always, as AdamW. Of matrices and
+    # tables alike.
+    cautious_decay: bool = True
     muon_learning_rate: float = 0.023  # 0.0265: +0.0027
     # Times the square of the learning rate, so it fades early (record 43). 1.2: +0.0030, at a longer run +0.0017.
     muon_weight_decay: float = 2.4
@@ -254,6 +295,7 @@ class Preset:
     val_tokens: int
     val_window_tokens: int = 131_072  # contiguous tokens a forward pass of the validation sees
     val_attention_windows: tuple[int, int] = (384, 2560)  # (short, long) attention windows of the final validation
+    fp8: tuple[str, ...] = tuple(FP8_PARTS)  # whose products are FP8 where the GPU can; weights in bfloat16 only
     status: str  # one line said at the start
     log_every_steps: int = 25
 
@@ -292,6 +334,26 @@ GPT_SMALL = ModelConfig(
 GPT_SPRINT = replace(
     GPT_SMALL, heads=3, mlp_width=2304, ngram_pieces=1,
     layers=(EMPTY, MLP_ONLY, LAYERS[2], EMPTY, LAYERS[4], EMPTY, *LAYERS[6:8], EMPTY, *LAYERS[9:]))
+
+# The U-Net of the public records up to 2025: the second half of the layers takes what the first half had, in the
+# opposite order, and the last three layers share the value embeddings of the first three.
+UNET_LAYERS = (
+    Layer(value_embedding=0, window="long"),  # 0
+    Layer(value_embedding=1),  # 1
+    Layer(value_embedding=2),  # 2
+    Layer(),  # 3
+    Layer(window="long"),  # 4
+    Layer(),  # 5
+    Layer(skip_from=5),  # 6
+    Layer(attention=False, skip_from=4),  # 7
+    Layer(skip_from=3),  # 8
+    Layer(skip_from=2, value_embedding=0),  # 9
+    Layer(skip_from=1, value_embedding=1),  # 10
+    Layer(skip_from=0, value_embedding=2, window="long"))  # 11
+
+GPT_UNET = ModelConfig(
+    width=768, heads=6, mlp_width=3072, layers=UNET_LAYERS, value_embeddings=3, ngram_rows=0,
+    longest_suffix_match=False, pointer_width=0)
 
 GPT_TINY = ModelConfig(
     width=128, heads=2, key_width=64, head_width=64, mlp_width=512, pointer_width=64, value_embeddings=3,
@@ -369,6 +431,14 @@ PRESETS["sprint-small"] = replace(
         GPT_SPRINT, ngram_rows=2**21,
         layers=(*LAYERS[:3], EMPTY, LAYERS[4], MLP_ONLY, *GPT_SPRINT.layers[6:])),
     status="sprint-small: the sprint with a sixteenth of its n-gram rows, run on no small card yet")
+
+# The systems that this project began with, as their authors put them together, on the sprint's data and length:
+# docs/systems.md. Nothing is sampled, hashed, copied or averaged, and no product is FP8.
+PRESETS["seeds"] = replace(
+    PRESETS["sprint"], name="seeds", model=GPT_UNET, fp8=(),
+    stages=tuple(replace(stage, sampled_classes=None, targets=((1.0,), (1.0,))) for stage in sprint_stages(10_240)),
+    optimizer=OptimizerConfig(orthogonalization="turbo", averaged_share=0.0),
+    status="seeds: U-Net skips, value embeddings, NorMuon, DistAdam and Turbo-Muon alone")
 
 
 # ==== 3. Schedule: pure functions of the step =========================================================================
@@ -542,7 +612,7 @@ def injections(x0, ngram, *lambdas):
     """What enters each layer from the two embeddings, that of the token and that of the last few tokens: a list.
 
     All layers are in one region, so that one kernel sums their gradients. `lambdas` are x0_lambda and ngram_lambda of
-    one layer after the other, a flat list because compile_dynamic looks for tensors among the arguments alone."""
+    one layer after the other, a flat list, in which compile_dynamic finds the tensors."""
     injected = []
     for x0_lambda, ngram_lambda in zip(lambdas[::2], lambdas[1::2]):
         total = scaled(x0_lambda, x0)
@@ -572,12 +642,22 @@ class EnterStream(Function):
         return grad_lambda, grad, grad
 
 
-def enter_layer(x, mlp_out, injected, resid_lambda, skip, skip_weight):
-    """x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected)."""
-    x = add_mlp(x, mlp_out)
-    if skip is not None:
-        x = x + scaled(torch.sigmoid(skip_weight).expand(len(x)), skip)
-    return EnterStream.apply(resid_lambda, x, injected)
+class LayerEntry(NamedTuple):
+    """What enters a layer, see enter_layer."""
+    x: Tensor  # the residual stream [T, width], as the next three
+    mlp_out: Tensor | None  # of the layer before
+    injected: Tensor
+    skip: Tensor | None
+    skip_weight: nn.Parameter | None
+    resid_lambda: Tensor  # [T]
+
+
+def enter_layer(entry):
+    """The stream x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected), of a LayerEntry."""
+    x = add_mlp(entry.x, entry.mlp_out)
+    if entry.skip is not None:
+        x = x + scaled(torch.sigmoid(entry.skip_weight).expand(len(x)), entry.skip)
+    return EnterStream.apply(entry.resid_lambda, x, entry.injected)
 
 
 def mixed(h, taps, positions):
@@ -593,10 +673,11 @@ def mixed(h, taps, positions):
 
 
 class Deferred(Function):
-    """Stands for h [T, width], which the FP8 operators make themselves from the stream and its inverse RMS (see
-    quantize_kernel), so that no region writes h. It is one number expanded to h's shape, which nobody reads: it only
-    carries the gradient of h back. sample [T / 16, width] is what the taps add to rows 15, 31, 47, ... of h; 16 times
-    the gradient of these rows estimates the gradient of the taps."""
+    """Stands for h [T, width] where the FP8 operators make it themselves, see NormedInput, so that no region writes it.
+
+    It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. sample
+    [T / 16, width] is what the taps add to rows 15, 31, 47, ... of h; 16 times the gradient of these rows estimates the
+    gradient of the taps."""
     @staticmethod
     def forward(ctx, h, sample):
         return h.new_empty(1).expand_as(h)
@@ -606,10 +687,25 @@ class Deferred(Function):
         return grad, 16 * grad[15::16]
 
 
-def product_input(x, h, fp8, positions=None, taps=None):
-    """(operand, inverse_rms): mixed(h, taps, positions), which a matrix product reads, and None. h [T, width] is the
-    norm of the stream x. In FP8 training the operand only stands for it, see Deferred, and inverse_rms [T] is that of
-    x, from which the FP8 operators make it."""
+class NormedInput(NamedTuple):
+    """h = mixed(norm(x), taps, positions), which a matrix product reads, for the operators that hold this product.
+
+    In bf16, in float32 and in validation h is written, and the operators read it. In FP8 training they read x: h only
+    stands for the product's input and takes its gradient (see Deferred), and quantize_kernel makes the input from the
+    rest."""
+    h: Tensor  # [T, width]
+    x: Tensor  # the residual stream [T, width], detached
+    inverse_rms: Tensor | None  # of x, [T]; None: h is written
+    positions: Tensor | None = None  # [T]
+    taps: Tensor | None = None  # of `mixed`, [K, width]
+
+    def fp8_copies(self, quantize: Callable, scale: float) -> tuple[Tensor, Tensor]:
+        """The product's input divided by `scale`, in e4m3 and in both layouts; `quantize` is quantize_both."""
+        return quantize(self.x, scale, E4M3, self.inverse_rms, self.positions, self.taps)
+
+
+def product_input(x, h, positions=None, taps=None, *, fp8):
+    """(h, inverse_rms) of a NormedInput, from the stream x [T, width] and its norm h."""
     if not (fp8 and torch.is_grad_enabled()):
         return mixed(h, taps, positions), None
     inverse_rms = torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
@@ -624,14 +720,14 @@ def product_input(x, h, fp8, positions=None, taps=None):
     return Deferred.apply(h, sample), inverse_rms
 
 
-def attention_in(attn_scale, gate, value, fp8, *entry):
+def attention_in(entry, value, gate, attn_scale, fp8):
     """A layer up to the projection of queries, keys and values. Returns the stream, the two results of product_input,
     the gates [T, H] of the heads' outputs, and those of the value embedding, which are None without one.
 
-    `entry` are the operands of enter_layer; gate is [H, inputs], or [2 H, inputs] with a value embedding. attn_scale
-    multiplies the gates of the outputs: multiplied with weights, as in record 47, it would take passes over them.
-    Attention's backward pass divides by these gates, so they are kept from zero."""
-    x = enter_layer(*entry)
+    gate is [H, inputs], or [2 H, inputs] with a value embedding. attn_scale [T] multiplies the gates of the outputs:
+    multiplied with weights, as in record 47, it would take passes over them. Attention's backward pass divides by these
+    gates, so they are kept from zero."""
+    x = enter_layer(entry)
     h = norm(x)
 
     inputs = gate.size(1)
@@ -646,20 +742,25 @@ def attention_in(attn_scale, gate, value, fp8, *entry):
         gates, value_gates = gates.chunk(2, dim=1)
         value_gates = 4 * value_gates
     gates = scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20)
-    return x, *product_input(x, h, fp8), gates, value_gates
+    return x, *product_input(x, h, fp8=fp8), gates, value_gates
 
 
 def attention_out(x, y, out, positions, taps, fp8):
     """The stream after attention, x + y out, and product_input of it for the MLP; y [T, H, D] are the gated heads, out
     is [H D, width]."""
     x = x + (y.flatten(1) @ out)[None].squeeze(0)  # the views keep it from becoming an addmm, which first copies x
-    return x, *product_input(x, norm(x), fp8, positions, taps)
+    return x, *product_input(x, norm(x), positions, taps, fp8=fp8)
 
 
-def mlp_in(positions, taps, fp8, *entry):
+def mlp_in(entry, positions, taps, fp8):
     """A layer without attention up to its MLP: the stream and product_input of it."""
-    x = enter_layer(*entry)
-    return x, *product_input(x, norm(x), fp8, positions, taps)
+    x = enter_layer(entry)
+    return x, *product_input(x, norm(x), positions, taps, fp8=fp8)
+
+
+def entry_tokens(entry, *_):
+    """The number of tokens among the operands of a region that begins a layer, see compile_dynamic."""
+    return len(entry.x)
 
 
 def final_states(x, mlp_out, x0, ngram, gate):
@@ -758,9 +859,9 @@ class Block(nn.Module):
             if config.mlp_taps:
                 self.mlp_taps = make_param("gate", empty(2, width))
 
-        self.attention_in = ops.compile(attention_in)
+        self.attention_in = ops.compile(attention_in, entry_tokens)
         self.attention_out = ops.compile(attention_out)
-        self.mlp_in = ops.compile(mlp_in)
+        self.mlp_in = ops.compile(mlp_in, entry_tokens)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator):
@@ -792,23 +893,24 @@ class Block(nn.Module):
         """
         layer = self.layer
         ops = self.ops
-        entry = x, mlp_out, injected, scalars.resid_lambda, skip, self.skip_weight
-        mix = documents.positions, self.mlp_taps
+        positions = documents.positions
+        entry = LayerEntry(x, mlp_out, injected, skip, self.skip_weight, scalars.resid_lambda)
 
         if layer.attention:
             x, h, inverse_rms, gates, value_gates = self.attention_in(
-                scalars.attn_scale, self.gate, value, ops.attention_fp8, *entry)
+                entry, value, self.gate, scalars.attn_scale, ops.attention_fp8)
             q, k, v, value = ops.project_heads(
-                h, (x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
-                documents.positions, geometry.cos, geometry.sin, self.heads, layer.key_offset)
+                NormedInput(h, x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
+                positions, geometry.cos, geometry.sin, heads=self.heads, key_offset=layer.key_offset)
             y = ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
-            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), *mix, ops.mlp_fp8)
+            x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), positions, self.mlp_taps, ops.mlp_fp8)
         else:
-            x, h, inverse_rms = self.mlp_in(*mix, ops.mlp_fp8, *entry)
+            x, h, inverse_rms = self.mlp_in(entry, positions, self.mlp_taps, ops.mlp_fp8)
 
         mlp_out = None
         if layer.mlp:
-            mlp_out = ops.mlp(h, (x.detach(), inverse_rms, *mix), gathered(self.up), gathered(self.down))
+            mlp_input = NormedInput(h, x.detach(), inverse_rms, positions, self.mlp_taps)
+            mlp_out = ops.mlp(mlp_input, gathered(self.up), gathered(self.down))
         return x, mlp_out, value
 
 
@@ -840,6 +942,11 @@ class GPT(nn.Module):
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
         self.skip_sources = {layer.skip_from for layer in config.layers}
+        for index, block in self.blocks.items():
+            source = block.layer.skip_from
+            if source is not None and (str(source) not in self.blocks or source >= block.index):
+                fail(f"layer {index}: skip_from", "an earlier layer with attention or an MLP", source,
+                     f"one of {', '.join(other for other in self.blocks if int(other) < block.index) or 'none'}")
         self.value_embeddings = nn.ParameterList(
             make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.lm_head = make_param("lm_head", table(width))
@@ -957,27 +1064,6 @@ class GPT(nn.Module):
         return self.ops.head_loss_eval(
             *self.predictions(documents, geometry, torch.ones(1, device=self.lm_head.device)))
 
-    @torch.no_grad()
-    def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
-        """Probabilities [padded vocabulary], float32, of what follows a single document.
-
-        Where the operators remember earlier tokens, as in next_tokens, `documents` holds only new tokens, but the class
-        indices of all."""
-        config = self.config
-        h = self.features(documents, geometry)
-        p = softcapped(F.linear(h[-1], self.lm_head).float(), config.softcap).softmax(-1)
-        if self.pointer is None:
-            return p
-
-        q, k = self.pointer_in(h, self.pointer)[-1 - config.pointer_window_tokens:].float().unbind(1)
-        scores = config.pointer_scale * (k[:-1] @ q[-1])
-        shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
-        copy_token = config.vocabulary
-        copied = F.pad(documents.class_index[-len(k):-1], (0, 1), value=copy_token)
-        p_copy = p[copy_token].clone()
-        p[copy_token] = 0
-        return p.index_add(0, copied, p_copy * shares)
-
 
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage.
@@ -1087,27 +1173,37 @@ def nesterov_momentum(momentum_buffer, received, momentum):
     return (g + momentum * (average - g)).to(received.dtype)
 
 
-def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weight_decay, beta2):
+def plain_momentum(momentum_buffer, received, momentum):
+    """nesterov_momentum without the look-ahead: it returns the new momentum."""
+    average = momentum_buffer + (1 - momentum) * (mean_gradient(received) - momentum_buffer)
+    momentum_buffer.copy_(average)
+    return average.to(received.dtype)
+
+
+def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weight_decay, beta2, cautious):
     """Apply orthogonalised updates [..., rows, columns] to the weights, in place; for low_bits see join_float32.
 
     NorMuon divides each line of a matrix by the running root mean square of its updates, then restores the norm of the
-    whole matrix. Lines are those that the longer side counts: the rows of a tall or square matrix, the columns of a
-    wide one. Cautious decay shrinks a weight only where the update shrinks it too.
-    Sources: NorMuon, arXiv 2510.05491; public records 41-43 and 48.
+    whole matrix. The lines are the rows if second_moment is [..., rows, 1], the columns if it is [..., 1, columns].
+    Without a second moment this is Muon. Decay, if cautious, shrinks a weight only where the update shrinks it too.
+    Sources: Muon, Keller Jordan 2024-10; NorMuon, arXiv 2510.05491; public records 41-43 and 48.
     """
     update = update.float()
-    axis, other_axis = (-1, -2) if update.size(-2) >= update.size(-1) else (-2, -1)
-    mean_square = update.square().mean(axis, keepdim=True)
-    average = second_moment + (1 - beta2) * (mean_square - second_moment)
-    second_moment.copy_(average)
-    scale = average.clamp_min(1e-10).rsqrt()
-    square_before = mean_square.sum(other_axis, keepdim=True)
-    square_after = (mean_square * scale.square()).sum(other_axis, keepdim=True)
-    update = update * (scale * (square_before / square_after.clamp_min(1e-30)).sqrt())
+    if second_moment is not None:
+        axis, other_axis = (-1, -2) if second_moment.size(-1) == 1 else (-2, -1)
+        mean_square = update.square().mean(axis, keepdim=True)
+        average = second_moment + (1 - beta2) * (mean_square - second_moment)
+        second_moment.copy_(average)
+        scale = average.clamp_min(1e-10).rsqrt()
+        square_before = mean_square.sum(other_axis, keepdim=True)
+        square_after = (mean_square * scale.square()).sum(other_axis, keepdim=True)
+        update = update * (scale * (square_before / square_after.clamp_min(1e-30)).sqrt())
 
     value = join_float32(weight, low_bits)
     step_size = lr * multiplier
-    wd = (update * value >= 0) * (weight_decay * lr * step_size)
+    wd = weight_decay * lr * step_size
+    if cautious:
+        wd = (update * value >= 0) * wd
     value = value - value * wd - update * step_size
     if low_bits is None:
         weight.copy_(value)
@@ -1170,7 +1266,8 @@ class Owner:
             self.pending_gather = None
 
     def state(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in vars(self).items() if name in self.state_names}
+        return {name: tensor for name, tensor in vars(self).items()
+                if name in self.state_names and tensor is not None}
 
     def average_(self, rate: float, share: float):
         """Running average of the weights w of this rank's shard: average += rate * (w - average).
@@ -1267,10 +1364,11 @@ class MatrixBank(Owner):
         # Groups: each parameter goes to one, and each matrix has the multiplier of its role (padding: 0).
         members = [[] for _ in range(groups)]
         multiplier = torch.zeros(len(zeros), 1, 1, device=ranks.device)
+        shape_factor = max(1.0, rows / columns) ** 0.5 if config.scale_tall_updates else 1.0
         start = 0
         for parameter, count in zip(parameters, counts):
             members[start // size].append(parameter)
-            multiplier[start:start + count] = rules[parameter.info.role].learning_rate_multiplier
+            multiplier[start:start + count] = rules[parameter.info.role].learning_rate_multiplier * shape_factor
             start += count
         self.multiplier = self.own_part(multiplier).clone()
         parts = zip(members, self.weights.split(size), self.grads.split(size), self.received.unbind(1))
@@ -1280,9 +1378,12 @@ class MatrixBank(Owner):
         if self.weights.dtype == torch.bfloat16:
             self.low_bits = torch.zeros_like(self.shard, dtype=torch.int16)
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
-        per_output = (rows, 1) if rows >= columns else (1, columns)
-        self.second_moment = torch.zeros(*self.shard.shape[:2], *per_output, device=ranks.device)
-        self.nesterov = ops.compile(nesterov_momentum)
+        self.second_moment = None
+        if config.normuon:
+            by_row = (rows >= columns) == (config.normuon_lines == "long")
+            lines = (rows, 1) if by_row else (1, columns)
+            self.second_moment = torch.zeros(*self.shard.shape[:2], *lines, device=ranks.device)
+        self.look_ahead = ops.compile(nesterov_momentum if config.nesterov else plain_momentum)
         self.update = ops.compile(normuon_update)
 
     def own_part(self, full: Tensor) -> Tensor:
@@ -1292,15 +1393,18 @@ class MatrixBank(Owner):
     def compute_(self, rates):
         for group in self.groups:
             group.pending_reduce()
-        update = self.nesterov(self.momentum, self.received, rates["momentum"])
-        update = self.ops.orthogonalize(update.flatten(0, 1)).view(self.shard.shape)
-        self.update(update, self.shard, self.low_bits, self.second_moment, self.multiplier, rates["muon"],
-                    self.config.muon_weight_decay, self.config.second_moment_decay)
+        config = self.config
+        update = self.look_ahead(self.momentum, self.received, rates["momentum"])
+        update = self.ops.orthogonalize(update.flatten(0, 1), ORTHOGONALIZATIONS[config.orthogonalization])
+        self.update(update.view(self.shard.shape), self.shard, self.low_bits, self.second_moment, self.multiplier,
+                    rates["muon"], config.muon_weight_decay, config.second_moment_decay, config.cautious_decay)
 
 
 @dataclass(eq=False)
 class Adam(Owner):
-    """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates."""
+    """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates.
+
+    With AdamTable it is what modded-nanogpt calls DistAdam: sharded Adam, whose gradients leave from backward hooks."""
     parameters: list[nn.Parameter]  # of one role
     rule: AdamRule
     config: OptimizerConfig
@@ -1321,7 +1425,8 @@ class Adam(Owner):
         self.pending_reduce = None  # NCCL's handle and a view would keep the gradient alive
         wait()
         self.ops.adam(self.shard, received, self.exp_avg, self.exp_avg_sq, rates[self.role],
-                      rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon)
+                      rates[f"{self.role} decay"], *self.rule.betas, self.config.adam_epsilon,
+                      cautious=self.config.cautious_decay)
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -1423,7 +1528,7 @@ class SparseTable(Adam):
         self.ops.sparse_adam(grads, self.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
                              rates[self.role], rates[f"{self.role} decay"], self.rule.betas[1],
                              self.config.adam_epsilon, 1 / self.ranks.world,  # the gradient is the mean of the ranks'
-                             pooling=self.config.ngram_pooling)
+                             pooling=self.config.ngram_pooling, cautious=self.config.cautious_decay)
 
 
 class AdamScalars(Adam):
@@ -1447,6 +1552,11 @@ class Optimizer:
     """All owners, and the order of their phases: the timeline at the head of this section."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+        choices = {"orthogonalization": tuple(ORTHOGONALIZATIONS), "normuon_lines": ("long", "short")}
+        for name, known in choices.items():
+            if getattr(config, name) not in known:
+                fail(name, f"one of {', '.join(known)}", getattr(config, name), "choose one of them in OptimizerConfig")
+
         self.ranks = ranks
         rules = dict(config.rules)
         matrices = collections.defaultdict(list)  # by their shape
@@ -1583,11 +1693,11 @@ def state_hash(state: dict) -> str:
 
 # ---- memory and data -------------------------------------------------------------------------------------------------
 # Peak memory of training in bytes a token of a micro-batch, as measured on one H200 for a larger model than the present
-# ones: attention in ten layers with keys of 128, eleven MLPs of 3072.
-# It depends on the operators of the MLP. Logits are not included: their size follows from the classes of a stage.
+# ones. It depends on the operators of the MLP. Logits are not included: their size follows from the classes of a stage.
 PEAK_TOKEN_BYTES = {"fp8": 303_000, "bf16": 359_000, "reference": 849_000}
 RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
 VALIDATION_TOKEN_BYTES = 39_000  # the same for a validation window, with its logits
+LATER_BYTES = 3 * 2**29  # for gradients, averages and exchanges, which are not there yet when the room is measured
 USEFUL_MICRO_BATCH_TOKENS = 98_304  # larger micro-batches need more memory and save no time
 
 
@@ -1601,58 +1711,31 @@ def micro_batch_chunks(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
     return chunks
 
 
-def state_bytes(preset: Preset, ranks: Ranks, ops: Ops) -> int:
-    """Bytes that a rank needs at most, activations aside.
-
-    The model and its optimizer are built on the meta device, where tensors have a size but no memory."""
-    meta = Ranks(ranks.rank, ranks.world, torch.device("meta"))
-    optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
-    state = sum(tensor.nbytes for tensor in optimizer.state().values())
-
-    # The gradient of a matrix or scalar exists twice: where autograd leaves it, and in the buffer of its group. A dense
-    # table's exists once. Several ranks add buffers for what they receive, and a shared buffer for each table.
-    several = ranks.world > 1
-    matrix_copies, table_copies = (3, 3) if several else (2, 1)
-    gradients = matrix_copies * sum(item.weights.nbytes for item in (*optimizer.scalars, *optimizer.banks))
-    gradients += table_copies * sum(table.weights.nbytes for table in optimizer.dense)
-
-    # A sparse table gathers the bfloat16 gradient of every token of a step. Several ranks keep one buffer for each
-    # batch size, because shared memory is never freed.
-    batch_sizes = {stage.batch_tokens for stage in preset.stages}
-    tokens = sum(batch_sizes) if several else max(batch_sizes)
-    gathered = 2 * preset.model.width * tokens * len(optimizer.sparse)
-
-    # Averaging one bank or table (Owner.average_) takes up to four temporary tensors as large as its average.
-    averaging = 4 * max((item.average.nbytes for item in optimizer.averaged), default=0)
-    return state + gradients + gathered + averaging
+def room_for_activations(ranks: Ranks) -> float:
+    """Bytes that are left beside the model and its optimizer on the fullest GPU; infinite without a GPU."""
+    if not ranks.on_gpu:
+        return math.inf
+    return min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0])) - LATER_BYTES
 
 
-def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None = None) -> tuple[bool, int, int]:
-    """How training fits into a rank's memory: (recompute, micro_batch_tokens, needed_bytes).
+def memory_plan(preset: Preset, ops: Ops, room_bytes: float) -> tuple[bool, int]:
+    """How training fits into what room_for_activations says: (recompute, tokens of a micro-batch at most).
 
     recompute: whether layers are computed again in the backward pass. That is chosen only where one batch chunk at a
-    time would not fit otherwise. micro_batch_tokens: the size of the largest micro-batch. needed_bytes: an upper bound
-    of the memory in use, or 0 without a GPU, where there is no limit. `room_bytes` is by default 95 % of the memory
-    that is free on the fullest GPU. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
-    if room_bytes is None:
-        if not ranks.on_gpu:
-            return False, sys.maxsize, 0
-        room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
-
-    state = state_bytes(preset, ranks, ops)
+    time would not fit otherwise. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
+    smallest = max(stage.chunk_tokens for stage in preset.stages)
     # Of each token: its logits in bfloat16, and their gradient.
     logit_bytes = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
     for recompute in (False, True):
         token_bytes = logit_bytes + (RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]])
-        most_tokens = min(int(room_bytes - state) // token_bytes, USEFUL_MICRO_BATCH_TOKENS)
-        tokens = max(micro_batch_chunks(stage, ranks, most_tokens) * stage.chunk_tokens for stage in preset.stages)
-        needed = state + max(tokens * token_bytes, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
+        needed = max(smallest * token_bytes, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
         if needed <= room_bytes:
-            return recompute, tokens, needed
+            return recompute, int(min(room_bytes / token_bytes, USEFUL_MICRO_BATCH_TOKENS))
 
-    fail("GPU memory", f"{needed / 2**30:.1f} GiB for one batch chunk of {tokens:,} tokens at a time",
+    fail("GPU memory", f"{needed / 2**30:.1f} GiB beside the model for one batch chunk of {smallest:,} tokens",
          f"{room_bytes / 2**30:.1f} GiB",
-         "end other programs on this GPU (nvidia-smi), or --preset sprint-small, smoke-gpu or smoke", EXIT_HARDWARE)
+         "end other programs on this GPU (nvidia-smi), --preset sprint-small, smoke-gpu or smoke, or "
+         "--micro-batch-tokens, which goes without this estimate", EXIT_HARDWARE)
 
 
 def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list, str, str]:
@@ -1674,6 +1757,7 @@ class Trainer:
     ops: Ops
     clock: Clock
     folder: Path  # of the shards
+    micro_batch_tokens: int | None = None  # at most so many; None: as many as fit into the GPU's memory and are of use
 
     def __post_init__(self):
         self.device = self.ranks.device
@@ -1696,19 +1780,21 @@ class Trainer:
         return self.data_hash
 
     def _build_model(self):
-        """Build the model and its optimizer, and choose micro-batches, as the memory allows."""
+        """Build the model and its optimizer, then choose micro-batches by the memory that is left."""
         preset = self.preset
-        recompute, micro_batch_tokens, _ = memory_plan(preset, self.ranks, self.ops)
-        self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, micro_batch_tokens)
-                             for stage in preset.stages}
-
         self.model = GPT(preset.model, self.ops, self.device)
-        if recompute:
+        self.model.reset(seed=0)
+        self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
+
+        self.recompute = False
+        if self.micro_batch_tokens is None:
+            self.recompute, self.micro_batch_tokens = memory_plan(preset, self.ops, room_for_activations(self.ranks))
+        self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, self.micro_batch_tokens)
+                             for stage in preset.stages}
+        if self.recompute:
             for block in self.model.blocks.values():
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False,
                                                   preserve_rng_state=False)
-        self.model.reset(seed=0)
-        self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
 
     def _prepare_schedule(self):
         """Put what depends on the step on the device beforehand.
@@ -1802,9 +1888,9 @@ class Trainer:
         Returns how many variants of the step there are."""
         preset = self.preset
         ranks = self.ranks
-        ranks.heartbeat("warm-up", 1.5)
         first_step = 0
-        for stage in preset.stages:
+        for number, stage in enumerate(preset.stages):
+            ranks.heartbeat(f"the warm-up of stage {number}", WARM_UP_PATIENCE)
             chunks = {chunk: generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, seed=7 + chunk)
                       for chunk in range(self.micro_chunks[stage])}
             batch = pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes)
@@ -1814,8 +1900,10 @@ class Trainer:
 
         if self.ops.graphs:
             for index in reversed(self.inputs):  # the last stage first: the others fit into its memory
+                ranks.heartbeat(f"the capture of stage {index}", WARM_UP_PATIENCE)
                 self.capture(index)
 
+        ranks.heartbeat("the warm-up of the validation", WARM_UP_PATIENCE)
         self.optimizer.average(1.0, 0.5)
         window = generated_pieces(preset.val_window_tokens, preset.val_window_tokens, seed=7)
         self.evaluate(pack({0: window}, preset.model, ranks.on_gpu), self.final_geometry)
@@ -1823,49 +1911,9 @@ class Trainer:
 
 
 # ---- what a run reports ----------------------------------------------------------------------------------------------
-def training_work(trainer: Trainer, steps: int) -> tuple[int, float]:
-    """What the first `steps` steps amount to on all ranks together: (tokens, floating-point operations).
-
-    A token takes 6 operations (2 forward, 4 backward) for each weight of the hidden matrices, for each weight of the
-    head's rows for the classes that its stage samples, and for each key that it sees, times the channels that attention
-    and pointer multiply with it. How many keys that are is taken from the stream's first documents. The optimizer and
-    what is computed again, in layers or in attention's backward pass, do not count."""
-    model = trainer.preset.model
-    hidden = sum(p.numel() for p in trainer.model.parameters() if p.info.matrix_shape)
-    tokens = operations = 0
-    for stage in trainer.preset.stages:
-        taken = min(stage.steps, steps)
-        steps -= taken
-        sample = trainer.stream.read(trainer.stream.first, stage.batch_tokens + 1)
-        pieces = cut_documents(sample, stage.document_cap_tokens)
-        positions = np.concatenate([np.arange(len(piece) - 1) for piece in pieces])
-
-        def earlier_keys(window):  # that a token sees, besides its own
-            return np.minimum(positions, window).mean()
-
-        classes = stage.sampled_classes or model.padded_vocabulary
-        keys = sum(1 + earlier_keys(getattr(stage, f"{layer.window}_window_tokens"))
-                   for layer in model.layers if layer.attention)
-        weights = hidden + classes * model.width + keys * model.heads * (model.key_width + model.head_width)
-        weights += model.pointer_width * earlier_keys(model.pointer_window_tokens)
-        tokens += taken * stage.batch_tokens
-        operations += 6 * taken * stage.batch_tokens * weights
-    return tokens, operations
-
-
-def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
-    """Tokens a second and, where the GPU's peak is known, model FLOP utilisation (MFU): training_work as a share of it.
-
-    That of bfloat16: no single peak holds for a step whose products are partly FP8."""
-    tokens, operations = training_work(trainer, steps)
-    text = f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s"
-    device = machine_facts()["device"]
-    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in device), None)
-    if peak is None:
-        return text
-
-    achieved = operations / elapsed_ms / 1e9 / trainer.ranks.world  # TFLOP/s of one GPU
-    return f"{text}, MFU {achieved / peak:.1%} of {peak:.0f} TFLOP/s a GPU (dense bf16; FP8 products: twice that)"
+def scheduled_tokens(preset: Preset, steps: int) -> int:
+    """How many tokens the first `steps` steps of the schedule train on, on all ranks together."""
+    return sum(preset.stages[stage_index(preset, step)].batch_tokens for step in range(steps))
 
 
 def largest_weights(trainer: Trainer, log: RunLog) -> dict:
@@ -1894,7 +1942,7 @@ class Meter:
         self.ranks = trainer.ranks
         self.clock = trainer.clock
         self.total_steps = total_steps
-        self.total_tokens, _ = training_work(trainer, total_steps)
+        self.total_tokens = scheduled_tokens(trainer.preset, total_steps)
         self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
         self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
 
@@ -2063,6 +2111,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     gc.collect()
     gc.freeze()
     ranks.gather_objects(None)  # nobody's clock starts before the last rank has compiled
+    ranks.heartbeat("the warm-up")
 
     log.say(f"first timed step {clock.since_start():.1f} s after the process started")
     digest = timed_loop(trainer, log, steps, val_every)
@@ -2089,7 +2138,8 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
     log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
             f"{ranks.world} rank(s){memory}; {state}\n"
-            f"{speed(trainer, elapsed_ms, steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
+            f"{1e3 * scheduled_tokens(preset, steps) / elapsed_ms:,.0f} tokens/s; "
+            f"log: {log.path if log.file else 'none, UNLOGGED'}")
     return loss
 
 
@@ -2564,31 +2614,6 @@ def relu_squared_mlp(x, up, down):
     return F.linear(x, up).relu().square() @ down
 
 
-class MlpScales(NamedTuple):
-    """Static FP8 scales of the MLP and the QKV projection: value = fp8 * scale.
-
-    The ranges: RMS-normed inputs reach sqrt(768) = 27.7 of 28, and those with taps may pass that;
-    weights 7; hidden values relu² 1792 and no less than 2^-8, i.e. pre-activations of 42 and 0.06;
-    gradients, in e5m2, 56 and 2^-27.
-    """
-    x: float = 2.0 ** -4
-    weight: float = 2.0 ** -6
-    hidden: float = 2.0 ** 2
-    grad: float = 2.0 ** -10
-
-
-class HeadScales(NamedTuple):
-    """Static FP8 scales of the head: value = fp8 * scale.
-
-    The default ranges: RMS-normed x reaches 28 (100 leaves room), weights stay under 3.2, and
-    entries of the gradient of a summed loss under 1.75 * softcap / (4 * temperature) = 1.34; e5m2
-    reaches 96.
-    """
-    x: float = 100 / 448
-    weight: float = 3.2 / 448
-    grad: float = 96 / 57_344
-
-
 def softcapped(logits, cap):
     """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
@@ -2648,25 +2673,29 @@ def embedding_grad_reference(grad, tokens, vocab_rows):
     return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
 
 
-def adam_step(weights, grad, second_moment, lr, wd, epsilon):
+def adam_step(weights, grad, second_moment, lr, wd, epsilon, cautious):
     """The weights after one Adam step. `lr` is the learning rate with both bias corrections, see step_rates. The share
-    `wd` of a weight decays, but only where the update shrinks the weight too (record 50)."""
+    `wd` of a weight decays: everywhere (AdamW), or if `cautious` only where the update shrinks the weight too (record
+    50)."""
     update = lr * grad / (second_moment.sqrt() + epsilon)
-    return weights - update - wd * weights * (update * weights > 0)
+    decay = wd * weights
+    if cautious:
+        decay = decay * (update * weights > 0)
+    return weights - update - decay
 
 
-def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon):
+def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon, *, cautious=True):
     """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...]."""
     g = received.float().mean(0)
     m = exp_avg.float().lerp(g, 1 - beta1)
     v = exp_avg_sq.float().lerp(g * g, 1 - beta2)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
-    weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon))
+    weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon, cautious))
 
 
-def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale,
-                          pooling=0.0):
+def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, *,
+                          pooling=0.0, cautious=True):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
 
     ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
@@ -2679,7 +2708,7 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     The step divides by its root, with the share `pooling` of it replaced by (1 - beta2) mean((scale grad)^2), the mean
     over tokens: a row that is read rarely and with small gradients then takes small steps.
 
-    lr and wd: see adam_step.
+    lr, wd and cautious: see adam_step.
     """
     ids = lookup[0]
     rows, group = ids.flatten().unique(return_inverse=True)
@@ -2690,44 +2719,82 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
     typical = (1 - beta2) * (scale * wide_grad).square().mean()
     pooled = (1 - pooling) * v + pooling * typical
-    weights[rows] = adam_step(weights[rows].to(wide), g, pooled[:, None], lr, wd, epsilon).to(weights.dtype)
+    stepped = adam_step(weights[rows].to(wide), g, pooled[:, None], lr, wd, epsilon, cautious)
+    weights[rows] = stepped.to(weights.dtype)
     exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
     last_step[rows] = step
 
 
-# How singular values are driven to 1: divide by the safety times ||X||_F, then apply a s + b s^3 + c s^5 in each step.
-# Minimax on [3e-3, 1], each step fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932). It
-# diverges above 1.02, hence the safety. Muon's first polynomial, five times 3.4445, -4.7750, 2.0315, never settles.
-# Error = ||X - UV^T||_F / ||UV^T||_F in float64 for gaussian 768 x 3072 | gaussian 768 x 768 | 768 x 3072 with singular
-# values log-uniform in 1e-3..1: .153 | .211 | .526, of Muon's first .163 | .201 | .459. A fifth step, fitted from 1e-3
-# on, halves these errors and takes 0.4 % of a sprint's time and 1 % of a speedrun's, but the loss is no lower.
-POLAR_EXPRESS_SAFETY = 1.02
-POLAR_EXPRESS = (
-    (8.089256959191, -22.297789245261, 15.747758400660),
-    (3.943378132484, -2.784615046554, 0.503808707390),
-    (3.472945650518, -2.500502056079, 0.478927524824),
-    (2.552322205513, -1.886821974398, 0.442619509006),
+class Orthogonalization(NamedTuple):
+    """How singular values are driven to 1: scale the matrix, then apply a s + b s^3 + c s^5 in each round.
+
+    The scale brings the largest singular value to 1 or below. With a `safety` it is 1 / (safety ||X||_F), where a
+    safety above 1 leaves room for rounding. Without one it is AOL's, see aol_scale, which takes no pass over X and is
+    tighter, so that a polynomial fitted to small singular values is not needed."""
+    coefficients: tuple[tuple[float, float, float], ...]  # (a, b, c) of each round
+    safety: float | None
+
+
+# Minimax on [1e-3, 1], each round fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932),
+# with a margin of 2 % as in the public records.
+POLAR_EXPRESS_FIVE = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+# A fourth is a row here, and works everywhere. docs/systems.md compares their errors and what they do to a training.
+ORTHOGONALIZATIONS = {
+    # The same for four rounds, on [3e-3, 1]. It diverges above 1.02.
+    "polar-express": Orthogonalization((
+        (8.089256959191, -22.297789245261, 15.747758400660),
+        (3.943378132484, -2.784615046554, 0.503808707390),
+        (3.472945650518, -2.500502056079, 0.478927524824),
+        (2.552322205513, -1.886821974398, 0.442619509006),
+    ), safety=1.02),
+    "polar-express-5": Orthogonalization(POLAR_EXPRESS_FIVE, safety=1.02),
+    # Turbo-Muon (modded-nanogpt PR 155): AOL takes the place of the first round.
+    "turbo": Orthogonalization(POLAR_EXPRESS_FIVE[1:], safety=None),
+    # Muon's first polynomial (Keller Jordan, 2024-10): steep at 0, it never settles at 1.
+    "quintic": Orthogonalization(((3.4445, -4.7750, 2.0315),) * 5, safety=1.0),
+}
 
-def frobenius_scale(X, dtype):
-    """X / (POLAR_EXPRESS_SAFETY ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
+
+def frobenius_scale(X, safety, dtype):
+    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
 
     The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
     harm, while a float32 copy of X would cost two passes over it.
     """
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
-    divisor = (POLAR_EXPRESS_SAFETY * norm).clamp_min(torch.finfo(X.dtype).tiny)
+    divisor = (safety * norm).clamp_min(torch.finfo(X.dtype).tiny)
     return (X / divisor.to(X.dtype)).to(dtype)
 
 
-def orthogonalize_reference(matrices):
+def aol_scale(X, A):
+    """D X and its Gram matrix D A D, where A = X X^T [..., M, M] and D_ii = (sum_j |A_ij|)^-1/2; zero rows stay zero.
+
+    By Gershgorin's circles no singular value of D X is above 1 (almost orthogonal layers, arXiv 2208.03160). The
+    second result takes no product. D is rounded to X's dtype first, so that both are of the same matrix."""
+    sums = torch.linalg.vector_norm(A, ord=1, dim=-1, keepdim=True, dtype=wide_dtype(A))
+    d = sums.clamp_min(torch.finfo(torch.float32).tiny).rsqrt().to(X.dtype)
+    return d * X, A * (d * d.mT)  # d_i d_j is formed first, so that the result is symmetric
+
+
+def orthogonalize_reference(matrices, method):
     """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
     if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
-        return orthogonalize_reference(matrices.mT).mT
-    X = frobenius_scale(matrices, matrices.dtype)
-    for a, b, c in POLAR_EXPRESS:
+        return orthogonalize_reference(matrices.mT, method).mT
+
+    X = matrices
+    if method.safety is not None:
+        X = frobenius_scale(X, method.safety, X.dtype)
+    for number, (a, b, c) in enumerate(method.coefficients):
         A = X @ X.mT
+        if number == 0 and method.safety is None:
+            X, A = aol_scale(X, A)
         X = a * X + (b * A + c * A @ A) @ X
     return X
 
@@ -2738,10 +2805,13 @@ def orthogonalize_reference(matrices):
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
 # head. Every header names the reference in section 8, and has shapes, and operations or bytes; times are of one H200,
-# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Kernels cannot read plain globals: they
-# repeat LOG2_E and NORM_EPSILON, or take them as arguments.
+# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches of more than eight operands name
+# them.
 
-LOG2_E = 1.4426950408889634  # log2(e): kernels use exp2, because the hardware computes powers of 2
+# Kernels can read globals that are constexprs, and no others; in the interpreter such a one stands right of a tensor.
+LOG2_E = constexpr(1.4426950408889634)  # log2(e): kernels use exp2, because the hardware computes powers of 2
+RMS_EPSILON = constexpr(NORM_EPSILON)
+LOG_ZERO = constexpr(NEG_INF)
 
 
 @jit
@@ -2774,105 +2844,139 @@ def product_tiles(batch, rows, columns, dtype, symmetric):
 
 
 @jit
-def product_kernel(
-    left_ptr, right_ptr, out_ptr, rows, columns, depth,
-    stride_left_batch, stride_left_row, stride_left_col,
-    stride_right_batch, stride_right_row, stride_right_col,
-    stride_out_batch, stride_out_row, stride_out_col,
-    scale, x_scale, ADD_X: constexpr, SYMMETRIC: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+def product_tile(
+    left_ptr, right_ptr, row, column, rows, columns, depth,
+    stride_left_row, stride_left_col, stride_right_row, stride_right_col, BLOCK_K,
 ):
-    """out = B X [+ x_scale X]; SYMMETRIC: out = scale X X^T [+ x_scale X]. ADD_X adds the term in brackets.
-
-    out is not X, and sums are float32. Reference: the products in orthogonalize_reference.
-
-    B is left [batch, rows, rows], X is right [batch, rows, columns], and depth = rows. A matrix takes
-    2 rows^2 columns flops. Row tiles of one column panel are neighbours in the grid, so that panel of X
-    comes from memory once, and B stays in the L2 cache.
-
-    SYMMETRIC: X is left [batch, rows, depth], X^T is right, and out is [batch, rows, rows]. With ADD_X, X
-    must be square and symmetric. A matrix takes rows (rows + BLOCK_M) depth flops, half of a full product:
-    the grid has only the tiles on and below the diagonal, and those below are stored twice.
-    """
-    tile = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
-    left_ptr += batch * stride_left_batch
-    right_ptr += batch * stride_right_batch
-    out_ptr += batch * stride_out_batch
-    if SYMMETRIC:
-        tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
-        # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2. Adding 5
-        # instead of 1 stays clear of rounding.
-        i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
-        j = tile - i * (i + 1) // 2
-    else:
-        i = tile % tl.cdiv(rows, BLOCK_M)
-        j = tile // tl.cdiv(rows, BLOCK_M)
-
-    row = (i * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    column = j * BLOCK_N + tl.arange(0, BLOCK_N)
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    """The tile of left [rows, depth] times right [depth, columns] at row [BLOCK_M, 1] and column [BLOCK_N], float32."""
+    accumulator = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for start in range(0, depth, BLOCK_K):
         left_k = start + tl.arange(0, BLOCK_K)
-        right_k = left_k[:, None]
         left_ptrs = left_ptr + row * stride_left_row + left_k * stride_left_col
         left = tl.load(left_ptrs, (row < rows) & (left_k < depth), other=0.0)
+
+        right_k = left_k[:, None]
         right_ptrs = right_ptr + column * stride_right_col + right_k * stride_right_row
         right = tl.load(right_ptrs, (column < columns) & (right_k < depth), other=0.0)
         accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
+    return accumulator
 
-    inside = (row < rows) & (column < columns)
-    if SYMMETRIC:
-        accumulator *= scale
-        x_ptrs = left_ptr + row * stride_left_row + column * stride_left_col
-    else:
-        x_ptrs = right_ptr + row * stride_right_row + column * stride_right_col
+
+@jit
+def gram_kernel(
+    x_ptr, out_ptr, rows, depth, stride_x_batch, stride_x_row, stride_x_col,
+    stride_out_batch, stride_out_row, stride_out_col, scale, x_scale,
+    ADD_X: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):
+    """out = scale X X^T, for each X of [batch, rows, depth]; with ADD_X, for symmetric X, plus x_scale X.
+
+    It takes rows (rows + BLOCK_M) depth flops a matrix, half of a full product: the grid has only the tiles on and
+    below the diagonal, and those below are stored twice. Sums are float32; out is not X. Reference: the first two
+    products of a round in orthogonalize_reference.
+    """
+    tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
+    tile = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    x_ptr += batch * stride_x_batch
+    out_ptr += batch * stride_out_batch
+
+    # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2. Adding 5 instead of 1 stays
+    # clear of rounding.
+    i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
+    j = tile - i * (i + 1) // 2
+    row = (i * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    column = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    accumulator = scale * product_tile(
+        x_ptr, x_ptr, row, column, rows, rows, depth,
+        stride_x_row, stride_x_col, stride_x_col, stride_x_row, BLOCK_K)
+
+    inside = (row < rows) & (column < rows)
     if ADD_X:
+        x_ptrs = x_ptr + row * stride_x_row + column * stride_x_col
         accumulator += x_scale * tl.load(x_ptrs, inside, other=0.0).to(tl.float32)
-    if SYMMETRIC and i == j:
+    if i == j:
         # This makes the tile exactly symmetric, whatever the order of summation inside the product.
         accumulator = tl.where(row >= column, accumulator, tl.trans(accumulator))
 
     result = accumulator.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_row + column * stride_out_col, result, inside)
-    if SYMMETRIC and i != j:  # the same numbers at the mirrored places
+    if i != j:  # the same numbers at the mirrored places
         tl.store(out_ptr + column * stride_out_row + row * stride_out_col, result, inside)
 
 
-def matrix_product(B, X, out, scale=1.0, x_scale=None, tiles=None):
-    """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X, if X is symmetric].
+@jit
+def polynomial_kernel(
+    p_ptr, x_ptr, out_ptr, rows, columns, stride_p_batch, stride_p_row, stride_p_col,
+    stride_x_batch, stride_x_row, stride_x_col, stride_out_batch, stride_out_row, stride_out_col, x_scale,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):
+    """out = P X + x_scale X, for P [batch, rows, rows] and X [batch, rows, columns].
 
-    B [batch, n, n], X [batch, n, k], any strides. Returns out, which must not be X.
+    It takes 2 rows^2 columns flops a matrix. Row tiles of one column panel are neighbours in the grid, so that panel
+    of X comes from memory once, and P stays in the L2 cache. Sums are float32; out is not X. Reference: the last
+    product of a round in orthogonalize_reference.
     """
-    symmetric = B is None
-    left, right = (X, X.mT) if symmetric else (B, X)
-    batch, rows, columns = out.shape
-    tiles = tiles or product_tiles(batch, rows, columns, X.dtype, symmetric)
+    tile = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    p_ptr += batch * stride_p_batch
+    x_ptr += batch * stride_x_batch
+    out_ptr += batch * stride_out_batch
+
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    row = (tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    accumulator = product_tile(
+        p_ptr, x_ptr, row, column, rows, columns, rows,
+        stride_p_row, stride_p_col, stride_x_row, stride_x_col, BLOCK_K)
+
+    inside = (row < rows) & (column < columns)
+    x_ptrs = x_ptr + row * stride_x_row + column * stride_x_col
+    accumulator += x_scale * tl.load(x_ptrs, inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * stride_out_row + column * stride_out_col, accumulator, inside)
+
+
+def gram(X, out, scale=1.0, x_scale=None, tiles=None):
+    """out = scale X X^T [+ x_scale X, if X is symmetric]; X [batch, n, k], any strides. Returns out, which is not X."""
+    batch, rows, depth = X.shape
+    tiles = tiles or product_tiles(batch, rows, rows, X.dtype, symmetric=True)
     side = triton.cdiv(rows, tiles["BLOCK_M"])
-    count = side * (side + 1) // 2 if symmetric else side * triton.cdiv(columns, tiles["BLOCK_N"])
-    product_kernel[count, batch](
-        left, right, out, rows, columns, left.size(2),
-        *left.stride(), *right.stride(), *out.stride(),
-        scale, x_scale or 0.0, ADD_X=x_scale is not None, SYMMETRIC=symmetric, **tiles)
+    gram_kernel[side * (side + 1) // 2, batch](
+        X, out, rows, depth, *X.stride(), *out.stride(), scale, x_scale or 0.0, ADD_X=x_scale is not None, **tiles)
     return out
 
 
-def orthogonalize(matrices, dtype=torch.bfloat16):
+def add_product(P, X, x_scale, out, tiles=None):
+    """out = P X + x_scale X; P [batch, n, n], X [batch, n, k], any strides. Returns out, which is not X."""
+    batch, rows, columns = X.shape
+    tiles = tiles or product_tiles(batch, rows, columns, X.dtype, symmetric=False)
+    count = triton.cdiv(rows, tiles["BLOCK_M"]) * triton.cdiv(columns, tiles["BLOCK_N"])
+    polynomial_kernel[count, batch](
+        P, X, out, rows, columns, *P.stride(), *X.stride(), *out.stride(), x_scale, **tiles)
+    return out
+
+
+def orthogonalize(matrices, method, dtype=torch.bfloat16):
     """Near-orthogonal factor of each matrix of [batch, M, N] (float32 or bf16), computed in dtype.
 
-    It agrees with orthogonalize_reference up to rounding, and leaves the input as it is.
+    It agrees with orthogonalize_reference up to rounding, and leaves the input as it is. AOL's scale squares unscaled
+    entries in dtype, so in float16, whose range is small, they must not be tiny.
     """
     batch, rows, columns = matrices.shape
     if rows > columns:
-        return orthogonalize(matrices.mT, dtype).mT
+        return orthogonalize(matrices.mT, method, dtype).mT
     A, P = matrices.new_empty((2, batch, rows, rows), dtype=dtype)  # A = X X^T and P = b A + c A A
 
-    X = frobenius_scale(matrices, dtype)
+    X = matrices.to(dtype) if method.safety is None else frobenius_scale(matrices, method.safety, dtype)
+    gram(X, out=A)
+    if method.safety is None:
+        X, A = aol_scale(X, A)
+
     next_X = torch.empty_like(X)
-    for a, b, c in POLAR_EXPRESS:
-        matrix_product(None, X, out=A)
-        matrix_product(None, A, out=P, scale=c, x_scale=b)
-        matrix_product(P, X, out=next_X, x_scale=a)
+    for number, (a, b, c) in enumerate(method.coefficients):
+        if number:
+            gram(X, out=A)
+        gram(A, out=P, scale=c, x_scale=b)
+        add_product(P, X, a, out=next_X)
         X, next_X = next_X, X
     return X
 
@@ -3137,9 +3241,10 @@ class PackedAttention(Function):
 
         tile, _ = attention_tiles(q.device, width)
         attention_forward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
-            q, tile_descriptor(k, tile), tile_descriptor(v, tile),
-            q.stride(0), k.stride(0), v.stride(0),
-            out, lse, positions, window, tokens, scale * LOG2_E, gates,
+            q_ptr=q, k_desc=tile_descriptor(k, tile), v_desc=tile_descriptor(v, tile),
+            stride_q_row=q.stride(0), stride_k_row=k.stride(0), stride_v_row=v.stride(0),
+            out_ptr=out, lse_ptr=lse, positions_ptr=positions, gates_ptr=gates,
+            window=window, tokens=tokens, scale_log2=scale * LOG2_E.value,
             HEAD_DIM_QK=width, HEAD_DIM_V=v.size(2), **tile)
         ctx.save_for_backward(q, k, v, out, lse, positions, remaining, gates)
         ctx.window = window
@@ -3162,10 +3267,12 @@ class PackedAttention(Function):
         rows = (k, v, q, dout, dk, dv, remaining), (q, dout, k, v, dq, None, positions)
         for own_qk, own_v, other_qk, other_v, own_dqk, own_dv, distances in rows:  # as in the kernel's table
             attention_backward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
-                own_qk, own_v, tile_descriptor(other_qk, tile), tile_descriptor(other_v, tile),
-                own_qk.stride(0), own_v.stride(0), other_qk.stride(0), other_v.stride(0),
-                own_dqk, own_dv, lse, delta, distances,
-                ctx.window, tokens, ctx.scale, ctx.scale * LOG2_E,
+                own_qk_ptr=own_qk, own_v_ptr=own_v,
+                other_qk_desc=tile_descriptor(other_qk, tile), other_v_desc=tile_descriptor(other_v, tile),
+                stride_own_qk_row=own_qk.stride(0), stride_own_v_row=own_v.stride(0),
+                stride_other_qk_row=other_qk.stride(0), stride_other_v_row=other_v.stride(0),
+                own_dqk_ptr=own_dqk, own_dv_ptr=own_dv, lse_ptr=lse, delta_ptr=delta, distances_ptr=distances,
+                window=ctx.window, tokens=tokens, scale=ctx.scale, scale_log2=ctx.scale * LOG2_E.value,
                 HEAD_DIM_QK=q.size(2), HEAD_DIM_V=width, **tile)
         return dq, dk, dv, None, None, None, None, dgates
 
@@ -3175,70 +3282,88 @@ class PackedAttention(Function):
 #     lse[t] = ln (1 + sum_i e^s[t, i])                    log_copy[t] = ln (sum_i match[t, i] e^s[t, i]) - lse[t]
 #     ds[t, i] = grad_log_copy[t] (match[t, i] e^(s[t, i] - lse[t] - log_copy[t]) - e^(s[t, i] - lse[t]))
 #
-# This is attention without values, and tiled like it. Queries and keys are the two heads of one tensor, and
-# the owners of a tile visit the others. One kernel makes all three passes: the forward, and the backward of
-# queries and of keys.
+# This is attention without values, and tiled like it. Queries and keys are the two heads of one tensor
+# qk [T, 2, HEAD_DIM_QK], and the owners of a tile visit the others. A visible pair takes one product of
+# 2 HEAD_DIM_QK flops in the forward, and two for each of dq and dk. With 128 channels, a window of 4096 and
+# T = 16,384 | 65,536 the forward takes 31 | 55 us, the backward 120 | 208 us.
 
 
 @jit
-def pointer_kernel(
-    qk_ptr, qk_desc, ids_ptr, log_copy_ptr, lse_ptr, distances_ptr, window,
-    grad_log_copy_ptr, dqk_ptr, tokens, scale_log2,
-    NEG_INF: constexpr, KEYS: constexpr,
+def pointer_scores(own_qk, qk_desc, ids_ptr, own, reach, step, tokens, scale_log2, BLOCK_N, KEYS):
+    """What a step of BLOCK_N other tokens needs: their tile of qk, the queries of the scores, the scores [own, other]
+    times log2(e), and where these are visible and where the ids match."""
+    WIDTH: constexpr = own_qk.shape[1]
+    other_qk = load_tile(qk_desc, step, 1 - KEYS, 2 * WIDTH, tokens, WIDTH, BLOCK_N)
+    scores = tl.dot(own_qk, tl.trans(other_qk)) * scale_log2
+    # Compared after the product: before it, two predicates a score would have to be kept in registers meanwhile.
+    query, key = pair_tokens(own, step, BLOCK_N, KEYS)
+    visible = (query - key - 1).to(tl.uint32) < reach
+    match = load_vector(ids_ptr, query, tokens, other=-1) == load_vector(ids_ptr, key, tokens, other=-1)
+    return other_qk, query, scores, visible, match
+
+
+@jit
+def pointer_forward_kernel(
+    qk_ptr, qk_desc, ids_ptr, positions_ptr, log_copy_ptr, lse_ptr, window, tokens, scale_log2,
     HEAD_DIM_QK: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """log_copy [T], and lse [T] in base 2, of BLOCK_M queries; or a gradient, if grad_log_copy [T] is given.
+    """log_copy [T], and lse [T] in base 2, of BLOCK_M queries. Reference: pointer_reference.
 
-    The gradient is that of BLOCK_M queries (KEYS = 0) or of BLOCK_M keys (KEYS = 1), in dqk[:, KEYS]; qk and
-    dqk are [T, 2, HEAD_DIM_QK], queries and keys. ids [T]; distances: see visible_reach. Where nothing
-    matches, log_copy is NEG_INF, and lse is stored as infinite, so that those scores get no gradient.
-
-    A visible pair takes one product of 2 HEAD_DIM_QK flops in the forward, and two in each pass of the
-    backward. With 128 channels, a window of 4096 and T = 16,384 | 65,536 the forward takes 31 | 55 us, the
-    backward 120 | 208 us. Reference: pointer_reference.
+    Where nothing matches, log_copy is LOG_ZERO, and lse is stored as infinite, so that those scores get no gradient.
     """
-    log2e = 1.4426950408889634
+    start = tl.program_id(0) * BLOCK_M
+    queries = start + tl.arange(0, BLOCK_M)
+    reach = visible_reach(positions_ptr, queries, tokens, window)[:, None]
+    q = load_tile(qk_ptr, start, 0, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_M)
+    sum_exp = tl.full([BLOCK_M], 1.0, tl.float32)
+    sum_exp_match = tl.zeros([BLOCK_M], tl.float32)
+
+    first, stop = visible_range(positions_ptr, start, tokens, window, BLOCK_M, False)
+    for step in tl.range(first, stop, BLOCK_N):
+        _, _, scores, visible, match = pointer_scores(
+            q, qk_desc, ids_ptr, queries, reach, step, tokens, scale_log2, BLOCK_N, False)
+        p = tl.where(visible, tl.exp2(scores), 0.0)
+        sum_exp += tl.sum(p, 1)
+        sum_exp_match += tl.sum(tl.where(match, p, 0.0), 1)
+
+    inside = queries < tokens
+    log2_sum = tl.log2(sum_exp)
+    log_copy = (tl.log2(sum_exp_match) - log2_sum) / LOG2_E
+    tl.store(log_copy_ptr + queries, tl.maximum(log_copy, LOG_ZERO), inside)
+    tl.store(lse_ptr + queries, tl.where(sum_exp_match > 0, log2_sum, float("inf")), inside)
+
+
+@jit
+def pointer_backward_kernel(
+    qk_ptr, qk_desc, ids_ptr, distances_ptr, log_copy_ptr, lse_ptr, grad_log_copy_ptr, dqk_ptr,
+    window, tokens, scale_log2,
+    KEYS: constexpr, HEAD_DIM_QK: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+):
+    """The gradient dqk[:, 0] of BLOCK_M queries, or with KEYS dqk[:, 1] of BLOCK_M keys; dqk is like qk.
+
+    log_copy, lse: of the forward. distances: see visible_reach. Reference: the gradient of pointer_reference.
+    """
     start = tl.program_id(0) * BLOCK_M
     own = start + tl.arange(0, BLOCK_M)
     reach = visible_reach(distances_ptr, own, tokens, window)[:, None]
     own_qk = load_tile(qk_ptr, start, KEYS, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_M)
     own_dqk = tl.zeros(own_qk.shape, tl.float32)
-    sum_exp = tl.full([BLOCK_M], 1.0, tl.float32)
-    sum_exp_match = tl.zeros([BLOCK_M], tl.float32)
 
     first, stop = visible_range(distances_ptr, start, tokens, window, BLOCK_M, KEYS)
     for step in tl.range(first, stop, BLOCK_N):
-        other_qk = load_tile(qk_desc, step, 1 - KEYS, 2 * HEAD_DIM_QK, tokens, HEAD_DIM_QK, BLOCK_N)
-        scores = tl.dot(own_qk, tl.trans(other_qk)) * scale_log2
-        # Compared after the product: before it, two predicates a score would have to be kept in registers meanwhile.
-        query, key = pair_tokens(own, step, BLOCK_N, KEYS)
-        visible = (query - key - 1).to(tl.uint32) < reach
-        match = load_vector(ids_ptr, query, tokens, other=-1) == load_vector(ids_ptr, key, tokens, other=-1)
-        if grad_log_copy_ptr is None:
-            p = tl.where(visible, tl.exp2(scores), 0.0)
-            sum_exp += tl.sum(p, 1)
-            sum_exp_match += tl.sum(tl.where(match, p, 0.0), 1)
-        else:
-            grad_log_copy = load_vector(grad_log_copy_ptr, query, tokens)
-            log2_copy = load_vector(log_copy_ptr, query, tokens) * log2e
-            lse = load_vector(lse_ptr, query, tokens)
-            # With a = e^(s - lse) and the copied share c = e^log_copy, ds is grad_log_copy times a / c - a where ids
-            # match, and times -a elsewhere. p is a / c where they match, else a: one factor serves both.
-            p = tl.where(visible, tl.exp2(scores - tl.where(match, lse + log2_copy, lse)), 0.0)
-            matching_grad = grad_log_copy - grad_log_copy * tl.exp2(log2_copy)
-            ds = p * tl.where(match, matching_grad, -grad_log_copy)
-            own_dqk = tl.dot(ds.to(other_qk.dtype), other_qk, own_dqk)
+        other_qk, query, scores, visible, match = pointer_scores(
+            own_qk, qk_desc, ids_ptr, own, reach, step, tokens, scale_log2, BLOCK_N, KEYS)
+        grad_log_copy = load_vector(grad_log_copy_ptr, query, tokens)
+        log2_copy = load_vector(log_copy_ptr, query, tokens) * LOG2_E
+        lse = load_vector(lse_ptr, query, tokens)
+        # With a = e^(s - lse) and the copied share c = e^log_copy, ds is grad_log_copy times a / c - a where ids
+        # match, and times -a elsewhere. p is a / c where they match, else a: one factor serves both.
+        p = tl.where(visible, tl.exp2(scores - tl.where(match, lse + log2_copy, lse)), 0.0)
+        matching_grad = grad_log_copy - grad_log_copy * tl.exp2(log2_copy)
+        ds = p * tl.where(match, matching_grad, -grad_log_copy)
+        own_dqk = tl.dot(ds.to(other_qk.dtype), other_qk, own_dqk)
 
-    if grad_log_copy_ptr is None:
-        log2_sum = tl.log2(sum_exp)
-        inside = own < tokens
-        tl.store(
-            log_copy_ptr + own,
-            tl.maximum((tl.log2(sum_exp_match) - log2_sum) / log2e, NEG_INF),
-            inside)
-        tl.store(lse_ptr + own, tl.where(sum_exp_match > 0, log2_sum, float("inf")), inside)
-    else:
-        store_tile(dqk_ptr, own_dqk * (scale_log2 / log2e), start, KEYS, 2, tokens)
+    store_tile(dqk_ptr, own_dqk * (scale_log2 / LOG2_E), start, KEYS, 2, tokens)
 
 
 class PointerLogCopy(Function):
@@ -3257,10 +3382,10 @@ class PointerLogCopy(Function):
         lse = torch.empty_like(log_copy)
 
         tile, _ = attention_tiles(qk.device)
-        pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
-            qk, tile_descriptor(qk, tile), ids, log_copy, lse, positions, window,
-            None, None, tokens, scale * LOG2_E,
-            NEG_INF, 0, HEAD_DIM_QK=width, **tile)
+        pointer_forward_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
+            qk_ptr=qk, qk_desc=tile_descriptor(qk, tile), ids_ptr=ids, positions_ptr=positions,
+            log_copy_ptr=log_copy, lse_ptr=lse, window=window, tokens=tokens, scale_log2=scale * LOG2_E.value,
+            HEAD_DIM_QK=width, **tile)
         ctx.save_for_backward(qk, ids, log_copy, lse, positions, remaining)
         ctx.window = window
         ctx.scale = scale
@@ -3275,10 +3400,11 @@ class PointerLogCopy(Function):
 
         _, tile = attention_tiles(qk.device)
         for keys, distances in enumerate((positions, remaining)):
-            pointer_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
-                qk, tile_descriptor(qk, tile), ids, log_copy, lse, distances, ctx.window,
-                grad_log_copy, dqk, tokens, ctx.scale * LOG2_E,
-                NEG_INF, keys, HEAD_DIM_QK=width, **tile)
+            pointer_backward_kernel[(triton.cdiv(tokens, tile["BLOCK_M"]),)](
+                qk_ptr=qk, qk_desc=tile_descriptor(qk, tile), ids_ptr=ids, distances_ptr=distances,
+                log_copy_ptr=log_copy, lse_ptr=lse, grad_log_copy_ptr=grad_log_copy, dqk_ptr=dqk,
+                window=ctx.window, tokens=tokens, scale_log2=ctx.scale * LOG2_E.value,
+                KEYS=keys, HEAD_DIM_QK=width, **tile)
         return dqk, None, None, None, None, None
 
 
@@ -3312,52 +3438,80 @@ def to_fp8_bits(x, FORMAT, PTX):
 
 
 @jit
-def quantize_kernel(
-    x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, groups, width, inverse_scale,
-    TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
-):
-    """out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
+def load_rows(x_ptr, inverse_rms_ptr, offsets, quad, quads, column, width, scale, TAPS):
+    """Rows -TAPS to 3 of each quad, counted from its first row, which is at `offsets`: x times scale [/ rms].
 
-    h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [4 groups, width],
-    out_t is [width, groups] in words of four rows. A thread holds four rows: they are one another's
-    earlier rows, and only words change threads for the transposed copy. An entry of bf16 costs 2 bytes read
-    and 2 written. With 4 BLOCK_M of 128 every tile writes whole cache lines of out_t. Reference: h *
-    inverse_scale, clamped and cast.
-    """
-    group = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (group < groups)[:, None] & (column < width)
-    offsets = 4 * group[:, None].to(tl.int64) * width + column
-
-    rows = ()  # of h * inverse_scale before the mix: TAPS before the group, and its four
+    A tuple of [BLOCK_M, BLOCK_N]. The rows before the first one of x are zeros."""
+    rows = ()
     for k in tl.static_range(-TAPS, 4):
-        exists = (4 * group + k >= 0) & (group < groups)
+        exists = (4 * quad + k >= 0) & (quad < quads)
         row = tl.load(x_ptr + offsets + k * width, exists[:, None] & (column < width), other=0.0)
-        factor = inverse_scale
+        factor = scale
         if inverse_rms_ptr is not None:
-            factor *= tl.load(inverse_rms_ptr + 4 * group + k, exists, other=0.0)[:, None]
+            factor *= tl.load(inverse_rms_ptr + 4 * quad + k, exists, other=0.0)[:, None]
         rows += (row.to(tl.float32) * factor,)
+    return rows
 
+
+@jit
+def mix_rows(rows, positions_ptr, taps_ptr, quad, quads, column, width, TAPS):
+    """`mixed` of the four rows of each quad, given the TAPS rows before them as well."""
     mixed_rows = ()
     for k in tl.static_range(4):
         h = rows[TAPS + k]
         for distance in tl.static_range(1, TAPS + 1):
-            begun = tl.load(positions_ptr + 4 * group + k, group < groups, other=0) >= distance
+            begun = tl.load(positions_ptr + 4 * quad + k, quad < quads, other=0) >= distance
             earlier = tl.where(begun[:, None], rows[TAPS + k - distance], 0.0)
             h += earlier * load_vector(taps_ptr, column, width, distance - 1)
         mixed_rows += (h,)
+    return mixed_rows
 
-    for k in tl.static_range(4):
-        tl.store(out_ptr + offsets + k * width, to_fp8_bits(mixed_rows[k], FORMAT, PTX), inside)
 
-    # The four rows in the bytes of words, as they follow one another in the transposed copy.
+@jit
+def pack_rows(rows, FORMAT, PTX):
+    """The FP8 bits of four rows as int32 words: the first row's byte is the lowest."""
     if PTX:
-        words = convert_four(mixed_rows, FORMAT)
+        return convert_four(rows, FORMAT)
     else:
-        words = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+        words = tl.zeros(rows[0].shape, tl.int32)
         for k in tl.static_range(4):
-            words |= (to_fp8_bits(mixed_rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
-    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * groups + group
+            words |= (to_fp8_bits(rows[k], FORMAT, PTX).to(tl.int32) & 255) << 8 * k
+        return words
+
+
+@jit
+def quantize_kernel(
+    x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, quads, width, inverse_scale,
+    TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+):
+    """out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
+
+    h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [4 quads, width], out_t is
+    [width, quads] in words of 32 bits. A quad is four neighbouring rows, and one thread holds them in each column:
+
+        x        4 q - 2   . . b . .  \  TAPS earlier rows, which the last two
+                 4 q - 1   . . a . .  /   rows of the same quad are for the next
+                 4 q       . . 0 . .  \
+                 4 q + 1   . . 1 . .   \  out: bytes 0 1 2 3, below one another
+                 4 q + 2   . . 2 . .   /  out_t[column, q]: the word 3210, side by side in memory
+                 4 q + 3   . . 3 . .  /
+
+    So every earlier row but the first TAPS is at hand, and only words change threads for the transposed copy. An entry
+    of bf16 costs 2 bytes read and 2 written. With 4 BLOCK_M of 128 every tile writes whole cache lines of out_t.
+    Reference: h * inverse_scale, clamped and cast.
+    """
+    quad = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (quad < quads)[:, None] & (column < width)
+    offsets = 4 * quad[:, None].to(tl.int64) * width + column
+
+    rows = load_rows(x_ptr, inverse_rms_ptr, offsets, quad, quads, column, width, inverse_scale, TAPS)
+    rows = mix_rows(rows, positions_ptr, taps_ptr, quad, quads, column, width, TAPS)
+    for k in tl.static_range(4):
+        tl.store(out_ptr + offsets + k * width, to_fp8_bits(rows[k], FORMAT, PTX), inside)
+
+    words = pack_rows(rows, FORMAT, PTX)
+    tile_t_ptr = out_t_ptr + column[:, None].to(tl.int64) * quads + quad
     tl.store(tile_t_ptr, tl.trans(words), tl.trans(inside))
 
 
@@ -3369,9 +3523,10 @@ def quantize_both(x, scale, dtype=E4M3, inverse_rms=None, positions=None, taps=N
     out = x.new_empty(height, width, dtype=dtype)
     out_t = out.new_empty(width, height)
     quantize_kernel[triton.cdiv(width, 64), triton.cdiv(height, 128)](
-        x.contiguous(), inverse_rms, positions, taps, out.view(torch.int8), out_t.view(torch.int32),
-        height // 4, width, 1.0 / scale, TAPS=0 if taps is None else len(taps),
-        FORMAT="e4m3" if dtype == E4M3 else "e5m2", PTX=x.is_cuda,
+        x_ptr=x.contiguous(), inverse_rms_ptr=inverse_rms, positions_ptr=positions, taps_ptr=taps,
+        out_ptr=out.view(torch.int8), out_t_ptr=out_t.view(torch.int32),
+        quads=height // 4, width=width, inverse_scale=1.0 / scale,
+        TAPS=0 if taps is None else len(taps), FORMAT="e4m3" if dtype == E4M3 else "e5m2", PTX=x.is_cuda,
         BLOCK_M=32, BLOCK_N=64, num_warps=8)
     return out, out_t
 
@@ -3460,7 +3615,7 @@ def store_halves(out_ptr, first, second, token, valid, stride_out_row, DIM):
 def load_normed(x_ptr, token, valid, stride_x_row, DIM):
     """Both halves of RMS-normed rows, and 1 / rms [BLOCK_M, 1]."""
     first, second = load_halves(x_ptr, token, valid, stride_x_row, DIM)
-    inverse_rms = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + 1e-6)[:, None]
+    inverse_rms = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + RMS_EPSILON)[:, None]
     return first * inverse_rms, second * inverse_rms, inverse_rms
 
 
@@ -3554,10 +3709,13 @@ def store_qkv_grad(dqkv_ptr, dqkv_t_desc, first, second, token, valid, column, f
 
 @jit
 def split_heads_grad_kernel(
-    qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr,
-    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr, factor, ADD: constexpr, PTX: constexpr, tokens,
+    qkv_ptr, value_ptr, gates_ptr, positions_ptr, cos_ptr, sin_ptr,
+    dq_ptr, dk_ptr, dv_ptr,
+    dqkv_ptr, dqk_t_desc, dv_t_desc, dvalue_ptr, dgates_ptr,
+    factor, tokens,
     HEADS: constexpr, HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
     VALUE_WIDTH: constexpr, KEY_OFFSET: constexpr, BLOCK_M: constexpr,
+    ADD: constexpr, PTX: constexpr,
 ):
     """dqkv, and dvalue and dgates if there is a value, of BLOCK_M tokens of one head; shapes as in split_heads_kernel.
 
@@ -3626,15 +3784,19 @@ class ProjectHeads(Function):
     the kernel adds to it: no tensor and no sum for each reader.
     """
     @staticmethod
-    def launch(kernel, qkv, value, value_gates, positions, cos, *arguments, heads, key_offset, block_m=32):
-        """Launch the kernel or its gradient: a program for `block_m` tokens of each head."""
+    def launch(kernel, inputs, heads, key_offset, block_m=32, **operands):
+        """Launch split_heads_kernel or its gradient: a program for `block_m` tokens of each head.
+
+        Both read `inputs`: qkv, value, value_gates, positions, cos, sin. `operands` are the kernel's own, by name.
+        """
+        qkv, value, value_gates, positions, cos, sin = inputs
         tokens, qkv_width = qkv.shape
         qk_dim = 2 * cos.size(1)
         kernel[heads, triton.cdiv(tokens, block_m)](
-            qkv, value, value_gates, positions, cos, *arguments, tokens,
-            HEADS=heads, HEAD_DIM_QK=qk_dim, HEAD_DIM_V=qkv_width // heads - 2 * qk_dim,
-            VALUE_WIDTH=0 if value is None else value.size(1),
-            KEY_OFFSET=key_offset, BLOCK_M=block_m, num_warps=block_m // 8)
+            qkv_ptr=qkv, value_ptr=value, gates_ptr=value_gates, positions_ptr=positions, cos_ptr=cos, sin_ptr=sin,
+            tokens=tokens, HEADS=heads, HEAD_DIM_QK=qk_dim, HEAD_DIM_V=qkv_width // heads - 2 * qk_dim,
+            VALUE_WIDTH=0 if value is None else value.size(1), KEY_OFFSET=key_offset,
+            BLOCK_M=block_m, num_warps=block_m // 8, **operands)
 
     @staticmethod
     def forward(ctx, h, weight, value, value_gates, positions, cos, sin, heads, key_offset=False, scales=None,
@@ -3653,7 +3815,7 @@ class ProjectHeads(Function):
             value = value.contiguous()
             value_gates = value_gates.contiguous()
         inputs = qkv, value, value_gates, positions, cos, sin
-        ProjectHeads.launch(split_heads_kernel, *inputs, q, k, v, **ctx.flags)
+        ProjectHeads.launch(split_heads_kernel, inputs, **ctx.flags, q_ptr=q, k_ptr=k, v_ptr=v)
         ctx.save_for_backward(h, weight, *inputs)
         ctx.shapes = [out.shape for out in (q, k, v)]
         ctx.set_materialize_grads(False)
@@ -3673,22 +3835,26 @@ class ProjectHeads(Function):
             else:
                 wider = value.size(1) > ctx.shapes[2][1:].numel()  # no head reads its last channels
                 dvalue = torch.zeros_like(value) if wider else torch.empty_like(value)
-        grads = [qkv.new_zeros(shape) if grad is None else grad.contiguous() for grad, shape in zip(grads, ctx.shapes)]
-        launch = functools.partial(ProjectHeads.launch, split_heads_grad_kernel, *inputs, *grads, **ctx.flags)
+        dq, dk, dv = (qkv.new_zeros(shape) if grad is None else grad.contiguous()
+                      for grad, shape in zip(grads, ctx.shapes))
 
         scales = ctx.scales
+        dqkv_t = dqk_t_desc = dv_t_desc = dweight = None
         if scales is None:
-            dqkv = torch.empty_like(qkv)
-            dqkv_t = dweight = None
-            launch(dqkv, None, None, dvalue, dgates, 1.0, add, False)
+            dqkv = dqkv_bits = torch.empty_like(qkv)
         else:
             dweight = memory_for_grad(ctx.parameter)
             dqkv = torch.empty_like(qkv, dtype=E5M2)
+            dqkv_bits = dqkv.view(torch.int8)
             dqkv_t = dqkv.new_empty(*qkv.T.shape)
-            descriptors = [  # for q and k, and for v
-                TensorDescriptor.from_tensor(dqkv_t.view(torch.int8), [grad.size(2) // 2, 64]) for grad in grads[1:]]
-            launch(
-                dqkv.view(torch.int8), *descriptors, dvalue, dgates, 1.0 / scales.grad, add, qkv.is_cuda, block_m=64)
+            dqkv_t_bits = dqkv_t.view(torch.int8)
+            dqk_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dk.size(2) // 2, 64])
+            dv_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dv.size(2) // 2, 64])
+        ProjectHeads.launch(
+            split_heads_grad_kernel, inputs, **ctx.flags, block_m=32 if scales is None else 64,
+            dq_ptr=dq, dk_ptr=dk, dv_ptr=dv,
+            dqkv_ptr=dqkv_bits, dqk_t_desc=dqk_t_desc, dv_t_desc=dv_t_desc, dvalue_ptr=dvalue, dgates_ptr=dgates,
+            factor=1.0 if scales is None else 1.0 / scales.grad, ADD=add, PTX=scales is not None and qkv.is_cuda)
         dh, dweight = linear_backward(dqkv, dqkv_t, h, weight, scales, dweight)
         return dh, dweight, dvalue, dgates, *(None,) * 8
 
@@ -3708,7 +3874,7 @@ def tanh_of_softcap(logits, shift, temperature, FAST):
     if FAST:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
     else:
-        return 2.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * half)) - 1.0
+        return 2.0 / (1.0 + tl.exp2(half * (-2.0 * LOG2_E))) - 1.0
 
 
 @jit
@@ -3746,7 +3912,6 @@ def row_loss_kernel(
     token = tl.program_id(0)
     logits_ptr += token.to(tl.int64) * classes
     half = 0.5 * softcap
-    log2e = 1.4426950408889634
     num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
 
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -3754,7 +3919,7 @@ def row_loss_kernel(
         column = start + tl.arange(0, BLOCK_N)
         logits = load_vector(logits_ptr, column, classes)
         t = tanh_of_softcap(logits, shift, temperature, FAST)
-        exponential = tl.exp2(half * log2e * t - half * log2e)
+        exponential = tl.exp2(half * LOG2_E * t - half * LOG2_E)
         weighted = exponential * tl.where(column < num_always, 1.0, importance)
         total += tl.where(column < classes, weighted, 0.0)
     lse = softcap + tl.log(tl.sum(total))
@@ -3799,24 +3964,28 @@ def head_grad_kernel(
     inside = (token < tokens)[:, None] & (column < classes)
     offsets = token[:, None].to(tl.int64) * classes + column
     half = 0.5 * softcap
-    log2e = 1.4426950408889634
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
     num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
 
-    # Columns from num_always on all have the same importance. If the tile has no others, it goes into the factor of
-    # each row. Otherwise the branch below weighs column by column, and subtracts the targets, which come before.
-    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    # Two kinds of tiles. Some hold sampled classes alone: no target, and one importance for all columns, which costs
+    # nothing as a part of each row's factor. The others begin with classes that are always included, targets among
+    # them, and one of these tiles ends with sampled classes: there each column has its own importance.
+    holds_targets = first_column < num_always
+
+    row_weight = tl.zeros([BLOCK_M], tl.float32)
     for k in tl.static_range(TARGETS):
         target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
-        weight_sum += tl.where(target >= 0, tl.load(target_weights_ptr + k), 0.0)
-    weight_sum *= slope * tl.where(first_column < num_always, 1.0, importance)
+        row_weight += tl.where(target >= 0, tl.load(target_weights_ptr + k), 0.0)
+    row_importance = tl.where(holds_targets, 1.0, importance)
+    row_weight *= slope * row_importance
 
     logits = tl.load(logits_ptr + offsets, inside, other=0.0)
     t = tanh_of_softcap(logits, shift, temperature, FAST)
     lse = load_vector(lse_ptr, token, tokens)
-    grad = weight_sum[:, None] * tl.exp2(half * log2e * t + (half - lse)[:, None] * log2e)
-    if first_column < num_always:  # the other tiles hold sampled classes alone, and no targets
-        grad *= tl.where(column < num_always, 1.0, importance)
+    grad = row_weight[:, None] * tl.exp2(half * LOG2_E * t + (half - lse)[:, None] * LOG2_E)
+    if holds_targets:
+        column_importance = tl.where(column < num_always, 1.0, importance)
+        grad *= column_importance
         for k in tl.static_range(TARGETS):
             target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
             weight = tl.where(target >= 0, slope * tl.load(target_weights_ptr + k), 0.0)
@@ -3847,20 +4016,29 @@ def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: constexpr):
     tl.store(table_ptr + column, total, column < width)
 
 
+def head_operands(logits, targets, vocab_rows, cap, fast):
+    """What row_loss_kernel and head_grad_kernel both take, by name."""
+    tokens, classes = logits.shape
+    return dict(
+        logits_ptr=logits, class_index_ptr=targets.class_index, positions_ptr=targets.positions,
+        target_weights_ptr=targets.weights, num_always_ptr=targets.num_always,
+        tokens=tokens, classes=classes, vocab_rows=vocab_rows, copy_token=targets.copy_token,
+        softcap=cap.softcap, shift=cap.shift, temperature=cap.temperature,
+        TARGETS=len(targets.weights), FAST=fast)
+
+
 def row_losses(logits, targets, vocab_rows, cap, fast=False):
     """(losses, lse, copied or None), [T] float32, of contiguous logits [T, classes]; see row_loss_kernel.
 
     `fast` uses the hardware's tanh, for bf16 logits on CUDA.
     """
-    tokens, classes = logits.shape
-    losses = logits.new_empty(tokens, dtype=torch.float32)
-    lse = losses.new_empty(tokens)
-    copied = None if targets.log_copy is None else losses.new_empty(tokens)
-    row_loss_kernel[(tokens,)](
-        logits, targets.class_index, targets.positions, targets.weights, targets.num_always,
-        targets.log_copy, losses, lse, copied,
-        tokens, classes, vocab_rows, targets.copy_token, *cap,
-        TARGETS=len(targets.weights), FAST=fast, BLOCK_N=2048, num_warps=4)
+    losses = logits.new_empty(len(logits), dtype=torch.float32)
+    lse = torch.empty_like(losses)
+    copied = None if targets.log_copy is None else torch.empty_like(losses)
+    row_loss_kernel[(len(logits),)](
+        **head_operands(logits, targets, vocab_rows, cap, fast),
+        log_copy_ptr=targets.log_copy, loss_ptr=losses, lse_ptr=lse, copied_ptr=copied,
+        BLOCK_N=2048, num_warps=4)
     return losses, lse, copied
 
 
@@ -3879,11 +4057,9 @@ def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast
         out_t = out.new_empty(classes, tokens)
         out_t_desc = TensorDescriptor.from_tensor(out_t.view(torch.int8), [block_n, block_m])
     head_grad_kernel[triton.cdiv(classes, block_n), triton.cdiv(tokens, block_m)](
-        logits, targets.class_index, targets.positions, targets.weights, targets.num_always,
-        lse, copied, factor, out_bits, out_t_desc,
-        tokens, classes, vocab_rows, targets.copy_token, *cap,
-        TARGETS=len(targets.weights), FAST=fast, PTX=logits.is_cuda,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
+        **head_operands(logits, targets, vocab_rows, cap, fast),
+        lse_ptr=lse, copied_ptr=copied, factor_ptr=factor, out_ptr=out_bits, out_t_desc=out_t_desc,
+        PTX=logits.is_cuda, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
     return out, out_t
 
 
@@ -4016,12 +4192,12 @@ def mlp_product(a, b, factor, hidden8=None):
     describe = TensorDescriptor.from_tensor
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(mlp_width, block_n)
     mlp_kernel[(min(tiles, programs * multiprocessors(a.device)),)](
-        describe(a, [block_m, block_k]),
-        describe(b, [block_n, block_k]),
-        None if hidden8 is None else describe(hidden8, [block_m, block_n]),
-        describe(out, [block_m, block_n]),
-        describe(out_t.view(torch.int8), [block_n, block_m]),
-        tokens, mlp_width, factor, WIDTH=width, LIMIT=torch.finfo(a.dtype).max,
+        a_desc=describe(a, [block_m, block_k]),
+        b_desc=describe(b, [block_n, block_k]),
+        hidden_desc=None if hidden8 is None else describe(hidden8, [block_m, block_n]),
+        out_desc=describe(out, [block_m, block_n]),
+        out_t_desc=describe(out_t.view(torch.int8), [block_n, block_m]),
+        tokens=tokens, mlp_width=mlp_width, factor=factor, WIDTH=width, LIMIT=torch.finfo(a.dtype).max,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
     return out, out_t
 
@@ -4029,7 +4205,7 @@ def mlp_product(a, b, factor, hidden8=None):
 class Fp8Mlp(Function):
     """relu_squared_mlp with FP8 matrix products: `Fp8Mlp.apply(h, up, down, scales, h8, h8_t)`.
 
-    h [T, D] stands for the input and only takes its gradient, see Deferred; h8 and h8_t are copies of the input by
+    h [T, D] stands for the input and only takes its gradient, see NormedInput; h8 and h8_t are copies of the input by
     quantize_both. up and down are [H, D]; all but the copies are bf16; T, D and H are multiples of 16. The products
     are e4m3 by e4m3 forward, e5m2 by e4m3 without fast accumulation backward. What takes part in two needs two
     layouts.
@@ -4164,8 +4340,8 @@ def embedding_grad_kernel(
 def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, **options):
     """Launch a kernel that sums the rows of grad [T, D] over each group of equal ids, in a fixed order.
 
-    ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are the kernel's own,
-    before the width. A program gets `per_program` groups.
+    ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are those of the kernel's
+    own that follow, `options` others by name. A program gets `per_program` groups.
     """
     chunks = len(order) // CHUNK_ROWS
     grad = grad.contiguous()
@@ -4176,21 +4352,32 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, B
     if chunks:
         chunk_sum_kernel[(chunks,)](grad, ids, order, partial, width, **shape)
     kernel[(triton.cdiv(len(starts) - 1, per_program),)](
-        grad, order, starts, partial, *arguments, width, **shape, **options)
+        grad, order, starts, partial, *arguments, width=width, **shape, **options)
+
+
+def embedding_grad(grad, lookup, dense, add=False):
+    """Write the gradient of a table [vocab_rows, D] to `dense`, or add it, from grad [T, D]; see embedding_grad_kernel.
+
+    lookup: the ids [T] that the rows of grad belong to, and their order and starts, see sort_ids.
+    """
+    launch_groups(embedding_grad_kernel, grad, *lookup, vocab_rows=len(dense), dense_ptr=dense, ADD=add)
+    return dense
 
 
 @jit
-def adam_step_tile(weights, grad, second_moment, lr_ptr, wd_ptr, epsilon):
+def adam_step_tile(weights, grad, second_moment, lr_ptr, wd_ptr, epsilon, CAUTIOUS):
     """adam_step in registers."""
     update = tl.load(lr_ptr) * grad / (tl.sqrt(second_moment) + epsilon)
-    decaying = tl.where(update * weights > 0, weights, 0.0)
+    decaying = weights
+    if CAUTIOUS:
+        decaying = tl.where(update * weights > 0, weights, 0.0)
     return weights - update - tl.load(wd_ptr) * decaying
 
 
 @jit
 def adam_kernel(
     weights_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_ptr, wd_ptr, beta1, beta2, epsilon, size,
-    RANKS: constexpr, BLOCK: constexpr,
+    RANKS: constexpr, CAUTIOUS: constexpr, BLOCK: constexpr,
 ):
     """One Adam step of BLOCK of the weights [size], whose gradients grad [RANKS, size] are averaged; float32 inside.
 
@@ -4206,14 +4393,14 @@ def adam_kernel(
 
     exp_avg += (1 - beta1) * (grad - exp_avg)
     exp_avg_sq += (1 - beta2) * (grad * grad - exp_avg_sq)
-    weights = adam_step_tile(weights, exp_avg, exp_avg_sq, lr_ptr, wd_ptr, epsilon)
+    weights = adam_step_tile(weights, exp_avg, exp_avg_sq, lr_ptr, wd_ptr, epsilon, CAUTIOUS)
     inside = index < size
     tl.store(exp_avg_ptr + index, exp_avg, inside)
     tl.store(exp_avg_sq_ptr + index, exp_avg_sq, inside)
     tl.store(weights_ptr + index, weights, inside)
 
 
-def adam(weights, received, *arguments):
+def adam(weights, received, *arguments, cautious=True):
     """adam_reference in a kernel.
 
     Inductor, which made one before, chose between two configurations by timing it alone. Beside NorMuon one of them is
@@ -4221,14 +4408,14 @@ def adam(weights, received, *arguments):
     """
     size = weights.numel()
     adam_kernel[(triton.cdiv(size, 1024),)](
-        weights, received, *arguments, size, RANKS=len(received), BLOCK=1024)
+        weights, received, *arguments, size, RANKS=len(received), CAUTIOUS=cautious, BLOCK=1024)
 
 
 @jit
 def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
     step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, width,
-    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr, CAUTIOUS: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
@@ -4255,7 +4442,7 @@ def sparse_adam_kernel(
         exp_avg_sq = beta2_power * exp_avg_sq + (1 - beta2) * tl.sum(grad * grad) / width
         typical = (1 - beta2) * grad_scale * grad_scale * tl.load(mean_square_ptr)
         pooled = (1 - pooling) * exp_avg_sq + pooling * typical
-        weights = adam_step_tile(weights, grad, pooled, lr_ptr, wd_ptr, epsilon)
+        weights = adam_step_tile(weights, grad, pooled, lr_ptr, wd_ptr, epsilon, CAUTIOUS)
 
         tl.store(weights_ptr + column, weights, column < width)
         tl.store(exp_avg_sq_ptr + row, exp_avg_sq)
@@ -4275,7 +4462,7 @@ def group_ids(ids):
     return ids, order, F.pad(starts, (0, 1), value=len(sorted_ids)), sorted_ids
 
 
-def sparse_adam(grad, lookup, *state, pooling=0.0):
+def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True):
     """sparse_adam_reference in kernels. A BLOCK_M above 1 is slower.
 
     For 65,536 | 131,072 | 196,608 tokens, in four pieces, it takes 0.83 | 1.58 | 2.31 ms on an H200, with group_ids,
@@ -4283,13 +4470,14 @@ def sparse_adam(grad, lookup, *state, pooling=0.0):
     once more, it took 0.33 | 0.56 | 0.78.
     """
     mean_square = torch.linalg.vector_norm(grad, dtype=torch.float32).square() / grad.numel()
-    launch_groups(sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling, per_program=1, BLOCK_M=1)
+    launch_groups(sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling, per_program=1, BLOCK_M=1,
+                  CAUTIOUS=cautious)
 
 
 # ==== 10. Operator selection ==========================================================================================
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ops:
-    """The operators of this run. The model calls them and never asks what hardware it is on.
+    """The operators of this run. Model and optimizer call them and never ask what hardware they are on.
 
     Shapes: T tokens, H heads, Dk the width of a head's queries and keys, Dv of its values."""
     attention: Callable  # (q, k [T, H, Dk], v [T, H, Dv], documents, window, scale, gates [T, H]) -> [T, H, Dv]
@@ -4297,36 +4485,44 @@ class Ops:
     head_loss_eval: Callable  # the same without a gradient; Triton's sums in float64
     pointer: Callable  # (queries and keys [T, 2, Dk], documents, window, scale) -> log_copy [T] of Targets
     embed: Callable  # (table [rows, width], documents) -> [T, width]
+    # (grad [T, width], lookup, dense [rows, width], add): the gradient of a table becomes `dense`, or is added to it.
+    # lookup: the ids [T], and their order and starts by sort_ids.
+    embedding_grad: Callable
     adam: Callable  # see adam_reference
+    group_ids: Callable  # (ids [T, K]) -> what sparse_adam takes as its lookup: the ids, and what sorting them gave
     sparse_adam: Callable  # see sparse_adam_reference
-    # The next two read h [T, width] of product_input; `source` is (x, its inverse RMS), and for
-    # the MLP (positions, taps) besides.
-    project_heads: Callable  # (h, source, weight, value, ...) -> q, k, v, value: see split_heads_reference
-    mlp: Callable  # (h, source, up, down [mlp_width, width]) -> [T, width]
-    orthogonalize: Callable  # (matrices [N, rows, columns]) -> the same shape
-    compile: Callable  # (function of tensors) -> the same function, faster
+    project_heads: Callable  # (NormedInput, weight, value, ...) -> q, k, v, value: see split_heads_reference
+    mlp: Callable  # (NormedInput, up, down [mlp_width, width]) -> [T, width]
+    orthogonalize: Callable  # (matrices [N, rows, columns], Orthogonalization) -> the same shape
+    compile: Callable  # (function of tensors, its `count`) -> the same function, faster: see compile_dynamic
     attention_fp8: bool  # whether project_heads multiplies in FP8
     mlp_fp8: bool
     graphs: bool  # whole steps as CUDA graphs
     names: dict[str, str]  # what was chosen, for the log
 
 
-def compile_dynamic(function: Callable) -> Callable:
+def first_length(first, *_):
+    return len(first)
+
+
+def compile_dynamic(function: Callable, count: Callable = first_length) -> Callable:
     """torch.compile with one compilation for every stage and shard.
 
-    The leading dimension of the first argument is symbolic in every argument that has it, parameters aside."""
+    count(*arguments) is the number that differs between calls, such as that of the tokens. A dimension of this size
+    is symbolic in every tensor among the arguments, or in a tuple among them, but for parameters."""
     compiled = torch.compile(function, fullgraph=True)
 
-    def call(*args):
-        leading = args[0].shape[0]
-        for tensor in args:
-            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and leading in tensor.shape:
-                torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(leading))
-        return compiled(*args)
+    def call(*arguments, **options):
+        size = count(*arguments)
+        for argument in arguments:
+            for tensor in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter) and size in tensor.shape:
+                    torch._dynamo.maybe_mark_dynamic(tensor, tensor.shape.index(size))
+        return compiled(*arguments, **options)
     return call
 
 
-def uncompiled(function: Callable) -> Callable:
+def uncompiled(function: Callable, count: Callable = first_length) -> Callable:
     return function
 
 
@@ -4342,17 +4538,44 @@ def reference_ops() -> Ops:
     def embed(table, documents):
         return F.embedding(documents.tokens, table)
 
-    def project_heads(h, _, weight, value, *rest):
-        return *split_heads_reference(F.linear(h, weight), value, *rest), value
+    def embedding_grad(grad, lookup, dense, add):
+        found = embedding_grad_reference(grad, lookup[0], len(dense)).to(dense.dtype)
+        return dense.add_(found) if add else dense.copy_(found)
 
-    def mlp(h, _, up, down):
-        return relu_squared_mlp(h, up, down)
+    def project_heads(inputs, weight, value, *rest, **settings):
+        return *split_heads_reference(F.linear(inputs.h, weight), value, *rest, **settings), value
+
+    def mlp(inputs, up, down):
+        return relu_squared_mlp(inputs.h, up, down)
 
     names = dict.fromkeys(("attention", "head", "mlp", "embedding", "orthogonalize"), "reference")
     names |= {"compile": "off", "graphs": "off"}
-    return Ops(attention, head_loss_reference, head_loss_reference, pointer, embed, adam_reference,
-               sparse_adam_reference, project_heads, mlp, orthogonalize_reference, compile=uncompiled,
-               attention_fp8=False, mlp_fp8=False, graphs=False, names=names)
+    return Ops(
+        attention=attention,
+        head_loss=head_loss_reference,
+        head_loss_eval=head_loss_reference,
+        pointer=pointer,
+        embed=embed,
+        embedding_grad=embedding_grad,
+        adam=adam_reference,
+        group_ids=group_ids,
+        sparse_adam=sparse_adam_reference,
+        project_heads=project_heads,
+        mlp=mlp,
+        orthogonalize=orthogonalize_reference,
+        compile=uncompiled,
+        attention_fp8=False,
+        mlp_fp8=False,
+        graphs=False,
+        names=names)
+
+
+def fp8_operands(inputs: NormedInput) -> tuple:
+    """The last operands of ProjectHeads and Fp8Mlp: scales and copies; none where h is written."""
+    if inputs.inverse_rms is None:
+        return ()
+    scales = MlpScales()
+    return scales, *inputs.fp8_copies(quantize_both, scales.x)
 
 
 def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp8: Sequence[str] = tuple(FP8_PARTS),
@@ -4384,32 +4607,42 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     def embed(table, documents):
         return EmbeddingLookup.apply(F.embedding, table, documents.tokens, documents.order, documents.starts)
 
-    def fp8_operands(x, inverse_rms, *mix):
-        """The last operands of ProjectHeads and Fp8Mlp; none in bf16 and in validation."""
-        if inverse_rms is None:
-            return ()
-        scales = MlpScales()
-        return scales, *quantize_both(x, scales.x, E4M3, inverse_rms, *mix)
-
-    def project_heads(h, source, *operands):
-        return ProjectHeads.apply(h, *operands, *fp8_operands(*source))
+    def project_heads(inputs, weight, value, value_gates, positions, cos, sin, *, heads, key_offset=False):
+        return ProjectHeads.apply(
+            inputs.h, weight, value, value_gates, positions, cos, sin, heads, key_offset, *fp8_operands(inputs))
 
     bf16_mlp = region(relu_squared_mlp)
 
-    def mlp(h, source, up, down):
-        fp8_mlp = fp8_operands(*source)
+    def mlp(inputs, up, down):
+        fp8_mlp = fp8_operands(inputs)
         if fp8_mlp:
-            return Fp8Mlp.apply(h, up, down, *fp8_mlp)
+            return Fp8Mlp.apply(inputs.h, up, down, *fp8_mlp)
         if torch.is_grad_enabled():
-            return bf16_mlp(h, up, down)
-        return F.linear(h, up).relu_().square_() @ down  # in place, because windows of the validation are long
+            return bf16_mlp(inputs.h, up, down)
+        # In place, because windows of the validation are long.
+        return F.linear(inputs.h, up).relu_().square_() @ down
 
     names = precision | {"attention": f"triton ({precision['attention']} projection)", "embedding": "triton",
                          "orthogonalize": "triton", "compile": "inductor" if compile else "off",
                          "graphs": "cuda" if graphs else "off"}
-    return Ops(attention, head_loss, head_loss_eval, pointer, embed, adam, sparse_adam, project_heads, mlp,
-               orthogonalize, compile=region, attention_fp8="attention" in fp8, mlp_fp8="mlp" in fp8, graphs=graphs,
-               names=names)
+    return Ops(
+        attention=attention,
+        head_loss=head_loss,
+        head_loss_eval=head_loss_eval,
+        pointer=pointer,
+        embed=embed,
+        embedding_grad=embedding_grad,
+        adam=adam,
+        group_ids=group_ids,
+        sparse_adam=sparse_adam,
+        project_heads=project_heads,
+        mlp=mlp,
+        orthogonalize=orthogonalize,
+        compile=region,
+        attention_fp8="attention" in fp8,
+        mlp_fp8="mlp" in fp8,
+        graphs=graphs,
+        names=names)
 
 
 # ==== 11. Runtime =====================================================================================================
@@ -4476,7 +4709,7 @@ class Ranks:
         """Read torchrun's variables, pick the device and join the process group.
 
         A rank that does not come within twice the limit is an error. So is a collective, outside of CUDA graphs, that
-        takes twice as long as that: the watchdog, once there is one, has its say before.
+        takes three times as long: the watchdog, once there is one, has its say before.
         """
         rank = torchrun_number("RANK")
         world = torchrun_number("WORLD_SIZE", "1")
@@ -4506,7 +4739,7 @@ class Ranks:
         # Those of 2.11 are the only names that every version has.
         warnings.filterwarnings("ignore", ".*(all_gather_into|reduce_scatter)_tensor. is deprecated", FutureWarning)
         dist.init_process_group("nccl" if ranks.nccl else "gloo", store=store, rank=rank, world_size=world,
-                                timeout=2 * timeout, device_id=ranks.device if ranks.nccl else None)
+                                timeout=3 * timeout, device_id=ranks.device if ranks.nccl else None)
         signal.signal(signal.SIGINT, ranks.ask_to_stop)
         if ranks.nccl and not any(ranks.nodes):
             ranks._share_memory()
@@ -4685,16 +4918,14 @@ class Ranks:
 
 @dataclass
 class Watchdog:
-    """Ends this process with exit code 4 when nothing progresses for `limit_s`.
+    """Ends this process with exit code 4 when its last heartbeat is older than `limit_s`.
 
-    It is needed because a collective waits for a dead rank for ever. Progress is a heartbeat, or that the device
-    reaches the point queued at one: the host may be far ahead and then wait. While `patience` is above 1, in the
-    warm-up, where the host compiles, it is also that any Python thread is at another line than at the last look. A rank
-    that waits in a collective stays at its line, even if it keeps a core busy. So a deadlock in the warm-up is found
-    after 1.5 times the limit; that long one kernel may compile, during which no line changes.
+    It is needed because a collective waits for a dead rank for ever. A heartbeat on a GPU counts once more when the
+    device reaches the point queued at it: the host may be far ahead and then wait. While `patience` is above 1, as in
+    the warm-up, where the host compiles, it may be so many times as old.
 
-    Two cases escape it: a deadlock in the warm-up while some other Python thread goes on, and whatever stands still
-    outside of train_once, except collectives, which have a time limit of their own (see Ranks.start).
+    What stands still outside of train_once escapes it, except collectives, which have a time limit of their own (see
+    Ranks.start).
     """
     ranks: Ranks
     limit_s: float
@@ -4711,34 +4942,28 @@ class Watchdog:
         """Say that this rank goes on, with something that may take `patience` times the limit."""
         self.doing = doing
         self.patience = patience
-        self.idle_s = 0.0
+        self.age_s = 0.0
         if self.ranks.on_gpu and patience == 1:  # in the warm-up a query would break a graph's capture
             self.events.append(torch.cuda.current_stream().record_event())
 
     def _watch(self):
         wait_s = min(1.0, self.limit_s / 8)
-        places = None
-        while not self.done.wait(wait_s):
-            self.idle_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
+        while self.age_s <= self.limit_s * self.patience:
+            if self.done.wait(wait_s):
+                return
+            self.age_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
             with contextlib.suppress(RuntimeError):  # a broken device: the main thread meets the same error and says so
                 while self.events and self.events[0].query():
                     self.events.popleft()
-                    self.idle_s = 0.0
-            if self.patience > 1:
-                before = places
-                places = [(id(frame), frame.f_lasti) for frame in sys._current_frames().values()]
-                if places != before:
-                    self.idle_s = 0.0
+                    self.age_s = 0.0
 
-            limit_s = self.limit_s * self.patience
-            if self.idle_s > limit_s:
-                message = (f"rank {self.ranks.rank}: expected progress within {limit_s:g} s, "
-                           f"found none since {self.doing}{self.ranks.lost()}; "
-                           "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
-                print(f"train_gpt: {message}", file=sys.stderr)
-                self.log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE)
-                self.log.close()
-                os._exit(EXIT_HARDWARE)
+        message = (f"rank {self.ranks.rank}: expected progress within {self.limit_s * self.patience:g} s, "
+                   f"found none since {self.doing}{self.ranks.lost()}; "
+                   "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
+        print(f"train_gpt: {message}", file=sys.stderr)
+        self.log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE)
+        self.log.close()
+        os._exit(EXIT_HARDWARE)
 
 
 class Clock:
@@ -4812,7 +5037,9 @@ def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
     if isinstance(error, OSError):
         return Failure("file", "to be there and to work", found, "check the path, its permissions and the disk")
     if isinstance(error, torch.OutOfMemoryError):
-        return Failure("GPU memory", "enough", found, "end other programs on this GPU (nvidia-smi)", EXIT_HARDWARE)
+        return Failure("GPU memory", "enough", found,
+                       "end other programs on this GPU (nvidia-smi), or a smaller --micro-batch-tokens or --preset",
+                       EXIT_HARDWARE)
     if isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
         return Failure("GPU", "to run this", found,
                        "start again; if it stays, --reference, and test the GPU", EXIT_HARDWARE)
@@ -4935,40 +5162,27 @@ def files_hash(paths: Sequence[Path]) -> str:
     return combined.hexdigest()
 
 
-# ==== 13. Afterwards: save, load, evaluate, sample ====================================================================
+# ==== 13. Model file: the weights and what they mean, for sample.py ===================================================
 # A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
-# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, and a
-# hash, so that whoever reads it need not ask whether settings and shapes are possible.
+# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, the
+# SHA-256 of each tensor, and that of the header, so that whoever reads it need not ask whether settings are possible.
 #
 # Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
-# their numbers, `ngram.ids` [N], and `ngram.scales` belong to them: quantize_rows says how.
-MODEL_FORMAT = "train_gpt model 3"
+# their numbers, `ngram.ids` [N].
+MODEL_FORMAT = "train_gpt model 4"
 # Which rows of the table a text reads follows from these too, and no weight's shape would show it.
 LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
-
-
-def quantize_rows(rows):
-    """Rows [N, D] of any dtype in 4 bits a number: bytes [N, D / 2] and a bfloat16 scale for 32 numbers, [N, D / 32].
-
-    A byte holds a number of the row's first half and, times 16, one of its second half, both from 1 to 15: 8 is zero.
-    These 0.56 bytes a number cost 0.0003 of a sprint's loss (one model, measured); 1 byte in e4m3 costs 0.00002."""
-    groups = rows.float().unflatten(1, (-1, math.gcd(rows.size(1), 32)))
-    scales = (groups.abs().amax(2, keepdim=True) / 7).clamp_min(1e-20).bfloat16()
-    low, high = (groups / scales + 8.5).byte().flatten(1).chunk(2, 1)
-    return low + 16 * high, scales.flatten(1)
 
 
 def header_hash(header: dict) -> str:
     return hashlib.sha256(json.dumps(header).encode()).hexdigest()
 
 
-def write_tensors(path: Path, form: str, content: dict, likes: dict, parts: Iterable[Tensor]):
-    """Write a file as described above, of a format `form`: aside, then renamed.
-
-    Names, dtypes and shapes are those of `likes`; the values are the `parts` one after the other."""
+def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: dict[str, str]) -> bytes:
+    """The first bytes of a model file, of a format `form`, with the names, dtypes and shapes of `likes`."""
     names = {dtype: name for name, dtype in STORED_DTYPES.items()}
-    metadata = {"format": form, "content": json.dumps(content)}
+    metadata = {"format": form, "content": json.dumps(content), "tensors": json.dumps(digests)}
     header = {"__metadata__": metadata}
     end = 0
     for name, like in likes.items():
@@ -4978,14 +5192,28 @@ def write_tensors(path: Path, form: str, content: dict, likes: dict, parts: Iter
     metadata["sha256"] = header_hash(header)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], parts: Iterable[tuple[str, Tensor]]):
+    """Write a model file aside, then rename it. `parts` are the tensors in the order of `likes`, (name, values), each
+    whole or in pieces that follow each other, because a device may have no room for a large one once more."""
+    sums = {name: hashlib.sha256() for name in likes}
+
+    def header():
+        return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
 
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for part in parts:
-                file.write(part.cpu().reshape(-1).view(torch.uint8).numpy())
+            file.write(header())  # of the same length as the final one
+            for name, part in parts:
+                values = part.cpu().reshape(-1).view(torch.uint8).numpy()
+                sums[name].update(values)
+                file.write(values)
+            file.seek(0)
+            file.write(header())
         os.replace(aside, path)
     except OSError as error:
         aside.unlink(missing_ok=True)
@@ -4993,208 +5221,27 @@ def write_tensors(path: Path, form: str, content: dict, likes: dict, parts: Iter
 
 
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
-    """Write weights, configuration, how to validate and provenance to one file."""
+    """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
     content = {
         "model": asdict(preset.model),
         "lookups": LOOKUPS,
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
-        "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
+        "validation": {
+            "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
+            "window": preset.val_window_tokens, "loss": loss},
         "provenance": {
-            "val_loss": loss, "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]),
+            "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]), "data": trainer.data_hash,
             **machine_facts()},
     }
     tensors = trainer.model.state_dict()
     table = tensors.pop("ngram", torch.zeros(1, 2))
     ids = table.any(1).nonzero().flatten()
     tensors["ngram.ids"] = ids.int()
-    # In parts, because a device may have no room for the table once more: all rows first, then all scales.
-    parts = (quantize_rows(table[part])[which] for which in (0, 1) for part in ids.split(2**16))
-    rows, scales = quantize_rows(torch.empty(len(ids), table.size(1), device="meta"))
-    write_tensors(path, MODEL_FORMAT, content, tensors | {"ngram.rows": rows, "ngram.scales": scales},
-                  itertools.chain(tensors.values(), parts))
-
-
-def read_model_file(path: Path) -> tuple[GPT, dict, Tensor, Tensor, Tensor]:
-    """A saved model, the content of its file, and ids, rows and scales of its n-gram table.
-
-    They are mapped into memory, with the dtypes of the file; the model itself has its n-gram table on the meta device.
-    """
-    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-    try:
-        file = np.memmap(path, np.uint8, "r")
-        start = 8 + int.from_bytes(file[:8], "little")
-        if start > len(file):
-            raise ValueError("no whole header: cut, or of another program or an older version")
-        header = json.loads(file[8:start].tobytes())
-        metadata = header["__metadata__"]
-        if metadata["format"] != MODEL_FORMAT:
-            raise ValueError(f"format {metadata['format']}")
-        if metadata.pop("sha256") != header_hash(header):
-            raise ValueError("a header that was changed")
-
-        content = json.loads(metadata["content"])
-        if content["lookups"] != LOOKUPS:
-            raise ValueError("rows of other n-grams")
-        stated = content["model"]
-        layers = tuple(Layer(**layer) for layer in stated["layers"])
-        config = ModelConfig(**stated | {"layers": layers, "softcap": Softcap(*stated["softcap"])})
-        if json.loads(json.dumps(asdict(config))) != stated:
-            raise ValueError("settings missing")
-
-        del header["__metadata__"]
-        data = torch.from_numpy(file[start:])
-        stop = max(entry["data_offsets"][1] for entry in header.values())
-        if stop > len(data):
-            raise ValueError(f"{len(file):,} of {start + stop:,} bytes: cut")
-        tensors = {name: data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]]).view(entry["shape"])
-                   for name, entry in header.items()}
-        stored = [tensors.pop(f"ngram.{name}") for name in ("ids", "rows", "scales")]
-
-        model = GPT(config, reference_ops(), torch.device("meta"))
-        if model.ngram is not None:
-            tensors["ngram"] = model.ngram.detach()
-        # assign=True puts these parameters in the place of the model's, so they need its roles.
-        model.load_state_dict(
-            {name: make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
-            assign=True)
-        return model.requires_grad_(False), content, *stored
-    except Exception as error:  # a foreign file can raise anything
-        fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", repr(error)[:200],
-             "check the path, copy the file again, use the train_gpt.py that wrote it, or train one with --save FILE")
-
-
-def export_model(path: Path, target: Path):
-    """Copy a model file without the rows of hashed n-grams, for other programs: nothing here reads it."""
-    model, content, ids, rows, scales = read_model_file(path)
-    if target.exists():  # perhaps the model itself, whose n-grams would be lost
-        fail(f"exporting to {target}", "a new file", "one that exists", "choose another name, or remove it")
-    kept = ids >= model.config.ngram_pieces * model.config.ngram_rows
-    model.ngram = None
-    tensors = {**model.state_dict(), "ngram.ids": ids[kept], "ngram.rows": rows[kept], "ngram.scales": scales[kept]}
-    write_tensors(target, f"dense part of {MODEL_FORMAT}", content, tensors, tensors.values())
-
-
-def sum_stored_rows(ids, rows, scales, wanted, table):
-    """GPT.sum_rows from a file: for each of T token pieces the sum of K rows of the n-gram table, [T, D], in its dtype.
-
-    `wanted` [T, K] are the numbers of these rows. ids [N], in ascending order, are the numbers of the stored ones,
-    whose `rows` and `scales` are those of quantize_rows; rows that are not stored are zero."""
-    asked = wanted.cpu()
-    index = torch.searchsorted(ids, asked).clamp(max=len(ids) - 1)
-    stored = ids[index] == asked
-    # Unpacked where the model runs: two CPU cores take 74 ms for the rows of 2400 tokens.
-    packed, scale = rows[index].to(wanted.device), (scales[index] * stored[..., None]).to(wanted.device)
-    numbers = torch.cat([packed & 15, packed >> 4], -1).unflatten(-1, (scales.size(1), -1)) - 8.0
-    return (numbers * scale[..., None]).flatten(-2).sum(1, dtype=table.dtype)
-
-
-def load_model(path: Path, device: torch.device) -> tuple[GPT, dict]:
-    """A saved model with reference operators, so that it runs on any device, and the content of its file.
-
-    The rows of the n-gram table stay in the file, which is memory-mapped."""
-    model, content, *stored = read_model_file(path)
-    if device.type == "cpu":
-        model.float()  # bfloat16 matrix products are slow there
-    else:
-        # A sprint's validation takes 49 s with one thread that looks up rows. With 64, which wait for each other in
-        # busy loops, it took 97 s and kept 36 cores busy.
-        torch.set_num_threads(1)
-    for parameter in model.parameters():
-        if parameter is not model.ngram:
-            parameter.data = parameter.to(device, copy=True)
-    model.sum_rows = functools.partial(sum_stored_rows, *stored)
-    return model, content
-
-
-def saved_geometry(content: dict, model: GPT, positions: int) -> Geometry:
-    """The geometry with which a saved model was validated, for documents of up to `positions` tokens."""
-    attention = content["attention"]
-    return geometry_tables(np.array(attention["frequency"]), attention["scale"], tuple(attention["windows"]), positions,
-                           model.lm_head.dtype, model.lm_head.device)
-
-
-def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
-    """Validation loss of a saved model, in nats a token, on the windows and tokens with which it was validated."""
-    model, content = load_model(path, device)
-    validation = content["validation"]
-    shard = find_shards(data or Path(validation["data"]), "val")[0]
-    windows = validation_windows(shard, validation["tokens"], validation["window"], model.config.vocabulary)[0]
-    pieces = sum(windows, [])
-    total = 0.0
-    for start in range(0, len(pieces), 4):  # documents one by one take minutes on a GPU, a whole window gigabytes
-        if sys.stderr.isatty():
-            print(f"{start / len(pieces):4.0%}", end="\r", file=sys.stderr)
-        group = pieces[start:start + 4]
-        batch = pack({0: group}, model.config, pin=False).to(device)
-        total += float(model.evaluate(batch, saved_geometry(content, model, max(map(len, group)))))
-    return total / validation["tokens"]
-
-
-def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tensor]:
-    """GPT.next_token of a document, time and again, while the caller appends tokens to its `ids`.
-
-    The keys and values of earlier tokens stay, so the model serves nothing else from then on. Only new tokens pass
-    through it, and those before them that they read otherwise: one, because key_offset takes a part of a key from
-    there, and two a layer, as many as its MLP mixes in.
-    """
-    reach = 1 + 2 * len(model.blocks)
-    first = 0  # of the tokens that pass
-
-    def remembered(earlier, part):
-        """Append to `earlier` the new tokens of `part` [T, ...], which begins at token `first`. Returns all so far."""
-        known = sum(map(len, earlier))
-        earlier.append(part[known - first:])
-        return torch.cat(earlier)
-
-    def attention(keys, values, q, k, v, documents, *settings):
-        # documents.positions are those of the tokens that pass; the keys are those of the whole document, whose
-        # `remaining` tokens, reversed, are 0, 1, 2, ...
-        positions = documents.remaining.flip(0)
-        return attention_reference(q, remembered(keys, k), remembered(values, v), positions, *settings)
-
-    for block in model.blocks.values():
-        block.ops = replace(model.ops, attention=functools.partial(attention, [], []))
-    pointed = []
-    model.pointer_in = lambda *operands: remembered(pointed, pointer_in(*operands))
-
-    while True:
-        document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
-        whole = pack({0: [document]}, model.config, pin=False).to(model.lm_head.device)
-        new = replace(whole, tokens=whole.tokens[first:], positions=whole.positions[first:],
-                      ngrams=whole.ngrams[first * model.config.ngram_pieces:])
-        p = model.next_token(new, geometry)
-        first = max(0, len(ids) - reach)
-        yield p
-
-
-def sample_text(path: str, prompt: str, device: torch.device):
-    """Print `prompt` and up to 256 tokens that continue it, each as it is drawn: at temperature 0.8, from a fixed seed.
-
-    On standard error, how many tokens a second that were."""
-    model, content = load_model(Path(path), device)
-    try:
-        import tiktoken
-        encoding = tiktoken.get_encoding("gpt2")
-    except (ImportError, OSError) as error:
-        fail("tiktoken", "the package and its gpt2 vocabulary", type(error).__name__,
-             "pip install tiktoken; connect to the network once, or set TIKTOKEN_CACHE_DIR")
-
-    ids = [BOS, *encoding.encode_ordinary(prompt)]
-    geometry = saved_geometry(content, model, len(ids) + 256)
-    torch.manual_seed(0)
-    print(prompt, end="", flush=True)
-    clock = Clock(device)
-    start = clock.since_start()
-    for count, p in enumerate(itertools.islice(next_tokens(model, geometry, ids), 256), 1):
-        ids.append(int(torch.multinomial(p[:model.config.vocabulary] ** (1 / 0.8), 1)))
-        sys.stdout.buffer.write(encoding.decode_single_token_bytes(ids[-1]))  # it may end within a character
-        sys.stdout.flush()
-        if ids[-1] == BOS:
-            break
-    print()
-    print(f"{count} tokens, {count / (clock.since_start() - start):.1f} a second", file=sys.stderr)
+    rows = (("ngram.rows", table[part]) for part in ids.split(2**16))
+    like = torch.empty(len(ids), table.size(1), dtype=table.dtype, device="meta")
+    write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
 
 
 # ==== 14. Main ========================================================================================================
@@ -5226,13 +5273,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
     add("--stall-limit", type=within(float, 0.1, 1_000_000), default=120,
         help="exit code 4 if nothing progresses for so many seconds")
-    add("--save", type=Path, metavar="FILE", help="write the trained model")
-    add = parser.add_mutually_exclusive_group().add_argument  # at most one of what follows
-    add("--check", action="store_true", help="what a start would check, one line an item, then exit")
-    add("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
-    add("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
-    add("--export", type=Path, nargs=2, metavar=("FILE", "TO"),
-        help="copy a saved model without its hashed n-grams, then exit")
+    add("--micro-batch-tokens", type=positive,
+        help="at most so many tokens at a time, at least an eighth of a step's; as the memory allows without it")
+    add("--save", type=Path, metavar="FILE", help="write the trained model, for sample.py")
+    add("--check", action="store_true", help="stop where the warm-up would begin")
     return parser.parse_args(argv)
 
 
@@ -5247,79 +5291,44 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     return replace(preset, stages=stages, train_tokens=preset.train_tokens + more_tokens)
 
 
-def check_versions(ranks: Ranks) -> str:
+def check_versions(ranks: Ranks):
     if torch.__version__ < "2.11.0a0":
         fail("torch", ">= 2.11", torch.__version__, "pip install -r requirements.txt")
     if torch.__version__ >= "2.16.0a0" and ranks.rank == 0:  # every test has passed with versions up to there, on a CPU
         print(f"train_gpt: torch {torch.__version__}: newer than any that was tried; if it fails: "
               "pip install -r requirements.txt", file=sys.stderr)
-    return (f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}, "
-            f"Triton {triton.__version__ if triton else 'none'}")
 
 
-def check_memory(preset: Preset, ranks: Ranks, ops: Ops) -> str:
-    recompute, tokens, needed = memory_plan(preset, ranks, ops)
-    if not needed:
-        return "no GPU whose memory to fit"
-    free = torch.cuda.mem_get_info(ranks.device)[0]
-    text = f"{needed / 2**30:.1f} of {free / 2**30:.1f} GiB that are free, micro-batches of up to {tokens:,} tokens"
-    return f"{text}, layers recomputed" if recompute else text
+def check_model_file(path: Path, model: ModelConfig):
+    """Fail unless a model can be saved there. Its n-gram table takes most of the room."""
+    if path.exists():
+        fail(f"saving {path}", "a new file", "one that exists" if path.is_file() else "a folder or a device",
+             "remove it, or choose another name")
 
-
-def check_data(preset: Preset, folder: Path) -> str:
-    stream, *_, digest = open_corpus(preset, folder)
-    return (f"{stream.consumed(preset.stages):,} of {stream.length:,} training tokens in {len(stream.paths)} shards, "
-            f"SHA-256 {digest[:16]}")
-
-
-def check_folder(folder: Path, needed_mb: int) -> str:
-    """Fails unless that much can be written to a folder, or to where it would be made."""
-    place = folder.absolute()
+    place = path.absolute().parent
     while not place.exists():
         place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        fail(f"saving {path}", f"permission to write in {place}", "none", "choose another place")
+
+    row_bytes = model.width * getattr(torch, model.dtype).itemsize + 4 * model.ngram_pieces  # with their ids
+    needed_mb = 1000 + model.table_rows * row_bytes // 1_000_000
     free_mb = shutil.disk_usage(place).free // 1_000_000
-    if not place.is_dir() or not os.access(place, os.W_OK) or free_mb < needed_mb:
-        fail(f"saving in {folder}", f"a writable folder with {needed_mb} MB free", f"{place} with {free_mb:,} MB",
-             "choose another place")
-    return f"{free_mb:,} MB free for {folder}"
+    if free_mb < needed_mb:
+        fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
 
 
-def check_model_file(path: Path | None, model: ModelConfig) -> str:
-    """Fails unless a model can be saved there. Its n-gram table takes most of the room: see quantize_rows."""
-    if path is None:
-        return "not kept"
-    if path.exists() and not path.is_file():
-        fail(f"saving {path}", "the name of a file", "a folder or a device", "add a name")
-    return check_folder(path.parent, 1000 + model.table_rows * model.width * 5 // 8_000_000)
+def ready(trainer: Trainer) -> str:
+    """What a start has found, in a line for --check."""
+    stream = trainer.stream
+    sizes = ", ".join(f"{trainer.micro_chunks[stage] * stage.chunk_tokens:,}" for stage in trainer.preset.stages)
+    return (f"ok: {stream.consumed(trainer.preset.stages):,} of {stream.length:,} training tokens in "
+            f"{len(stream.paths)} shards, SHA-256 {trainer.data_hash[:16]}; micro-batches of {sizes} tokens by stage"
+            f"{', layers recomputed' if trainer.recompute else ''}")
 
 
-def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: Ops) -> int:
-    """Print what a start checks, a line an item. Returns the exit code of the first item that fails, else 0."""
-    checks = {
-        "versions": lambda: check_versions(ranks),
-        "memory": lambda: check_memory(preset, ranks, ops),
-        "data": lambda: ranks.agree("data", lambda: check_data(preset, arguments.data or Path(preset.data)),
-                                    "copy the shards of one node to the others"),
-        "log": lambda: check_folder(arguments.log_dir, 10),
-        "model": lambda: check_model_file(arguments.save, preset.model),
-    }
-    code = 0
-    for name, check in checks.items():
-        try:
-            line = f"ok    {name:<9}  {check()}"
-        except Exception as error:
-            failure = explained(error, ranks)
-            if failure is None:
-                raise
-            line = f"FAIL  {name:<9}  {failure}"
-            code = code or failure.code
-        if ranks.rank == 0:
-            print(line, flush=True)
-    return code
-
-
-def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str):
-    """Say what will be trained, on which devices and with which operators; then what check_network found."""
+def announce(preset: Preset, ranks: Ranks, ops: Ops):
+    """Say what will be trained, on which devices and with which operators."""
     version = capability(ranks.device)
     gpu = f"capability {version}" if any(version) else "no GPU"
     if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
@@ -5327,38 +5336,7 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str):
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
     print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts()['device']}, "
-          f"{gpu}, {chosen}{network}", flush=True)
-
-
-def check_network(ranks: Ranks) -> str:
-    """A line on how long exchanges between nodes take, and one on what is far slower than the rest; "" on one node.
-
-    The number of ranks is a power of two. So in each round every rank has one peer: its own number xor the round's.
-    """
-    nodes = len(set(ranks.nodes))
-    if nodes == 1:
-        return ""
-    clock = Clock(ranks.device)
-    sent, received = torch.zeros(2, 1_000_000, device=ranks.device)
-
-    def exchange_ms(peer):
-        started = clock.since_start()
-        both_ways = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-        for work in dist.batch_isend_irecv(both_ways):
-            work.wait()
-        received[0].item()  # waits for the device
-        return 1e3 * (clock.since_start() - started)
-
-    rounds = range(ranks.world // nodes, ranks.world)  # smaller numbers would pair ranks of one node
-    best_ms = [min(exchange_ms(ranks.rank ^ number) for _ in range(4)) for number in rounds]
-    table = np.array(ranks.gather_objects(best_ms))  # of each rank and round
-    text = f"\n{nodes} nodes: 4 MB both ways in {table.min():.2f} to {table.max():.2f} ms"
-
-    slow_links = (table > 5 * table.min() + 1).sum(1)  # of each rank: one that is slow itself has more than its peers
-    if slow_links.any():
-        names = ", ".join(map(ranks.name, np.flatnonzero(slow_links == slow_links.max())))
-        text += f"\nWARNING: network far slower at {names}; fix: see its cards and cables, and NCCL_DEBUG=INFO"
-    return text
+          f"{gpu}, {chosen}", flush=True)
 
 
 def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps: int) -> float:
@@ -5383,7 +5361,7 @@ def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps
 
 
 def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    """Check what can be checked beforehand, then train. Returns the exit code."""
+    """Build the trainer, which checks what can be checked beforehand; then train. Returns the exit code."""
     preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     seed = ranks.gather_objects(seed)[0]  # each rank may have drawn its own
@@ -5392,19 +5370,23 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
                 "start every node with the same --nproc_per_node, options and files")
     fast = capability(ranks.device) >= (8, 0) and not arguments.reference
     bfloat16 = preset.model.dtype == "bfloat16"
-    fp8 = [part for part in FP8_PARTS if bfloat16 and arguments.no_fp8 not in (part, "all")]
+    fp8 = [part for part in preset.fp8 if bfloat16 and arguments.no_fp8 not in (part, "all")]
     ops = select_ops(ranks.device, fast, compile=not arguments.eager, fp8=fp8, graphs=not arguments.no_graphs)
 
-    steps = min(preset.steps, arguments.stop_after or preset.steps)
-    network = check_network(ranks)
     if ranks.rank == 0:
-        announce(preset, ranks, ops, network)
-    if arguments.check:
-        return preflight(arguments, preset, ranks, ops)
+        announce(preset, ranks, ops)
     check_versions(ranks)
-    check_model_file(arguments.save, preset.model)
+    if arguments.save:
+        check_model_file(arguments.save, preset.model)
 
-    trainer = Trainer(preset, ranks, ops, Clock(ranks.device), arguments.data or Path(preset.data))
+    trainer = Trainer(preset, ranks, ops, Clock(ranks.device), arguments.data or Path(preset.data),
+                      arguments.micro_batch_tokens)
+    if arguments.check:
+        if ranks.rank == 0:
+            print(ready(trainer), flush=True)
+        return 0
+
+    steps = min(preset.steps, arguments.stop_after or preset.steps)
     loss = train_once(arguments, trainer, seed, steps)
     if arguments.save and ranks.rank == 0:
         save_model(arguments.save, trainer, loss, seed)
@@ -5419,14 +5401,7 @@ def main(argv: list[str] | None = None) -> int:
     message = ""
     try:
         ranks = Ranks.start(arguments.stall_limit)
-        if arguments.eval:
-            print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
-        elif arguments.sample:
-            sample_text(*arguments.sample, ranks.device)
-        elif arguments.export:
-            export_model(*arguments.export)
-        else:
-            code = train_all(arguments, ranks)
+        code = train_all(arguments, ranks)
     except KeyboardInterrupt:
         code = 130
         message = "interrupted"

@@ -10,7 +10,10 @@ arms.json is a list of arms. All keys but the name are optional:
      "model": {"ngram_rows": 33554432}, "layers": {"3": {"attention": false}}, "optimizer": {"muon_learning_rate": 0.016},
      "stages": {"batch_tokens": [65536, 131072, 196608, 196608]}, "rules": {"embedding": {"learning_rate_multiplier": 50}},
      "averages": [[0.03, 0.65]], "edits": [["text of train_gpt.py that occurs once", "what stands there instead"]],
-     "steps": 1000, "watch_every": 25}
+     "steps": 1000, "watch_every": 25, "preset": "sprint", "data": "FOLDER", "script": "another/train_gpt.py"}
+
+`preset`, `data` and `script` take the place of the options and of this repository's train_gpt.py. A result has the loss on the track's validation
+tokens, which judge, and as `choose` that on the tokens of the same shard behind them: constants are chosen by the latter.
 
 `layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate, share]: the run is validated with
 each of them besides the preset's own and none, so they cost no run. With `steps` the run ends early, and is validated without averages. With
@@ -31,6 +34,7 @@ import argparse
 import bisect
 import dataclasses
 import fcntl
+import functools
 import importlib.util
 import json
 import os
@@ -48,14 +52,13 @@ SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
 FIRST_ROWS = {4: "++-", 8: "+++-+--", 12: "++-+++---+-", 20: "++--++++-+-+----++-"}  # Plackett and Burman, 1946, Biometrika 33
 
 
-def load_trainer(edits: list[list[str]]):
-    """train_gpt.py as a module, with each [old, new] of `edits` applied to its text."""
-    text = SCRIPT.read_text()
+def load_trainer(edits: list[list[str]], path: Path = SCRIPT):
+    """train_gpt.py, or another version of it, as a module, with each [old, new] of `edits` applied to its text."""
+    text = path.read_text()
     for old, new in edits:
         if text.count(old) != 1:
-            sys.exit(f"edit: expected once in train_gpt.py, found {text.count(old)} times: {old!r}")
+            sys.exit(f"edit: expected once in {path.name}, found {text.count(old)} times: {old!r}")
         text = text.replace(old, new)
-    path = SCRIPT
     if edits:
         path = Path(tempfile.mkdtemp()) / SCRIPT.name
         path.write_text(text)
@@ -182,9 +185,8 @@ class Averages:
                     average.lerp_(self.exact(owner), other)
 
     @torch.no_grad()
-    def losses(self, trainer, shares: list[float]) -> dict[str, float]:
-        """Validation loss without averages, with the preset's own, and with each other one and its share."""
-        config = trainer.preset.optimizer
+    def losses(self, validate, config, shares: list[float]) -> dict:
+        """What `validate` finds without averages, with the preset's own, and with each other one and its share."""
         last = [self.exact(owner).clone() for owner in self.owners]
         tried = {"none": (last, 0.0)}
         if self.owners:
@@ -196,8 +198,32 @@ class Averages:
                 mixed = weights.lerp(average, share)
                 norms = [torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-30) for x in (weights, mixed)]
                 owner.shard.copy_(mixed * (norms[0] / norms[1]))
-            found[label] = round(trainer.validate(trainer.final_geometry), 5)
+            found[label] = validate()
         return found
+
+
+def choosing_windows(tg, trainer) -> tuple[list, int]:
+    """The validation shard's tokens behind those that judge, packed, and how many: constants are chosen on these."""
+    preset = trainer.preset
+    shard = tg.open_shard(tg.find_shards(trainer.folder, "val")[0], preset.model.vocabulary)
+    rest = shard[preset.val_tokens:]
+    count = (len(rest) - 1) // 1024 * 1024
+    windows = []
+    for start in range(0, count, preset.val_window_tokens):
+        stop = min(start + preset.val_window_tokens, count)
+        pieces = tg.cut_documents(rest[start:stop + 1], preset.val_window_tokens)
+        windows.append(tg.pack({0: pieces}, preset.model, trainer.ranks.on_gpu))
+    return windows, count
+
+
+@torch.no_grad()
+def both_losses(trainer, windows: list, count: int) -> list[float]:
+    """[loss on the tokens that judge, loss on those behind them]; the latter is left out where there are none."""
+    judging = round(trainer.validate(trainer.final_geometry), 5)
+    if not count:
+        return [judging]
+    total = sum(float(trainer.evaluate(window, trainer.final_geometry)) for window in windows)
+    return [judging, round(total / count, 5)]
 
 
 def largest_entries(model: torch.nn.Module, kinds: set[str]) -> dict[str, tuple[float, int, int]]:
@@ -274,8 +300,8 @@ def watch(trainer, every: int, path: Path) -> None:
 
 def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     """One run, whose timed loop waits until the one before it on this GPU has ended."""
-    tg = load_trainer(arm.get("edits", []))
-    preset = arm_preset(tg, arm, options.preset)
+    tg = load_trainer(arm.get("edits", []), Path(arm.get("script", SCRIPT)))
+    preset = arm_preset(tg, arm, arm.get("preset", options.preset))
     ranks = tg.Ranks.start()
     fp8 = arm.get("fp8", tg.FP8_PARTS) if preset.model.dtype == "bfloat16" else []
     ops = tg.select_ops(ranks.device, tg.capability(ranks.device) >= (8, 0), fp8=fp8)
@@ -284,7 +310,7 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     if torch.cuda.is_available():
         total = torch.cuda.mem_get_info(ranks.device)[1]
         torch.cuda.mem_get_info = lambda device: (total, total)
-    trainer = tg.Trainer(preset, ranks, ops, clock, options.data or Path(preset.data))
+    trainer = tg.Trainer(preset, ranks, ops, clock, Path(arm.get("data") or options.data or preset.data))
     rates = [rate for rate, _ in arm.get("averages", [])]
     trainer.initialise(arm.get("seed", 1))
     trainer.warm_up()
@@ -304,10 +330,11 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
         finally:
             log.close()
         seconds = clock.milliseconds() / 1e3
+        validate = functools.partial(both_losses, trainer, *choosing_windows(tg, trainer))
         if steps < preset.steps:
-            losses = {"none": round(trainer.validate(trainer.final_geometry), 5)}
+            losses = {"none": validate()}
         else:
-            losses = averages.losses(trainer, [share for _, share in arm.get("averages", [])])
+            losses = averages.losses(validate, preset.optimizer, [share for _, share in arm.get("averages", [])])
 
     lines = [json.loads(line) for line in log_path.read_text().splitlines()]
     starts = [line["step"] for line in lines if line["kind"] == "stage"]
@@ -320,7 +347,9 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     for name, (magnitude, _, _) in largest_entries(trainer.model, fp8_kinds).items():
         kind = name.rpartition(".")[2]
         largest[kind] = max(largest.get(kind, 0.0), round(magnitude, 2))
-    return {"name": arm["name"], "loss": losses, "seconds": round(seconds, 2), "ms": [round(statistics.median(t), 2) if t else None for t in times],
+    judging = {label: found[0] for label, found in losses.items()}
+    choosing = {label: found[1] for label, found in losses.items() if len(found) > 1}
+    return {"name": arm["name"], "loss": judging, "choose": choosing, "seconds": round(seconds, 2), "ms": [round(statistics.median(t), 2) if t else None for t in times],
             "mib": tg.peak_memory_mib(ranks), "largest_weights": largest}
 
 

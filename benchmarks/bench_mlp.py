@@ -135,11 +135,12 @@ class Watch:
         self.rows[self.step, name, layer] = spread(values, scale, dtype), scale * torch.finfo(dtype).max
 
     def wrap(self, mlp, in_fp8):
-        def watched(h, source, up, down):
+        def watched(inputs, up, down):
+            h = inputs.h
             if in_fp8 and torch.is_grad_enabled():
                 out = fp8_mlp(h, up, down)
             else:
-                out = mlp(h, source, up, down)
+                out = mlp(inputs, up, down)
             layer, self.calls = self.calls, self.calls + 1
             if self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.layers:
                 h, up, down = h.detach(), up.detach(), down.detach()
@@ -157,22 +158,23 @@ class Watch:
 
     def wrap_projection(self, project_heads, in_fp8):
         """In chosen steps the reference instead: its projection has a gradient that can be looked at."""
-        def watched(h, source, weight, *rest):
+        def watched(inputs, weight, *rest, heads, key_offset):
+            h = inputs.h
             layer, self.projections = self.projections, self.projections + 1
             if not (self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.attentions):
                 if in_fp8 and torch.is_grad_enabled():
-                    return tg.ProjectHeads.apply(h, weight, *rest, SCALES, *tg.quantize_both(h.detach(), SCALES.x))
-                return project_heads(h, source, weight, *rest)
+                    copies = tg.quantize_both(h.detach(), SCALES.x)
+                    return tg.ProjectHeads.apply(h, weight, *rest, heads, key_offset, SCALES, *copies)
+                return project_heads(inputs, weight, *rest, heads=heads, key_offset=key_offset)
 
             def backward(grad):
-                cos, heads = rest[3], rest[5]
-                keys = 2 * cos.size(1) * heads
+                keys = 2 * rest[3].size(1) * heads  # rest[3] holds the cosines
                 for name, part in zip("qkv", grad.tensor_split((keys, 2 * keys), 1)):
                     self.note(layer, f"d{name}", part, SCALES.grad, E5M2)
             self.note(layer, "qkv", weight, SCALES.weight, E4M3)
             qkv = F.linear(h, weight)
             qkv.register_hook(backward)
-            return *tg.split_heads_reference(qkv, *rest), rest[0]
+            return *tg.split_heads_reference(qkv, *rest, heads, key_offset), rest[0]
         return watched
 
     def train(self, arguments):

@@ -73,22 +73,27 @@ def time_kernels(T, kind, tiles=((None, None),)):
     outs, others = [torch.empty_like(grad) for grad in grads], [None if x is None else torch.empty_like(x) for x in (value, gates)]
     dqkv8, dqkv8_t = (torch.empty(*shape, dtype=torch.int8, device=DEVICE) for shape in (qkv.shape, qkv.T.shape))
     known, dqkv = (qkv, value, gates, *turn), torch.empty_like(qkv)
+    named = dict(zip(("qkv_ptr", "value_ptr", "gates_ptr", "positions_ptr", "cos_ptr", "sin_ptr"), known))
+    results = dict(zip(("q_ptr", "k_ptr", "v_ptr"), outs))
+    operands = dict(zip(("dq_ptr", "dk_ptr", "dv_ptr", "dvalue_ptr", "dgates_ptr"), (*grads, *others)), ADD=False)
+    bf16 = operands | dict(dqkv_ptr=dqkv, dqk_t_desc=None, dv_t_desc=None, factor=1.0, PTX=False)
     keys, values, split_gradient = 2 * T * HEADS * KEYS, 2 * T * HEADS * WIDTH, tg.split_heads_grad_kernel
     forward, backward = 4 * keys + values * (3 if value is not None else 0), 6 * keys + values * (4 if value is not None else 2)
     for rows, warps in tiles:
-        bits_t = [tg.TensorDescriptor.from_tensor(dqkv8_t, [width // 2, rows or 64]) for width in (KEYS, WIDTH)]
+        dqk_t_desc, dv_t_desc = (tg.TensorDescriptor.from_tensor(dqkv8_t, [width // 2, rows or 64]) for width in (KEYS, WIDTH))
+        fp8 = operands | dict(dqkv_ptr=dqkv8, dqk_t_desc=dqk_t_desc, dv_t_desc=dv_t_desc, factor=1 / scale, PTX=qkv.is_cuda)
 
-        def run(kernel, *arguments, **default):
+        def run(kernel, arguments, **default):
             if rows is None:
-                return tg.ProjectHeads.launch(kernel, *known, *arguments, **flags, **default)
+                return tg.ProjectHeads.launch(kernel, known, **arguments, **flags, **default)
             return kernel[HEADS, tg.triton.cdiv(T, rows)](
-                *known, *arguments, T, HEADS=HEADS, HEAD_DIM_QK=KEYS, HEAD_DIM_V=WIDTH, VALUE_WIDTH=HEADS * WIDTH, KEY_OFFSET=key_offset, BLOCK_M=rows,
+                **named, **arguments, tokens=T, HEADS=HEADS, HEAD_DIM_QK=KEYS, HEAD_DIM_V=WIDTH, VALUE_WIDTH=HEADS * WIDTH, KEY_OFFSET=key_offset, BLOCK_M=rows,
                 num_warps=warps)
 
         for name, size, call in (
-                ("split", forward, lambda: run(tg.split_heads_kernel, *outs)),
-                ("gradient, bf16", backward, lambda: run(split_gradient, *grads, dqkv, None, None, *others, 1.0, False, False)),
-                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, *grads, dqkv8, *bits_t, *others, 1 / scale, False, qkv.is_cuda, block_m=64))):
+                ("split", forward, lambda: run(tg.split_heads_kernel, results)),
+                ("gradient, bf16", backward, lambda: run(split_gradient, bf16)),
+                ("gradient, fp8 in both layouts", backward, lambda: run(split_gradient, fp8, block_m=64))):
             us, tile = 1e3 * milliseconds(call), "" if rows is None else f", {rows} tokens, {warps} warps"
             name += tile + " **WRONG RESULT**" * ("fp8" in name and not torch.equal(dqkv8.T, dqkv8_t))
             print(f"| {T} | {kind} | {name} | {us:.1f} | {size / us / 1e3:.0f} | {size / BYTES_PER_MICROSECOND:.1f} |", flush=True)

@@ -79,12 +79,15 @@ def visible_pairs(distances: Tensor, window: int, itself: bool = True) -> int:
     return int(distances.clamp(max=window).sum(dtype=torch.int64)) + itself * len(distances)
 
 
-def product(a):
-    batch, rows, columns, depth = a["left_ptr"].shape[0], a["rows"], a["columns"], a["depth"]
-    size, operations = moved(a), 2 * rows * columns * depth
-    if a["SYMMETRIC"]:  # the right operand is the left one transposed, and the lower half of the product is enough
-        size, operations = moved(a, "left_ptr", "out_ptr"), rows * (rows + 1) * depth
-    return Cost(size, batch * operations, product_rate(a["left_ptr"].itemsize, depth))
+def gram(a):
+    """The lower half of the product is enough."""
+    batch, rows, depth = a["x_ptr"].shape[0], a["rows"], a["depth"]
+    return Cost(moved(a), batch * rows * (rows + 1) * depth, product_rate(a["x_ptr"].itemsize, depth))
+
+
+def polynomial(a):
+    batch, rows, columns = a["x_ptr"].shape[0], a["rows"], a["columns"]
+    return Cost(moved(a), batch * 2 * rows * rows * columns, product_rate(a["x_ptr"].itemsize, rows))
 
 
 def attention_forward(a):
@@ -101,10 +104,13 @@ def attention_backward(a):
     return Cost(moved(a), heads * pairs * (4 * a["HEAD_DIM_QK"] + of_v * a["HEAD_DIM_V"]))
 
 
-def pointer(a):
+def pointer_forward(a):
+    pairs = visible_pairs(a["positions_ptr"].values, a["window"], itself=False)
+    return Cost(moved(a), 2 * pairs * a["HEAD_DIM_QK"])
+
+
+def pointer_backward(a):
     pairs = visible_pairs(a["distances_ptr"].values, a["window"], itself=False)
-    if a["grad_log_copy_ptr"] is None:
-        return Cost(moved(a), 2 * pairs * a["HEAD_DIM_QK"])
     size = moved(a) - a["dqk_ptr"].nbytes // 2  # one launch writes the queries' half, another the keys'
     return Cost(size, 4 * pairs * a["HEAD_DIM_QK"])
 
@@ -168,11 +174,13 @@ def sparse_adam(a):
 
 
 OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
-    "product_kernel": product,
+    "gram_kernel": gram,
+    "polynomial_kernel": polynomial,
     "attention_forward_kernel": attention_forward,
     "attention_delta_kernel": once,
     "attention_backward_kernel": attention_backward,
-    "pointer_kernel": pointer,
+    "pointer_forward_kernel": pointer_forward,
+    "pointer_backward_kernel": pointer_backward,
     "quantize_kernel": once,
     "split_heads_kernel": functools.partial(split_heads, grad=False),
     "split_heads_grad_kernel": functools.partial(split_heads, grad=True),

@@ -213,8 +213,8 @@ def test_the_layers_gates_are_positive(embedded, scale):
     x, value = torch.randn(2, tokens, width, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     gate = torch.full((heads * (1 + embedded), inputs), -30.0)
     gate[1] = 1
-    entry = x, None, x, torch.ones(tokens), None, None  # injected, resid_lambda, no skip
-    *_, gates, value_gates = tg.attention_in(torch.full((tokens,), scale), gate, value if embedded else None, False, *entry)
+    entry = tg.LayerEntry(x, None, injected=x, skip=None, skip_weight=None, resid_lambda=torch.ones(tokens))
+    *_, gates, value_gates = tg.attention_in(entry, value if embedded else None, gate, torch.full((tokens,), scale), fp8=False)
     assert gates.shape == (tokens, heads) and (gates >= 2.0**-20).all() and (value_gates is not None) == embedded
 
 

@@ -214,7 +214,7 @@ def test_an_input_that_its_operator_makes(monkeypatch, count, compiled):
     for tokens in (32, 48, 79):
         x = normal(tokens, 8, seed=tokens, dtype=torch.float32).to(DEVICE).requires_grad_()
         positions, grad = documents_of(1, 14, 2, tokens - 17), normal(tokens, 8, seed=3, dtype=torch.float32).to(DEVICE)
-        h, inverse_rms = region(x, tg.norm(x), True, positions, taps)
+        h, inverse_rms = region(x, tg.norm(x), positions, taps, fp8=True)
         assert h.shape == x.shape and h.stride() == (0, 0) and not inverse_rms.requires_grad
         torch.testing.assert_close(x * inverse_rms[:, None], tg.norm(x))
 
@@ -227,7 +227,7 @@ def test_an_input_that_its_operator_makes(monkeypatch, count, compiled):
             torch.testing.assert_close(found[1], torch.autograd.grad(want, taps, sample)[0])
     assert tg.compiled_graphs() - before == compiled
     with torch.no_grad():
-        h, inverse_rms = tg.product_input(x, tg.norm(x), True, positions, taps)
+        h, inverse_rms = tg.product_input(x, tg.norm(x), positions, taps, fp8=True)
     assert inverse_rms is None and torch.equal(h, want)
 
 
@@ -310,9 +310,10 @@ def test_validation_is_the_reference(monkeypatch):
     h = tg.norm(x).detach()
     inverse_rms = (x.detach().float().square().mean(-1) + tg.NORM_EPSILON).rsqrt()
     with torch.no_grad():
-        assert torch.equal(mlp(h, (x, None, None, None), *weights), tg.relu_squared_mlp(h, *weights))
+        assert torch.equal(mlp(tg.NormedInput(h, x, None), *weights), tg.relu_squared_mlp(h, *weights))
     empty = torch.full_like(h, torch.nan).requires_grad_()
-    assert relative(mlp(empty, (x.detach(), inverse_rms, torch.arange(32, device=DEVICE), None), *weights), fp8_mlp(h, *weights)) < 0.05
+    inputs = tg.NormedInput(empty, x.detach(), inverse_rms, positions=torch.arange(32, device=DEVICE))
+    assert relative(mlp(inputs, *weights), fp8_mlp(h, *weights)) < 0.05
 
 
 @pytest.mark.parametrize("capability, head, mlp", [((8, 0), "bf16", "bf16"), ((8, 9), "fp8", "bf16"), ((9, 0), "fp8", "fp8"), ((10, 3), "fp8", "fp8"),
@@ -337,9 +338,9 @@ def test_model_with_fp8_mlps():
     results = []
     reference = tg.select_ops(device, fast=False)
 
-    def in_fp8(h, source, *weights):
-        copies = tg.quantize_both(source[0], SCALES.x, E4M3, *source[1:])
-        return tg.Fp8Mlp.apply(h, *(weight.bfloat16() for weight in weights), SCALES, *copies)
+    def in_fp8(inputs, *weights):
+        copies = inputs.fp8_copies(tg.quantize_both, SCALES.x)
+        return tg.Fp8Mlp.apply(inputs.h, *(weight.bfloat16() for weight in weights), SCALES, *copies)
 
     for ops in (reference, replace(reference, mlp_fp8=True, mlp=in_fp8)):
         model = tg.GPT(helpers.MODEL, ops, device)

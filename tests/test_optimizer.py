@@ -60,7 +60,7 @@ def test_tiny_updates_accumulate_as_in_float32():
     multiplier, direction = torch.full((3, 1, 1), 2.0), torch.randn(3, 20, 12)
     for _ in range(600):
         update = direction + 0.3 * torch.randn(3, 20, 12)
-        arguments = multiplier, torch.tensor(2e-6), 1.2, 0.95
+        arguments = multiplier, torch.tensor(2e-6), 1.2, 0.95, True
         tg.normuon_update(update, weight, low, moments[0], *arguments)
         tg.normuon_update(update, exact, None, moments[1], *arguments)
         tg.normuon_update(update, plain, None, moments[2], *arguments)
@@ -74,41 +74,62 @@ def test_tiny_updates_accumulate_as_in_float32():
 # ---- Muon and NorMuon ------------------------------------------------------------------------------------------------
 POLAR_EXPRESS = ((8.089256959191, -22.297789245261, 15.747758400660), (3.943378132484, -2.784615046554, 0.503808707390),
                  (3.472945650518, -2.500502056079, 0.478927524824), (2.552322205513, -1.886821974398, 0.442619509006))
+QUINTIC = ((3.4445, -4.7750, 2.0315),) * 5
+FIRST_MUON = tg.OptimizerConfig(
+    orthogonalization="quintic", nesterov=False, normuon=False, scale_tall_updates=True, cautious_decay=False)
 
 
 class Written:
     """One matrix under the published update, written out for a single float64 matrix."""
 
-    def __init__(self, weight, rule):
-        self.p, self.multiplier = weight.double().clone(), rule
+    def __init__(self, weight, multiplier, config):
+        self.p = weight.double().clone()
+        self.multiplier = multiplier
+        self.config = config
         self.m, self.v = torch.zeros_like(self.p), 0.0
 
     def step(self, gradient, rate, momentum, decay=2.4, beta2=0.95):
+        config = self.config
         g = gradient.double()
         self.m = momentum * self.m + (1 - momentum) * g
-        look_ahead = (1 - momentum) * g + momentum * self.m
-        x = look_ahead / (look_ahead.pow(2).sum().sqrt() * 1.02)
-        for a, b, c in POLAR_EXPRESS:
+        x = (1 - momentum) * g + momentum * self.m if config.nesterov else self.m
+
+        first = config.orthogonalization == "quintic"
+        x = x / (x.pow(2).sum().sqrt() * (1.0 if first else 1.02))
+        for a, b, c in QUINTIC if first else POLAR_EXPRESS:
             gram = x @ x.T
             x = a * x + b * gram @ x + c * gram @ gram @ x
+
         rows, columns = x.shape
-        each = (1,) if rows >= columns else (0,)
-        self.v = beta2 * self.v + (1 - beta2) * x.pow(2).mean(each, keepdim=True)
-        scaled = x / self.v.clamp(min=1e-10).sqrt()
-        x = scaled * (x.norm() / scaled.norm())
+        if config.normuon:
+            along = 1 if (rows >= columns) == (config.normuon_lines == "long") else 0
+            self.v = beta2 * self.v + (1 - beta2) * x.pow(2).mean(along, keepdim=True)
+            scaled = x / self.v.clamp(min=1e-10).sqrt()
+            x = scaled * (x.norm() / scaled.norm())
+
         eta = rate * self.multiplier
-        self.p = self.p - self.p * (x * self.p >= 0) * (decay * rate) * eta - x * eta
+        if config.scale_tall_updates:
+            eta *= max(1, rows / columns) ** 0.5
+        decaying = (x * self.p >= 0) if config.cautious_decay else 1
+        self.p = self.p - self.p * decaying * (decay * rate) * eta - x * eta
 
 
 @pytest.mark.parametrize("shape", [(48, 16), (16, 48), (24, 24)], ids=["tall", "wide", "square"])
-def test_matrix_bank_follows_the_formulas(shape):
+@pytest.mark.parametrize("config", [
+    pytest.param(tg.OptimizerConfig(), id="default"),
+    pytest.param(tg.OptimizerConfig(normuon_lines="short"), id="short lines"),
+    pytest.param(tg.OptimizerConfig(cautious_decay=False), id="plain decay"),
+    pytest.param(FIRST_MUON, id="first Muon"),
+])
+def test_matrix_bank_follows_the_formulas(config, shape):
     """Five steps of a bank with a stacked parameter and one of another rate, changing rates and momentum, float32."""
     torch.manual_seed(1)
     stacked = tg.make_param("attention", torch.randn(3 * shape[0], shape[1]), shape)
     single = tg.make_param("mlp_down", torch.randn(shape), shape)
-    bank = tg.MatrixBank([stacked, single], RULES, tg.OptimizerConfig(), tg.Ranks(0, 1, CPU), OPS)
+    bank = tg.MatrixBank([stacked, single], RULES, config, tg.Ranks(0, 1, CPU), OPS)
     assert bank.low_bits is None
-    written = [Written(m, 2.0) for m in stacked.detach().view(3, *shape)] + [Written(single.detach(), 4.0)]
+    written = [Written(m, 2.0, config) for m in stacked.detach().view(3, *shape)]
+    written.append(Written(single.detach(), 4.0, config))
     for step in range(5):
         gradients = torch.randn(4, *shape) * 10.0 ** (step - 2)
         stacked.grad, single.grad = gradients[:3].view_as(stacked), gradients[3]
@@ -135,7 +156,7 @@ def test_normuon_update_alone_in_float64():
         scaled[0] *= update[0].double().norm() / scaled[0].norm()
         multiplier = torch.tensor([0.5, 3.0])[:, None, None]
         expected = expected - expected * (scaled * expected >= 0) * 1.5 * 0.1**2 * multiplier - scaled * 0.1 * multiplier
-        tg.normuon_update(update, weight, None, moment, multiplier, torch.tensor(0.1), 1.5, 0.9)
+        tg.normuon_update(update, weight, None, moment, multiplier, torch.tensor(0.1), 1.5, 0.9, True)
         assert relative(weight, expected) < 1e-6 and relative(moment, v) < 1e-6
 
 

@@ -3,6 +3,7 @@
 On a CPU the kernels run in Triton's interpreter, which has to be chosen before triton is imported: run this file in its
 own process. On a GPU: TRITON_INTERPRET=0 pytest tests/test_orthogonalize.py (all of it, compiled).
 """
+import functools
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -12,7 +13,8 @@ import torch
 
 import train_gpt as tg
 
-INTERPRETED = type(tg.product_kernel).__name__ == "InterpretedFunction"
+DEFAULT = tg.ORTHOGONALIZATIONS["polar-express"]
+INTERPRETED = type(tg.gram_kernel).__name__ == "InterpretedFunction"
 COMPILED = tg.triton is not None and not INTERPRETED and torch.cuda.is_available()
 DEVICE = "cuda" if COMPILED else "cpu"
 needs_kernels = pytest.mark.skipif(not (INTERPRETED or COMPILED), reason="needs triton, interpreted or with a GPU")
@@ -58,7 +60,7 @@ def test_gram(shape, dtype, tiles):
     _, matrices = inside_nan(values, dtype)
     X, exact = (M.mT if shape[0] > shape[1] else M for M in (matrices, matrices.double().cpu()))
     buffer, out = inside_nan(torch.full((2, X.size(1), X.size(1)), torch.nan), dtype, margin=135)
-    tg.matrix_product(None, X, out=out, tiles=tiles)
+    tg.gram(X, out=out, tiles=tiles)
     check(buffer, out, exact @ exact.mT, dtype)
     assert torch.equal(out, out.mT)
 
@@ -68,7 +70,7 @@ def test_triangular_grid_covers_every_tile():
     """20 rows of tiles here; the formula alone for 1100 rows of them, where a square root could round wrongly."""
     tiles = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, num_warps=4, num_stages=2)
     X = gaussian(1, 310, 3).float().to(DEVICE)
-    out = tg.matrix_product(None, X, out=torch.full((1, 310, 310), torch.nan, device=DEVICE), tiles=tiles)
+    out = tg.gram(X, out=torch.full((1, 310, 310), torch.nan, device=DEVICE), tiles=tiles)
     torch.testing.assert_close(out, X @ X.mT, rtol=1e-5, atol=1e-5)
     i = torch.arange(1100)
     for tile in (i * (i + 1) // 2, i * (i + 3) // 2):  # first and last tile of each row
@@ -84,7 +86,7 @@ def test_polynomial_of_symmetric_matrix(n, dtype, tiles):
     values = gaussian(2, n, n)
     _, A = inside_nan((values + values.mT) / n**0.5, dtype)
     buffer, out = inside_nan(torch.full((2, n, n), torch.nan), dtype, margin=135)
-    tg.matrix_product(None, A, out=out, scale=2.0315, x_scale=-4.775, tiles=tiles)
+    tg.gram(A, out=out, scale=2.0315, x_scale=-4.775, tiles=tiles)
     exact = A.double().cpu()
     check(buffer, out, -4.775 * exact + 2.0315 * exact @ exact, dtype)
     assert torch.equal(out, out.mT)
@@ -101,7 +103,7 @@ def test_product(shape, dtype, tiles):
     _, matrices = inside_nan(gaussian(2, *shape), dtype)
     _, B = inside_nan((square + square.mT) / n**0.5, dtype)
     buffer, out = inside_nan(torch.full((2, *shape), torch.nan), dtype, margin=135)
-    tg.matrix_product(B, matrices.mT if tall else matrices, out=out.mT if tall else out, x_scale=3.4445, tiles=tiles)
+    tg.add_product(B, matrices.mT if tall else matrices, 3.4445, out=out.mT if tall else out, tiles=tiles)
     X, B = matrices.double().cpu(), B.double().cpu()
     check(buffer, out, 3.4445 * X + (X @ B if tall else B @ X), dtype)
 
@@ -110,7 +112,7 @@ def test_product(shape, dtype, tiles):
 @pytest.mark.fast
 def test_symmetric_output_from_asymmetric_input():
     """Rounding must not break the symmetry of a tile on the diagonal: its upper half is a copy."""
-    out = tg.matrix_product(None, gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), x_scale=1.0)
+    out = tg.gram(gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), x_scale=1.0)
     assert torch.equal(out, out.mT)
 
 
@@ -138,9 +140,9 @@ def test_no_address_outside_the_operands(monkeypatch, n, m, tall):
     watch("create_masked_load")
     watch("create_masked_store")
     X, Y = (X.mT, Y.mT) if tall else (X, Y)
-    tg.matrix_product(None, X, out=A)
-    tg.matrix_product(None, A, out=B, x_scale=1.0)
-    tg.matrix_product(B, X, out=Y, x_scale=1.0)
+    tg.gram(X, out=A)
+    tg.gram(A, out=B, x_scale=1.0)
+    tg.add_product(B, X, 1.0, out=Y)
     allowed = []
     for view in (X, Y, A, B):
         axes = (stride * torch.arange(size) for size, stride in zip(view.shape, view.stride()))
@@ -154,18 +156,20 @@ def test_no_address_outside_the_operands(monkeypatch, n, m, tall):
 def test_product_does_not_assume_symmetry():
     """B is read as it stands, so an error that symmetry would hide shows."""
     B, X = gaussian(1, 70, 70).float().to(DEVICE), gaussian(1, 70, 100).float().to(DEVICE)
-    out = tg.matrix_product(B, X, out=torch.empty_like(X), x_scale=0.0)
+    out = tg.add_product(B, X, 0.0, out=torch.empty_like(X))
     torch.testing.assert_close(out.double(), B.double() @ X.double(), rtol=1e-5, atol=1e-4)
 
 
 @needs_kernels
 @pytest.mark.parametrize("shape", [(1, 12), (12, 6), (65, 130), (130, 65), (70, 70)], ids=str)
-def test_fast_path_equals_reference(shape):
+@pytest.mark.parametrize("method", tg.ORTHOGONALIZATIONS)
+def test_fast_path_equals_reference(method, shape):
+    method = tg.ORTHOGONALIZATIONS[method]
     values = gaussian(2, *shape).float().to(DEVICE)
     _, strided = inside_nan(values, torch.float32)
-    expected = tg.orthogonalize_reference(values)
+    expected = tg.orthogonalize_reference(values, method)
     for matrices in (values, strided):
-        out = tg.orthogonalize(matrices, torch.float32)
+        out = tg.orthogonalize(matrices, method, torch.float32)
         assert out.shape == values.shape and out.dtype == torch.float32
         assert (out - expected).norm() / expected.norm() < 5e-5
         assert torch.equal(matrices, values)
@@ -174,28 +178,34 @@ def test_fast_path_equals_reference(shape):
 @needs_kernels
 def test_half_precision_stays_close_to_float64():
     values = gaussian(1, 65, 130)
-    out = tg.orthogonalize(values.float().to(DEVICE), torch.float16)
-    expected = tg.orthogonalize_reference(values)
+    out = tg.orthogonalize(values.float().to(DEVICE), DEFAULT, torch.float16)
+    expected = tg.orthogonalize_reference(values, DEFAULT)
     assert out.dtype == torch.float16
     assert (out.double().cpu() - expected).norm() / expected.norm() < 0.02
 
 
-# Composite of the four quintics where the smallest singular value is above .01 of the norm, as in any gaussian
-# matrix of aspect 3, and the polar error of a gaussian one: aspect 3, square.
-BOUNDS = (0.77, 1.23), 0.17, 0.22
+# Of each method: where the singular values of a gaussian matrix of aspect 3 end, and the polar error of such a matrix
+# and of a square one.
+BOUNDS = {
+    "polar-express": ((0.77, 1.23), 0.17, 0.22),
+    "polar-express-5": ((0.83, 1.17), 0.11, 0.14),
+    "turbo": ((0.83, 1.17), 0.11, 0.16),
+    "quintic": ((0.65, 1.25), 0.23, 0.23),
+}
 
 
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64), (96, 96)], ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
+@pytest.mark.parametrize("method", tg.ORTHOGONALIZATIONS)
 @pytest.mark.fast
-def test_close_to_polar_factor(path, shape):
+def test_close_to_polar_factor(method, path, shape):
     values = gaussian(1, *shape, seed=3)
     fast = path == "fast"
     matrices = values.float().to(DEVICE) if fast else values
-    out = tg.orthogonalize(matrices, torch.float32) if fast else tg.orthogonalize_reference(matrices)
-    out = out.double().cpu()
+    run = functools.partial(tg.orthogonalize, dtype=torch.float32) if fast else tg.orthogonalize_reference
+    out = run(matrices, tg.ORTHOGONALIZATIONS[method]).double().cpu()
     U, _, Vh = torch.linalg.svd(values, full_matrices=False)
-    (low, high), error_wide, error_square = BOUNDS
+    (low, high), error_wide, error_square = BOUNDS[method]
     error = (out - U @ Vh).norm() / (U @ Vh).norm()
     assert error < (error_square if shape[0] == shape[1] else error_wide)
     singular = torch.linalg.svdvals(out)
@@ -206,26 +216,58 @@ def test_close_to_polar_factor(path, shape):
 @pytest.mark.fast
 def test_gain_and_room_above_one():
     """Slope at 0 of the composite; inputs 2 % above the norm, far more than bf16 adds, stay in bounds."""
-    gain = torch.tensor([a for a, _, _ in tg.POLAR_EXPRESS]).prod() / tg.POLAR_EXPRESS_SAFETY
+    gain = torch.tensor([a for a, _, _ in DEFAULT.coefficients]).prod() / DEFAULT.safety
     assert gain == pytest.approx(277.2, rel=2e-3)
-    x = torch.linspace(0.01, 1.02, 1000, dtype=torch.float64) / tg.POLAR_EXPRESS_SAFETY
-    for a, b, c in tg.POLAR_EXPRESS:
+    x = torch.linspace(0.01, 1.02, 1000, dtype=torch.float64) / DEFAULT.safety
+    for a, b, c in DEFAULT.coefficients:
         x = a * x + b * x**3 + c * x**5
-    low, high = BOUNDS[0]
+    low, high = BOUNDS["polar-express"][0]
     assert low < x.min() and x.max() < high
 
 
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.fast
-def test_reference_applies_the_composite_polynomial(transposed):
-    """A diagonal matrix keeps its singular vectors, so every entry follows the scalar polynomial."""
+def test_the_published_methods():
+    """Rounds and scales as published: the five of Polar Express, of which Turbo-Muon drops the first, and Muon's own."""
+    methods = tg.ORTHOGONALIZATIONS
+    assert [len(method.coefficients) for method in methods.values()] == [4, 5, 4, 5]
+    assert methods["turbo"].safety is None
+    assert methods["turbo"].coefficients == methods["polar-express-5"].coefficients[1:]
+    assert methods["polar-express-5"].coefficients[0] == pytest.approx((8.1565545, -22.4832929, 15.8787699))
+    assert set(methods["quintic"].coefficients) == {(3.4445, -4.7750, 2.0315)}
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (24, 80)], ids=str)
+@pytest.mark.fast
+def test_aol_scales_rows_below_one_without_a_product(shape):
+    """Row i is divided by the root of sum_j |A_ij|; the Gram matrix is that of the scaled matrix, exactly symmetric."""
+    values = gaussian(2, *shape) * torch.logspace(-3, 3, shape[0], dtype=torch.float64)[:, None]
+    values[0, 5] = 0
+    gram = values @ values.mT
+    scaled, scaled_gram = tg.aol_scale(values, gram)
+    for i in range(shape[0]):
+        if i != 5:
+            divisor = sum(abs(gram[0, i, j]) for j in range(shape[0])) ** 0.5
+            torch.testing.assert_close(scaled[0, i], values[0, i] / divisor)
+    assert (scaled[0, 5] == 0).all() and torch.isfinite(scaled).all()
+    torch.testing.assert_close(scaled_gram, scaled @ scaled.mT)
+    assert torch.equal(scaled_gram, scaled_gram.mT)
+    assert torch.linalg.matrix_norm(scaled, ord=2).max() <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("method", tg.ORTHOGONALIZATIONS)
+@pytest.mark.fast
+def test_reference_applies_the_composite_polynomial(method, transposed):
+    """A diagonal matrix keeps its singular vectors, so every entry follows the scalar polynomial. AOL makes all rows
+    alike at once, as |A_ii| is their squared norm."""
+    method = tg.ORTHOGONALIZATIONS[method]
     s = torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64)
     matrix = torch.zeros(4, 9, dtype=torch.float64)
     matrix[range(4), range(4)] = s
-    x = s / s.norm() / tg.POLAR_EXPRESS_SAFETY
-    for a, b, c in tg.POLAR_EXPRESS:
+    x = torch.ones_like(s) if method.safety is None else s / s.norm() / method.safety
+    for a, b, c in method.coefficients:
         x = a * x + b * x**3 + c * x**5
-    out = tg.orthogonalize_reference(7 * (matrix.T if transposed else matrix))
+    out = tg.orthogonalize_reference(7 * (matrix.T if transposed else matrix), method)
     out = out.T if transposed else out
     torch.testing.assert_close(out.diagonal(), x)
     assert out.sum().isclose(x.sum())
@@ -233,19 +275,21 @@ def test_reference_applies_the_composite_polynomial(transposed):
 
 @pytest.mark.parametrize("factor", [1e-6, 1e5])
 @pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
-def test_scale_invariance(path, factor):
+@pytest.mark.parametrize("method", tg.ORTHOGONALIZATIONS.values(), ids=tg.ORTHOGONALIZATIONS)
+def test_scale_invariance(method, path, factor):
     values = gaussian(1, 20, 33).float().to(DEVICE)
     run = tg.orthogonalize_reference if path == "reference" else lambda *a: tg.orthogonalize(*a, torch.float32)
-    torch.testing.assert_close(run(factor * values), run(values), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(run(factor * values, method), run(values, method), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
-def test_zero_matrix_and_zero_row(path):
+@pytest.mark.parametrize("method", tg.ORTHOGONALIZATIONS.values(), ids=tg.ORTHOGONALIZATIONS)
+def test_zero_matrix_and_zero_row(method, path):
     values = gaussian(3, 6, 12).float().to(DEVICE)
     values[1] = 0
     values[2, 3] = 0
     run = tg.orthogonalize_reference if path == "reference" else lambda *a: tg.orthogonalize(*a, torch.float32)
-    out = run(values)
+    out = run(values, method)
     assert torch.isfinite(out).all()
     assert (out[1] == 0).all() and (out[2, 3] == 0).all() and out[0].norm() > 2
 
@@ -261,11 +305,15 @@ def test_tiles_fit_in_shared_memory():
                 assert not symmetric or tiles["BLOCK_M"] == tiles["BLOCK_N"]
 
 
-def orthogonalize_rounded(values):
+def orthogonalize_rounded(values, method):
     """The reference for wide matrices in float32, with what the kernels write rounded to bfloat16: each product, and the X they begin with."""
-    X = tg.frobenius_scale(values.float(), torch.bfloat16).float()
-    for a, b, c in tg.POLAR_EXPRESS:
+    X = values.bfloat16().float()
+    if method.safety is not None:
+        X = tg.frobenius_scale(values.float(), method.safety, torch.bfloat16).float()
+    for number, (a, b, c) in enumerate(method.coefficients):
         A = (X @ X.mT).bfloat16().float()
+        if number == 0 and method.safety is None:
+            X, A = (x.float() for x in tg.aol_scale(X.bfloat16(), A.bfloat16()))
         P = (b * A + c * A @ A).bfloat16().float()
         X = (a * X + P @ X).bfloat16().float()
     return X
@@ -274,11 +322,13 @@ def orthogonalize_rounded(values):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("shape", [(8, 768, 768), (3, 3072, 768), (8, 256, 768), (4, 6, 12), (2, 1, 12)], ids=str)
-def test_bf16_on_gpu(shape):
+@pytest.mark.parametrize("method", tg.ORTHOGONALIZATIONS.values(), ids=tg.ORTHOGONALIZATIONS)
+def test_bf16_on_gpu(method, shape):
     """Against the same rounding: float64's result is up to a quarter away where a matrix has one row, so one singular value."""
     values = gaussian(*shape)
-    out = tg.orthogonalize(values.float().cuda()).cpu()
-    expected = orthogonalize_rounded(values.mT).mT if shape[1] > shape[2] else orthogonalize_rounded(values)
+    out = tg.orthogonalize(values.float().cuda(), method).cpu()
+    tall = shape[1] > shape[2]
+    expected = orthogonalize_rounded(values.mT, method).mT if tall else orthogonalize_rounded(values, method)
     assert out.dtype == torch.bfloat16
     assert (out.float() - expected).norm() / expected.norm() < 0.02
 
@@ -287,11 +337,11 @@ def test_bf16_on_gpu(shape):
 @needs_gpu
 def test_cuda_graph_replay():
     values = gaussian(4, 256, 768).float().cuda()
-    expected = tg.orthogonalize(values)  # compiles the kernels, which a capture must not
+    expected = tg.orthogonalize(values, DEFAULT)  # compiles the kernels, which a capture must not
     static = torch.zeros_like(values)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        out = tg.orthogonalize(static)
+        out = tg.orthogonalize(static, DEFAULT)
     static.copy_(values)
     graph.replay()
     assert torch.equal(out, expected)

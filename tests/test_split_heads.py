@@ -300,10 +300,13 @@ def gradients_of_qkv(leaves, turn, grads, scale=None, rows=64, key_offset=False)
     T, size = qkv.shape
     out, out_t = qkv.new_empty(T, size, dtype=E5M2 if scale else torch.float32), qkv.new_empty(size, T, dtype=E5M2) if scale else None
     describe = lambda grad: tg.TensorDescriptor.from_tensor(out_t.view(torch.int8), [grad.size(2) // 2, rows])
-    bits = (out.view(torch.int8), *map(describe, grads[1:])) if scale else (out, None, None)
-    others = [None if x is None else torch.empty_like(x) for x in (value, gates)]
-    tg.ProjectHeads.launch(tg.split_heads_grad_kernel, qkv, value, gates, *turn[:3], *grads, *bits, *others, 1.0 / (scale or 1.0),
-                           False, qkv.is_cuda, heads=turn[3], block_m=rows, key_offset=key_offset)
+    bits, dqk_t_desc, dv_t_desc = (out.view(torch.int8), *map(describe, grads[1:])) if scale else (out, None, None)
+    dvalue, dgates = (None if x is None else torch.empty_like(x) for x in (value, gates))
+    dq, dk, dv = grads
+    tg.ProjectHeads.launch(
+        tg.split_heads_grad_kernel, (qkv, value, gates, *turn[:3]), heads=turn[3], key_offset=key_offset, block_m=rows,
+        dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, dqkv_ptr=bits, dqk_t_desc=dqk_t_desc, dv_t_desc=dv_t_desc,
+        dvalue_ptr=dvalue, dgates_ptr=dgates, factor=1.0 / (scale or 1.0), ADD=False, PTX=qkv.is_cuda)
     return out, out_t
 
 
@@ -453,8 +456,10 @@ def test_choice_of_operators(monkeypatch):
     def chosen(ops):
         """Of a stream h whose norm is h, if the operator makes it."""
         in_fp8 = ops.attention_fp8 and torch.is_grad_enabled()
-        source = h.detach(), ones if in_fp8 else None, turn[0], None
-        return ops.project_heads(torch.full_like(h, torch.nan).requires_grad_() if in_fp8 else h, source, *others, *turn, True)[:3]
+        dummy = torch.full_like(h, torch.nan).requires_grad_()
+        inputs = tg.NormedInput(dummy, h.detach(), ones) if in_fp8 else tg.NormedInput(h, h.detach(), None)
+        *tables, heads = turn
+        return ops.project_heads(inputs, *others, *tables, heads=heads, key_offset=True)[:3]
 
     reference = chosen(tg.select_ops(torch.device("cuda"), fast=False))
     assert 0 < max(map(relative, bf16, reference)) < 2.0 ** -7 < min(map(relative, fp8, bf16))
@@ -474,9 +479,10 @@ def test_model_with_fp8_projections():
     documents = tg.pack({0: pieces}, helpers.MODEL, pin=False).to(device)
     geometry, results, reference = tg.rotary_geometry(helpers.PRESET, 0, 56, device), [], tg.select_ops(device, fast=False)
 
-    def in_fp8(h, source, weight, *rest):
-        copies = tg.quantize_both(source[0], SCALES.x, E4M3, *source[1:])
-        return [x if x is None else x.float() for x in tg.ProjectHeads.apply(h, weight.bfloat16(), *rest, SCALES, *copies)]
+    def in_fp8(inputs, weight, *rest, heads, key_offset):
+        copies = inputs.fp8_copies(tg.quantize_both, SCALES.x)
+        outs = tg.ProjectHeads.apply(inputs.h, weight.bfloat16(), *rest, heads, key_offset, SCALES, *copies)
+        return [x if x is None else x.float() for x in outs]
 
     for ops in (reference, replace(reference, attention_fp8=True, project_heads=in_fp8)):
         model = tg.GPT(helpers.MODEL, ops, device)

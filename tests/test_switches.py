@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import helpers
+import sample
 from helpers import BOS, CPU, MODEL, PRESET, relative, tg
 
 SWITCHES = {
@@ -25,6 +26,11 @@ SWITCHES = {
     "whole rows": {"ngram_pieces": 1},
     "no pooling": {"ngram_pooling": 0.0},
     "no taps": {"mlp_taps": False},
+    "Turbo-Muon": {"orthogonalization": "turbo"},
+    "five-step Polar Express": {"orthogonalization": "polar-express-5"},
+    "first Muon": {"orthogonalization": "quintic", "nesterov": False, "normuon": False, "scale_tall_updates": True},
+    "NorMuon's short lines": {"normuon_lines": "short"},
+    "plain decay": {"cautious_decay": False},
 }
 SWITCHES["no table"] = SWITCHES["no n-grams"] | SWITCHES["no longest suffix match"]
 SWITCHES["everything off"] = {name: value for switch in SWITCHES.values() for name, value in switch.items()}
@@ -62,6 +68,60 @@ def test_heads_wider_than_the_stream_get_a_line():
         tg.GPT(model, tg.select_ops(CPU), CPU)
 
 
+# U-Net skips from every layer of the first half to every layer of the second, and one layer that two others read.
+SIX_SKIPS = tuple(tg.Layer(value_embedding=index % 3 if index < 3 else None) for index in range(6)) + tuple(
+    tg.Layer(attention=index != 7, skip_from=11 - index) for index in range(6, 12))
+
+
+def test_six_skips_begin_at_minus_one_and_a_half_and_learn(corpus, tiny):
+    """test_training.py has the formula; here every pair of layers reads and is read, in a step of training."""
+    preset = replace(PRESET, model=replace(MODEL, layers=SIX_SKIPS, value_embeddings=3))
+    trainer = helpers.make_trainer(corpus, preset)
+    trainer.initialise(0)
+    gates = {name: p for name, p in trainer.model.named_parameters() if name.endswith("skip_weight")}
+    assert {name: float(gate) for name, gate in gates.items()} == {
+        f"blocks.{index}.skip_weight": -1.5 for index in range(6, 12)}
+
+    helpers.randomise(trainer.model, seed=1)
+    before = {name: float(gate) for name, gate in gates.items()}
+    trainer.training_step(0, helpers.all_batches(trainer)[0])
+    assert all(float(gate) != before[name] for name, gate in gates.items())
+
+
+@pytest.mark.parametrize("source, found", [(0, "an empty layer"), (4, "itself"), (5, "a later layer"), (9, "no layer")])
+def test_a_skip_from_nowhere_is_one_line(source, found):
+    layers = (tg.EMPTY, tg.Layer(), tg.MLP_ONLY, tg.Layer(), tg.Layer(skip_from=source), tg.Layer())
+    with pytest.raises(tg.Failure, match=f"layer 4: skip_from: expected an earlier layer.*found {source}; fix: one of 1, 2, 3"):
+        tg.GPT(replace(MODEL, layers=layers), tg.select_ops(CPU), CPU)
+
+
+@pytest.mark.parametrize("setting, known", [
+    ({"orthogonalization": "newton"}, "polar-express, polar-express-5, turbo, quintic"),
+    ({"normuon_lines": "rows"}, "long, short"),
+])
+def test_an_unknown_choice_is_one_line(setting, known):
+    (name, value), = setting.items()
+    model = tg.GPT(MODEL, tg.select_ops(CPU), CPU)
+    with pytest.raises(tg.Failure, match=f"{name}: expected one of {known}, found {value}"):
+        tg.Optimizer(model, tg.OptimizerConfig(**setting), tg.Ranks(0, 1, CPU), tg.select_ops(CPU))
+
+
+def test_the_preset_of_the_ordered_systems():
+    """It is made of values: what it names is on, and what came later is off."""
+    preset = tg.PRESETS["seeds"]
+    model = tg.GPT(preset.model, tg.select_ops(CPU), torch.device("meta"))
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    assert not names & {"ngram", "pointer", "mlp_taps"}
+    assert sum(layer.skip_from is not None for layer in preset.model.layers) == 6
+    assert sum(layer.value_embedding is not None for layer in preset.model.layers) == 6
+    assert len(model.value_embeddings) == 3 and preset.model.dtype == "bfloat16"
+    assert preset.fp8 == () and all(stage.sampled_classes is None for stage in preset.stages)
+    config = preset.optimizer
+    assert (config.orthogonalization, config.normuon, config.cautious_decay) == ("turbo", True, True)
+    sprint = tg.PRESETS["sprint"]
+    assert [s.batch_tokens * s.steps for s in preset.stages] == [s.batch_tokens * s.steps for s in sprint.stages]
+
+
 @each_switch
 def test_parameters_and_state_are_gone(name):
     model = tg.GPT(switched(name).model, tg.select_ops(CPU), CPU)
@@ -77,6 +137,8 @@ def test_parameters_and_state_are_gone(name):
     # The last layer's values are the n-grams, where there are any: then it has a second gate for each head.
     assert len(model.blocks["6"].gate) == (MODEL.heads * 2 if hashed else MODEL.heads)
     assert any(key.endswith("average") for key in optimizer.state()) == ("averaged_share" not in off)
+    banks = [bank for bank in optimizer.banks if bank.second_moment is not None]
+    assert bool(banks) == off.get("normuon", True)
     assert bool(optimizer.averaged) == ("averaged_share" not in off) and bool(optimizer.sparse) == (hashed + suffix > 0)
 
 
@@ -94,14 +156,6 @@ def test_the_loader_prepares_only_what_is_read(name):
     assert (int(part.classes[0, 0]) == MODEL.vocabulary) == ("pointer_width" not in off), "the copy token is a class only for a pointer"
     assert int(full.num_always[0] - part.num_always[0]) == ("pointer_width" in off)
     assert part.classes[0, part.class_index.long()].equal(full.classes[0, full.class_index.long()])
-
-
-def test_the_memory_plan_counts_no_averages(monkeypatch, tiny):
-    needs = {}
-    for name in (None, "no averages", "everything off"):
-        preset = switched(name) if name else PRESET
-        needs[name] = tg.memory_plan(preset, tg.Ranks(0, 1, CPU), tg.select_ops(CPU), room_bytes=2.0**36)[2]
-    assert needs["everything off"] < needs["no averages"] < needs[None]
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -152,7 +206,7 @@ def test_two_ranks_train_as_one(corpus, tmp_path):
 
 # ---- what a saved model says -----------------------------------------------------------------------------------------
 @each_switch
-def test_saved_loaded_and_sampled(corpus, tiny, tmp_path, monkeypatch, name):
+def test_saved_loaded_and_sampled(corpus, tiny, tmp_path, name):
     """A file of such a model is read again, its loss is the trainer's, and next_token's probabilities are those of the loss and add up."""
     preset = switched(name)
     trainer = helpers.make_trainer(corpus, preset)
@@ -160,12 +214,12 @@ def test_saved_loaded_and_sampled(corpus, tiny, tmp_path, monkeypatch, name):
     helpers.randomise(trainer.model, size=0.1)
     loss = trainer.validate(trainer.final_geometry)
     tg.save_model(tmp_path / "model.pt", trainer, loss, seed=2)
-    assert tg.evaluate_file(tmp_path / "model.pt", corpus, CPU) == pytest.approx(loss, rel=1e-5)
+    model, content = sample.load_model(tmp_path / "model.pt", CPU)
+    assert sample.evaluate_model(model, content, corpus)[0] == pytest.approx(loss, rel=1e-5)
 
-    model, content = tg.load_model(tmp_path / "model.pt", CPU)
-    geometry = tg.saved_geometry(content, model, 60)
+    geometry = sample.saved_geometry(content, model, 60)
     whole, cut = packed(preset, 40), packed(preset, 39)
-    p = model.next_token(whole, geometry)
+    p = sample.next_token(model, whole, geometry)
     assert float(p.sum()) == pytest.approx(1, abs=1e-5) and (p >= 0).all()
     last = float(model.evaluate(whole, geometry) - model.evaluate(cut, geometry))  # the loss of the last target
     assert cut.tokens.equal(whole.tokens[:-1])
@@ -174,13 +228,13 @@ def test_saved_loaded_and_sampled(corpus, tiny, tmp_path, monkeypatch, name):
 
 def growing(path, prompt, length):
     """(next_tokens', a recomputation's) probabilities of a document that grows from `prompt` tokens to `length`, its ids, a model and its geometry."""
-    (model, content), (whole, _) = (tg.load_model(path, CPU) for _ in range(2))
-    geometry = tg.saved_geometry(content, model, length + 1)
+    (model, content), (whole, _) = (sample.load_model(path, CPU) for _ in range(2))
+    geometry = sample.saved_geometry(content, model, length + 1)
     random = np.random.default_rng(5)
     ids, pairs = [BOS, *random.integers(0, 9, prompt - 1).tolist()], []
-    for p in tg.next_tokens(model, geometry, ids):
+    for p in sample.next_tokens(model, geometry, ids):
         document = tg.pack({0: [np.array([*ids, BOS], dtype=np.uint16)]}, whole.config, pin=False).to(CPU)
-        pairs.append((p, whole.next_token(document, geometry)))
+        pairs.append((p, sample.next_token(whole, document, geometry)))
         if len(ids) == length:
             return pairs, ids, whole, geometry
         # Every other token is the likeliest, the others keep the document from repeating one.
@@ -190,8 +244,9 @@ def growing(path, prompt, length):
 @each_switch
 @pytest.mark.parametrize("prompt", [1, 30])
 @pytest.mark.fast
-def test_remembered_keys_and_values_change_nothing(corpus, tiny, tmp_path, name, prompt):
+def test_remembered_keys_and_values_change_nothing(corpus, tiny, tmp_path, monkeypatch, name, prompt):
     """next_tokens' probabilities are those of the whole document, computed again, past both windows of attention and the pointer's, and those of the loss."""
+    monkeypatch.setattr(sample, "BOS", BOS)
     preset = switched(name)
     preset = replace(preset, model=replace(preset.model, pointer_window_tokens=37))
     trainer = helpers.make_trainer(corpus, preset)
@@ -218,42 +273,47 @@ def plain(weight, update, shrink):
     return (1 - shrink) * weight - update
 
 
-def test_decay_of_adam():
+@pytest.mark.parametrize("cautious", [True, False])
+def test_decay_of_adam(cautious):
     generator = torch.Generator().manual_seed(0)
     weight, gradient, mean, square = torch.randn(4, 8, 6, generator=generator)
     start, square = weight.clone(), square.abs()
     m, v = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient**2
-    tg.adam_reference(weight, gradient[None], mean, square, torch.tensor(0.01), torch.tensor(0.1), 0.9, 0.95, 1e-8)
+    rate, decay = torch.tensor(0.01), torch.tensor(0.1)
+    tg.adam_reference(weight, gradient[None], mean, square, rate, decay, 0.9, 0.95, 1e-8, cautious=cautious)
     update = 0.01 * m / (v.sqrt() + 1e-8)
     shrinking = update * start > 0
-    expected = plain(start, update, 0.1 * shrinking)
+    expected = plain(start, update, 0.1 * shrinking if cautious else 0.1)
     assert relative(weight, expected) < 1e-6 and 10 < shrinking.sum() < 38
 
 
-def test_decay_of_normuon():
+@pytest.mark.parametrize("cautious", [True, False])
+def test_decay_of_normuon(cautious):
     generator = torch.Generator().manual_seed(1)
     weight, update = torch.randn(2, 3, 8, 6, generator=generator)
     start, multiplier = weight.clone(), torch.tensor([1.0, 2.0, 4.0])[:, None, None]
     moment = update.square().mean(-1, keepdim=True)  # as the update has it already: all lines are divided alike
-    tg.normuon_update(update, weight, None, moment.clone(), multiplier, torch.tensor(0.02), 1.5, 0.9)
+    tg.normuon_update(update, weight, None, moment.clone(), multiplier, torch.tensor(0.02), 1.5, 0.9, cautious)
     eta = 0.02 * multiplier
     shrinking = update * start >= 0
     scaled = update / moment.sqrt()
     scaled *= update.norm(dim=(-2, -1), keepdim=True) / scaled.norm(dim=(-2, -1), keepdim=True)
-    expected = plain(start, eta * scaled, 1.5 * 0.02 * eta * shrinking)
+    expected = plain(start, eta * scaled, 1.5 * 0.02 * eta * (shrinking if cautious else 1))
     assert relative(weight, expected) < 1e-6 and 30 < shrinking.sum() < 114
 
 
-def test_decay_of_sparse_adam():
+@pytest.mark.parametrize("cautious", [True, False])
+def test_decay_of_sparse_adam(cautious):
     """The reference, by hand for one row; test_loss.py has the kernel against it."""
     weights, square, last = torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([4.0, 9.0]), torch.tensor([1.0, 0.0])
     lookup = tg.group_ids(torch.tensor([[0], [0]], dtype=torch.int32))
     gradient = torch.tensor([[1.0, 1.0], [2.0, 3.0]])
     step, rate, shrink = torch.tensor(3.0), torch.tensor(0.5), torch.tensor(0.1)
-    tg.sparse_adam_reference(gradient, lookup, weights, square, last, step, rate, shrink, 0.9, 1e-8, 1.0)
+    tg.sparse_adam_reference(
+        gradient, lookup, weights, square, last, step, rate, shrink, 0.9, 1e-8, 1.0, cautious=cautious)
     v = 0.9**2 * 4.0 + 0.1 * (3.0**2 + 4.0**2) / 2
     update = [0.5 * g / math.sqrt(v) for g in (3.0, 4.0)]
-    decay = [0.1 * 1.0, 0.0]  # the update shrinks the first weight, not the second
+    decay = [0.1 * 1.0, 0.0 if cautious else 0.1 * -2.0]  # the update shrinks the first weight, not the second
     assert weights[0].tolist() == pytest.approx([1.0 - decay[0] - update[0], -2.0 - decay[1] - update[1]], rel=1e-5)
     assert weights[1].tolist() == [3.0, 4.0] and square.tolist() == pytest.approx([v, 9.0])
 

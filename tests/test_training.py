@@ -489,7 +489,7 @@ def test_nothing_reads_weights_before_they_have_arrived(corpus, tiny, monkeypatc
     for all_gather in (tg.Ranks.all_gather, late):
         with monkeypatch.context() as patch:
             patch.setattr(tg.Ranks, "all_gather", all_gather)
-            patch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9, 0))
+            patch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9))
             trainer, losses = helpers.make_trainer(corpus), []
             trainer.initialise(1)
             for step, batches in enumerate(helpers.all_batches(trainer)):
@@ -524,7 +524,7 @@ def compare(corpus, preset, validate=False):
     eager = tg.select_ops(CPU)
     expected_losses, expected, _ = three_steps(corpus, eager, preset, validate)
     mlp = tg.compile_dynamic(tg.relu_squared_mlp)
-    compiled = replace(eager, compile=tg.compile_dynamic, mlp=lambda h, _, *weights: mlp(h, *weights))
+    compiled = replace(eager, compile=tg.compile_dynamic, mlp=lambda inputs, *weights: mlp(inputs.h, *weights))
     losses, state, counts = three_steps(corpus, compiled, preset, validate)
     torch._dynamo.reset()
     differences = {name: relative(state[name], expected[name]) for name in expected}
