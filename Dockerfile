@@ -3,7 +3,7 @@
 #   docker build -t speedrun .
 #   docker run --rm --gpus all --ipc=host -v "$PWD/data/fineweb10B:/speedrun/data/fineweb10B" -v "$PWD/logs:/speedrun/logs" speedrun
 #
-# Options of run.sh and train_gpt.py follow the image's name. The mounted folders must be writable for user 1000.
+# Options of run.sh and train_gpt.py follow the image's name, or: sample MODEL "text", where the model is in a mounted folder. The mounted folders must be writable for user 1000.
 # --ipc=host: NCCL's ranks share memory, and Docker's default of 64 MB is too little for eight.
 FROM python:3.12-slim
 
@@ -21,8 +21,8 @@ RUN useradd --create-home --uid 1000 trainer \
  && chown -R trainer:trainer /speedrun
 USER trainer
 
-COPY --chown=trainer:trainer run.sh train_gpt.py LICENSE README.md requirements.txt requirements-dev.txt ./
-COPY --chown=trainer:trainer data/fineweb.py data/README.md data/
+COPY --chown=trainer:trainer run.sh train_gpt.py sample.py LICENSE README.md requirements.txt requirements-dev.txt ./
+COPY --chown=trainer:trainer data/fineweb.py data/hellaswag.py data/README.md data/
 COPY --chown=trainer:trainer benchmarks/compile_ahead.py benchmarks/
 COPY --chown=trainer:trainer data/sample data/sample
 

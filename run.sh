@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # ./run.sh [train_gpt.py options]   set up if needed, then train with what this machine has
+# ./run.sh sample MODEL "text"      set up if needed, then use a saved model; options of sample.py
 # ./run.sh test [pytest options]    set up if needed, then test, two processes at a time; --fast: the subset for an edit loop (tests/README.md)
 # ./run.sh --help                   this, then the options of train_gpt.py; installs nothing
 # Relative paths among the options mean the folder where they were typed; logs go to logs/ beside run.sh, or where --log-dir says.
@@ -9,7 +10,7 @@ set -euo pipefail
 typed=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
-SPEEDRUN_GIB=62 SPRINT_GIB=61 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free, by train_gpt.py's estimate (docs/memory.md)
+SPEEDRUN_GIB=62 SPRINT_GIB=61 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free (docs/memory.md)
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -169,7 +170,7 @@ train() {
   setup requirements.txt numpy torch
   read -r version gpus capability gib tokens <<<"$facts"
   ((gpus)) || cpu_settings
-  case " $* " in *" -h "* | *" --help "* | *" --eval"* | *" --sample"* | *" --export"*) launch "$python" train_gpt.py "$@"; return ;; esac
+  case " $* " in *" -h "* | *" --help "*) launch "$python" train_gpt.py "$@"; return ;; esac
   if [[ ! $preset ]]; then
     if [[ ! $folder && " $* " != *" --check "* ]] && ((gpus && capability >= 90 && gib >= SPEEDRUN_GIB && tokens < SPEEDRUN_TOKENS)) &&
       timeout 10 "$python" -c \
@@ -216,6 +217,12 @@ train() {
   (launch "${command[@]}" train_gpt.py "$@") || code=$?
   advise "$preset" "$code" ${asked[@]+"${asked[@]}"}
   return "$code"
+}
+
+sample() {
+  data=data/sample
+  setup requirements.txt numpy torch tiktoken
+  launch "$python" sample.py "$@"
 }
 
 test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a whole, its report goes to $results
@@ -293,4 +300,8 @@ case " $* " in *" -h "* | *" --help "*) help "$@"; exit ;; esac
 if [[ ${PYTHON:-} == */* ]]; then PYTHON=$(absolute "$PYTHON"); fi
 from_where_typed "$@"
 set -- ${arguments[@]+"${arguments[@]}"}
-if [[ ${1:-} == test ]]; then run_tests "${@:2}"; else train "$@"; fi
+case ${1:-} in
+  test) run_tests "${@:2}" ;;
+  sample) sample "${@:2}" ;;
+  *) train "$@" ;;
+esac

@@ -7,12 +7,12 @@ Launch
     ./run.sh                                                the preset this machine can run, with what it has
     torchrun --standalone --nproc_per_node=8 train_gpt.py   one node; 4, 2 or 1 GPU accumulate, on the same tokens
     python train_gpt.py --preset smoke                      any computer, no network: a minute or two on two CPU cores
-    python train_gpt.py --help                              all options
+    python train_gpt.py --help                              all options; sample.py does what comes after a training
 
 Map
     1 imports, constants     2 configuration     3 schedule        4 model            5 optimizer
     6 training               7 data              8 reference operators                9 Triton kernels
-   10 operator selection    11 runtime          12 run log        13 afterwards      14 main
+   10 operator selection    11 runtime          12 run log        13 model file      14 main
 
 Comments call the N-th public record of modded-nanogpt "record N".
 """
@@ -89,10 +89,7 @@ E5M2_MAX = 57_344.0
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
-
-# Dense bfloat16 TFLOP/s as the vendors state them. A key is a part of the device's name; the first that fits counts.
-PEAK_TFLOPS = {
-    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
+WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles
 
 
 class MlpScales(NamedTuple):
@@ -1067,27 +1064,6 @@ class GPT(nn.Module):
         return self.ops.head_loss_eval(
             *self.predictions(documents, geometry, torch.ones(1, device=self.lm_head.device)))
 
-    @torch.no_grad()
-    def next_token(self, documents: Documents, geometry: Geometry) -> Tensor:
-        """Probabilities [padded vocabulary], float32, of what follows a single document.
-
-        Where the operators remember earlier tokens, as in next_tokens, `documents` holds only new tokens, but the class
-        indices of all."""
-        config = self.config
-        h = self.features(documents, geometry)
-        p = softcapped(F.linear(h[-1], self.lm_head).float(), config.softcap).softmax(-1)
-        if self.pointer is None:
-            return p
-
-        q, k = self.pointer_in(h, self.pointer)[-1 - config.pointer_window_tokens:].float().unbind(1)
-        scores = config.pointer_scale * (k[:-1] @ q[-1])
-        shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
-        copy_token = config.vocabulary
-        copied = F.pad(documents.class_index[-len(k):-1], (0, 1), value=copy_token)
-        p_copy = p[copy_token].clone()
-        p[copy_token] = 0
-        return p.index_add(0, copied, p_copy * shares)
-
 
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage.
@@ -1717,11 +1693,11 @@ def state_hash(state: dict) -> str:
 
 # ---- memory and data -------------------------------------------------------------------------------------------------
 # Peak memory of training in bytes a token of a micro-batch, as measured on one H200 for a larger model than the present
-# ones: attention in ten layers with keys of 128, eleven MLPs of 3072.
-# It depends on the operators of the MLP. Logits are not included: their size follows from the classes of a stage.
+# ones. It depends on the operators of the MLP. Logits are not included: their size follows from the classes of a stage.
 PEAK_TOKEN_BYTES = {"fp8": 303_000, "bf16": 359_000, "reference": 849_000}
 RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
 VALIDATION_TOKEN_BYTES = 39_000  # the same for a validation window, with its logits
+LATER_BYTES = 3 * 2**29  # for gradients, averages and exchanges, which are not there yet when the room is measured
 USEFUL_MICRO_BATCH_TOKENS = 98_304  # larger micro-batches need more memory and save no time
 
 
@@ -1735,58 +1711,31 @@ def micro_batch_chunks(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
     return chunks
 
 
-def state_bytes(preset: Preset, ranks: Ranks, ops: Ops) -> int:
-    """Bytes that a rank needs at most, activations aside.
-
-    The model and its optimizer are built on the meta device, where tensors have a size but no memory."""
-    meta = Ranks(ranks.rank, ranks.world, torch.device("meta"))
-    optimizer = Optimizer(GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
-    state = sum(tensor.nbytes for tensor in optimizer.state().values())
-
-    # The gradient of a matrix or scalar exists twice: where autograd leaves it, and in the buffer of its group. A dense
-    # table's exists once. Several ranks add buffers for what they receive, and a shared buffer for each table.
-    several = ranks.world > 1
-    matrix_copies, table_copies = (3, 3) if several else (2, 1)
-    gradients = matrix_copies * sum(item.weights.nbytes for item in (*optimizer.scalars, *optimizer.banks))
-    gradients += table_copies * sum(table.weights.nbytes for table in optimizer.dense)
-
-    # A sparse table gathers the bfloat16 gradient of every token of a step. Several ranks keep one buffer for each
-    # batch size, because shared memory is never freed.
-    batch_sizes = {stage.batch_tokens for stage in preset.stages}
-    tokens = sum(batch_sizes) if several else max(batch_sizes)
-    gathered = 2 * preset.model.width * tokens * len(optimizer.sparse)
-
-    # Averaging one bank or table (Owner.average_) takes up to four temporary tensors as large as its average.
-    averaging = 4 * max((item.average.nbytes for item in optimizer.averaged), default=0)
-    return state + gradients + gathered + averaging
+def room_for_activations(ranks: Ranks) -> float:
+    """Bytes that are left beside the model and its optimizer on the fullest GPU; infinite without a GPU."""
+    if not ranks.on_gpu:
+        return math.inf
+    return min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0])) - LATER_BYTES
 
 
-def memory_plan(preset: Preset, ranks: Ranks, ops: Ops, room_bytes: float | None = None) -> tuple[bool, int, int]:
-    """How training fits into a rank's memory: (recompute, micro_batch_tokens, needed_bytes).
+def memory_plan(preset: Preset, ops: Ops, room_bytes: float) -> tuple[bool, int]:
+    """How training fits into what room_for_activations says: (recompute, tokens of a micro-batch at most).
 
     recompute: whether layers are computed again in the backward pass. That is chosen only where one batch chunk at a
-    time would not fit otherwise. micro_batch_tokens: the size of the largest micro-batch. needed_bytes: an upper bound
-    of the memory in use, or 0 without a GPU, where there is no limit. `room_bytes` is by default 95 % of the memory
-    that is free on the fullest GPU. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
-    if room_bytes is None:
-        if not ranks.on_gpu:
-            return False, sys.maxsize, 0
-        room_bytes = min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0]))
-
-    state = state_bytes(preset, ranks, ops)
+    time would not fit otherwise. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
+    smallest = max(stage.chunk_tokens for stage in preset.stages)
     # Of each token: its logits in bfloat16, and their gradient.
     logit_bytes = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
     for recompute in (False, True):
         token_bytes = logit_bytes + (RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]])
-        most_tokens = min(int(room_bytes - state) // token_bytes, USEFUL_MICRO_BATCH_TOKENS)
-        tokens = max(micro_batch_chunks(stage, ranks, most_tokens) * stage.chunk_tokens for stage in preset.stages)
-        needed = state + max(tokens * token_bytes, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
+        needed = max(smallest * token_bytes, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
         if needed <= room_bytes:
-            return recompute, tokens, needed
+            return recompute, int(min(room_bytes / token_bytes, USEFUL_MICRO_BATCH_TOKENS))
 
-    fail("GPU memory", f"{needed / 2**30:.1f} GiB for one batch chunk of {tokens:,} tokens at a time",
+    fail("GPU memory", f"{needed / 2**30:.1f} GiB beside the model for one batch chunk of {smallest:,} tokens",
          f"{room_bytes / 2**30:.1f} GiB",
-         "end other programs on this GPU (nvidia-smi), or --preset sprint-small, smoke-gpu or smoke", EXIT_HARDWARE)
+         "end other programs on this GPU (nvidia-smi), --preset sprint-small, smoke-gpu or smoke, or "
+         "--micro-batch-tokens, which goes without this estimate", EXIT_HARDWARE)
 
 
 def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list, str, str]:
@@ -1808,6 +1757,7 @@ class Trainer:
     ops: Ops
     clock: Clock
     folder: Path  # of the shards
+    micro_batch_tokens: int | None = None  # at most so many; None: as many as fit into the GPU's memory and are of use
 
     def __post_init__(self):
         self.device = self.ranks.device
@@ -1830,19 +1780,21 @@ class Trainer:
         return self.data_hash
 
     def _build_model(self):
-        """Build the model and its optimizer, and choose micro-batches, as the memory allows."""
+        """Build the model and its optimizer, then choose micro-batches by the memory that is left."""
         preset = self.preset
-        recompute, micro_batch_tokens, _ = memory_plan(preset, self.ranks, self.ops)
-        self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, micro_batch_tokens)
-                             for stage in preset.stages}
-
         self.model = GPT(preset.model, self.ops, self.device)
-        if recompute:
+        self.model.reset(seed=0)
+        self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
+
+        self.recompute = False
+        if self.micro_batch_tokens is None:
+            self.recompute, self.micro_batch_tokens = memory_plan(preset, self.ops, room_for_activations(self.ranks))
+        self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, self.micro_batch_tokens)
+                             for stage in preset.stages}
+        if self.recompute:
             for block in self.model.blocks.values():
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False,
                                                   preserve_rng_state=False)
-        self.model.reset(seed=0)
-        self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
 
     def _prepare_schedule(self):
         """Put what depends on the step on the device beforehand.
@@ -1936,9 +1888,9 @@ class Trainer:
         Returns how many variants of the step there are."""
         preset = self.preset
         ranks = self.ranks
-        ranks.heartbeat("warm-up", 1.5)
         first_step = 0
-        for stage in preset.stages:
+        for number, stage in enumerate(preset.stages):
+            ranks.heartbeat(f"the warm-up of stage {number}", WARM_UP_PATIENCE)
             chunks = {chunk: generated_pieces(stage.chunk_tokens, stage.document_cap_tokens, seed=7 + chunk)
                       for chunk in range(self.micro_chunks[stage])}
             batch = pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes)
@@ -1948,8 +1900,10 @@ class Trainer:
 
         if self.ops.graphs:
             for index in reversed(self.inputs):  # the last stage first: the others fit into its memory
+                ranks.heartbeat(f"the capture of stage {index}", WARM_UP_PATIENCE)
                 self.capture(index)
 
+        ranks.heartbeat("the warm-up of the validation", WARM_UP_PATIENCE)
         self.optimizer.average(1.0, 0.5)
         window = generated_pieces(preset.val_window_tokens, preset.val_window_tokens, seed=7)
         self.evaluate(pack({0: window}, preset.model, ranks.on_gpu), self.final_geometry)
@@ -1957,49 +1911,9 @@ class Trainer:
 
 
 # ---- what a run reports ----------------------------------------------------------------------------------------------
-def training_work(trainer: Trainer, steps: int) -> tuple[int, float]:
-    """What the first `steps` steps amount to on all ranks together: (tokens, floating-point operations).
-
-    A token takes 6 operations (2 forward, 4 backward) for each weight of the hidden matrices, for each weight of the
-    head's rows for the classes that its stage samples, and for each key that it sees, times the channels that attention
-    and pointer multiply with it. How many keys that are is taken from the stream's first documents. The optimizer and
-    what is computed again, in layers or in attention's backward pass, do not count."""
-    model = trainer.preset.model
-    hidden = sum(p.numel() for p in trainer.model.parameters() if p.info.matrix_shape)
-    tokens = operations = 0
-    for stage in trainer.preset.stages:
-        taken = min(stage.steps, steps)
-        steps -= taken
-        sample = trainer.stream.read(trainer.stream.first, stage.batch_tokens + 1)
-        pieces = cut_documents(sample, stage.document_cap_tokens)
-        positions = np.concatenate([np.arange(len(piece) - 1) for piece in pieces])
-
-        def earlier_keys(window):  # that a token sees, besides its own
-            return np.minimum(positions, window).mean()
-
-        classes = stage.sampled_classes or model.padded_vocabulary
-        keys = sum(1 + earlier_keys(getattr(stage, f"{layer.window}_window_tokens"))
-                   for layer in model.layers if layer.attention)
-        weights = hidden + classes * model.width + keys * model.heads * (model.key_width + model.head_width)
-        weights += model.pointer_width * earlier_keys(model.pointer_window_tokens)
-        tokens += taken * stage.batch_tokens
-        operations += 6 * taken * stage.batch_tokens * weights
-    return tokens, operations
-
-
-def speed(trainer: Trainer, elapsed_ms: float, steps: int) -> str:
-    """Tokens a second and, where the GPU's peak is known, model FLOP utilisation (MFU): training_work as a share of it.
-
-    That of bfloat16: no single peak holds for a step whose products are partly FP8."""
-    tokens, operations = training_work(trainer, steps)
-    text = f"{1e3 * tokens / elapsed_ms:,.0f} tokens/s"
-    device = machine_facts()["device"]
-    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in device), None)
-    if peak is None:
-        return text
-
-    achieved = operations / elapsed_ms / 1e9 / trainer.ranks.world  # TFLOP/s of one GPU
-    return f"{text}, MFU {achieved / peak:.1%} of {peak:.0f} TFLOP/s a GPU (dense bf16; FP8 products: twice that)"
+def scheduled_tokens(preset: Preset, steps: int) -> int:
+    """How many tokens the first `steps` steps of the schedule train on, on all ranks together."""
+    return sum(preset.stages[stage_index(preset, step)].batch_tokens for step in range(steps))
 
 
 def largest_weights(trainer: Trainer, log: RunLog) -> dict:
@@ -2028,7 +1942,7 @@ class Meter:
         self.ranks = trainer.ranks
         self.clock = trainer.clock
         self.total_steps = total_steps
-        self.total_tokens, _ = training_work(trainer, total_steps)
+        self.total_tokens = scheduled_tokens(trainer.preset, total_steps)
         self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
         self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
 
@@ -2197,6 +2111,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     gc.collect()
     gc.freeze()
     ranks.gather_objects(None)  # nobody's clock starts before the last rank has compiled
+    ranks.heartbeat("the warm-up")
 
     log.say(f"first timed step {clock.since_start():.1f} s after the process started")
     digest = timed_loop(trainer, log, steps, val_every)
@@ -2223,7 +2138,8 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
     log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
             f"{ranks.world} rank(s){memory}; {state}\n"
-            f"{speed(trainer, elapsed_ms, steps)}; log: {log.path if log.file else 'none, UNLOGGED'}")
+            f"{1e3 * scheduled_tokens(preset, steps) / elapsed_ms:,.0f} tokens/s; "
+            f"log: {log.path if log.file else 'none, UNLOGGED'}")
     return loss
 
 
@@ -2938,86 +2854,114 @@ def product_tiles(batch, rows, columns, dtype, symmetric):
 
 
 @jit
-def product_kernel(
-    left_ptr, right_ptr, out_ptr, rows, columns, depth,
-    stride_left_batch, stride_left_row, stride_left_col,
-    stride_right_batch, stride_right_row, stride_right_col,
-    stride_out_batch, stride_out_row, stride_out_col,
-    scale, x_scale, ADD_X: constexpr, SYMMETRIC: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+def product_tile(
+    left_ptr, right_ptr, row, column, rows, columns, depth,
+    stride_left_row, stride_left_col, stride_right_row, stride_right_col, BLOCK_K,
 ):
-    """out = B X [+ x_scale X]; SYMMETRIC: out = scale X X^T [+ x_scale X]. ADD_X adds the term in brackets.
-
-    out is not X, and sums are float32. Reference: the products in orthogonalize_reference.
-
-    B is left [batch, rows, rows], X is right [batch, rows, columns], and depth = rows. A matrix takes
-    2 rows^2 columns flops. Row tiles of one column panel are neighbours in the grid, so that panel of X
-    comes from memory once, and B stays in the L2 cache.
-
-    SYMMETRIC: X is left [batch, rows, depth], X^T is right, and out is [batch, rows, rows]. With ADD_X, X
-    must be square and symmetric. A matrix takes rows (rows + BLOCK_M) depth flops, half of a full product:
-    the grid has only the tiles on and below the diagonal, and those below are stored twice.
-    """
-    tile = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
-    left_ptr += batch * stride_left_batch
-    right_ptr += batch * stride_right_batch
-    out_ptr += batch * stride_out_batch
-    if SYMMETRIC:
-        tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
-        # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2. Adding 5
-        # instead of 1 stays clear of rounding.
-        i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
-        j = tile - i * (i + 1) // 2
-    else:
-        i = tile % tl.cdiv(rows, BLOCK_M)
-        j = tile // tl.cdiv(rows, BLOCK_M)
-
-    row = (i * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    column = j * BLOCK_N + tl.arange(0, BLOCK_N)
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    """The tile of left [rows, depth] times right [depth, columns] at row [BLOCK_M, 1] and column [BLOCK_N], float32."""
+    accumulator = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for start in range(0, depth, BLOCK_K):
         left_k = start + tl.arange(0, BLOCK_K)
-        right_k = left_k[:, None]
         left_ptrs = left_ptr + row * stride_left_row + left_k * stride_left_col
         left = tl.load(left_ptrs, (row < rows) & (left_k < depth), other=0.0)
+
+        right_k = left_k[:, None]
         right_ptrs = right_ptr + column * stride_right_col + right_k * stride_right_row
         right = tl.load(right_ptrs, (column < columns) & (right_k < depth), other=0.0)
         accumulator = tl.dot(left, right, accumulator, input_precision="ieee")
+    return accumulator
 
-    inside = (row < rows) & (column < columns)
-    if SYMMETRIC:
-        accumulator *= scale
-        x_ptrs = left_ptr + row * stride_left_row + column * stride_left_col
-    else:
-        x_ptrs = right_ptr + row * stride_right_row + column * stride_right_col
+
+@jit
+def gram_kernel(
+    x_ptr, out_ptr, rows, depth, stride_x_batch, stride_x_row, stride_x_col,
+    stride_out_batch, stride_out_row, stride_out_col, scale, x_scale,
+    ADD_X: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):
+    """out = scale X X^T, for each X of [batch, rows, depth]; with ADD_X, for symmetric X, plus x_scale X.
+
+    It takes rows (rows + BLOCK_M) depth flops a matrix, half of a full product: the grid has only the tiles on and
+    below the diagonal, and those below are stored twice. Sums are float32; out is not X. Reference: the first two
+    products of a round in orthogonalize_reference.
+    """
+    tl.static_assert(BLOCK_M == BLOCK_N, "the mirrored tile must be a tile")
+    tile = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    x_ptr += batch * stride_x_batch
+    out_ptr += batch * stride_out_batch
+
+    # Row i of the triangle starts at tile i (i + 1) / 2, where 8 tile + 1 = (2 i + 1)^2. Adding 5 instead of 1 stays
+    # clear of rounding.
+    i = ((tl.sqrt(8.0 * tile + 5.0) - 1.0) * 0.5).to(tl.int32)
+    j = tile - i * (i + 1) // 2
+    row = (i * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    column = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    accumulator = scale * product_tile(
+        x_ptr, x_ptr, row, column, rows, rows, depth,
+        stride_x_row, stride_x_col, stride_x_col, stride_x_row, BLOCK_K)
+
+    inside = (row < rows) & (column < rows)
     if ADD_X:
+        x_ptrs = x_ptr + row * stride_x_row + column * stride_x_col
         accumulator += x_scale * tl.load(x_ptrs, inside, other=0.0).to(tl.float32)
-    if SYMMETRIC and i == j:
+    if i == j:
         # This makes the tile exactly symmetric, whatever the order of summation inside the product.
         accumulator = tl.where(row >= column, accumulator, tl.trans(accumulator))
 
     result = accumulator.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_row + column * stride_out_col, result, inside)
-    if SYMMETRIC and i != j:  # the same numbers at the mirrored places
+    if i != j:  # the same numbers at the mirrored places
         tl.store(out_ptr + column * stride_out_row + row * stride_out_col, result, inside)
 
 
-def matrix_product(B, X, out, scale=1.0, x_scale=None, tiles=None):
-    """out = B X [+ x_scale X]; without a B, out = scale X X^T [+ x_scale X, if X is symmetric].
+@jit
+def polynomial_kernel(
+    p_ptr, x_ptr, out_ptr, rows, columns, stride_p_batch, stride_p_row, stride_p_col,
+    stride_x_batch, stride_x_row, stride_x_col, stride_out_batch, stride_out_row, stride_out_col, x_scale,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+):
+    """out = P X + x_scale X, for P [batch, rows, rows] and X [batch, rows, columns].
 
-    B [batch, n, n], X [batch, n, k], any strides. Returns out, which must not be X.
+    It takes 2 rows^2 columns flops a matrix. Row tiles of one column panel are neighbours in the grid, so that panel
+    of X comes from memory once, and P stays in the L2 cache. Sums are float32; out is not X. Reference: the last
+    product of a round in orthogonalize_reference.
     """
-    symmetric = B is None
-    left, right = (X, X.mT) if symmetric else (B, X)
-    batch, rows, columns = out.shape
-    tiles = tiles or product_tiles(batch, rows, columns, X.dtype, symmetric)
+    tile = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    p_ptr += batch * stride_p_batch
+    x_ptr += batch * stride_x_batch
+    out_ptr += batch * stride_out_batch
+
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    row = (tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    accumulator = product_tile(
+        p_ptr, x_ptr, row, column, rows, columns, rows,
+        stride_p_row, stride_p_col, stride_x_row, stride_x_col, BLOCK_K)
+
+    inside = (row < rows) & (column < columns)
+    x_ptrs = x_ptr + row * stride_x_row + column * stride_x_col
+    accumulator += x_scale * tl.load(x_ptrs, inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * stride_out_row + column * stride_out_col, accumulator, inside)
+
+
+def gram(X, out, scale=1.0, x_scale=None, tiles=None):
+    """out = scale X X^T [+ x_scale X, if X is symmetric]; X [batch, n, k], any strides. Returns out, which is not X."""
+    batch, rows, depth = X.shape
+    tiles = tiles or product_tiles(batch, rows, rows, X.dtype, symmetric=True)
     side = triton.cdiv(rows, tiles["BLOCK_M"])
-    count = side * (side + 1) // 2 if symmetric else side * triton.cdiv(columns, tiles["BLOCK_N"])
-    product_kernel[count, batch](
-        left, right, out, rows, columns, left.size(2),
-        *left.stride(), *right.stride(), *out.stride(),
-        scale, x_scale or 0.0, ADD_X=x_scale is not None, SYMMETRIC=symmetric, **tiles)
+    gram_kernel[side * (side + 1) // 2, batch](
+        X, out, rows, depth, *X.stride(), *out.stride(), scale, x_scale or 0.0, ADD_X=x_scale is not None, **tiles)
+    return out
+
+
+def add_product(P, X, x_scale, out, tiles=None):
+    """out = P X + x_scale X; P [batch, n, n], X [batch, n, k], any strides. Returns out, which is not X."""
+    batch, rows, columns = X.shape
+    tiles = tiles or product_tiles(batch, rows, columns, X.dtype, symmetric=False)
+    count = triton.cdiv(rows, tiles["BLOCK_M"]) * triton.cdiv(columns, tiles["BLOCK_N"])
+    polynomial_kernel[count, batch](
+        P, X, out, rows, columns, *P.stride(), *X.stride(), *out.stride(), x_scale, **tiles)
     return out
 
 
@@ -3033,16 +2977,16 @@ def orthogonalize(matrices, method, dtype=torch.bfloat16):
     A, P = matrices.new_empty((2, batch, rows, rows), dtype=dtype)  # A = X X^T and P = b A + c A A
 
     X = matrices.to(dtype) if method.safety is None else frobenius_scale(matrices, method.safety, dtype)
-    matrix_product(None, X, out=A)
+    gram(X, out=A)
     if method.safety is None:
         X, A = aol_scale(X, A)
 
     next_X = torch.empty_like(X)
     for number, (a, b, c) in enumerate(method.coefficients):
         if number:
-            matrix_product(None, X, out=A)
-        matrix_product(None, A, out=P, scale=c, x_scale=b)
-        matrix_product(P, X, out=next_X, x_scale=a)
+            gram(X, out=A)
+        gram(A, out=P, scale=c, x_scale=b)
+        add_product(P, X, a, out=next_X)
         X, next_X = next_X, X
     return X
 
@@ -4764,7 +4708,7 @@ class Ranks:
         """Read torchrun's variables, pick the device and join the process group.
 
         A rank that does not come within twice the limit is an error. So is a collective, outside of CUDA graphs, that
-        takes twice as long as that: the watchdog, once there is one, has its say before.
+        takes three times as long: the watchdog, once there is one, has its say before.
         """
         rank = torchrun_number("RANK")
         world = torchrun_number("WORLD_SIZE", "1")
@@ -4794,7 +4738,7 @@ class Ranks:
         # Those of 2.11 are the only names that every version has.
         warnings.filterwarnings("ignore", ".*(all_gather_into|reduce_scatter)_tensor. is deprecated", FutureWarning)
         dist.init_process_group("nccl" if ranks.nccl else "gloo", store=store, rank=rank, world_size=world,
-                                timeout=2 * timeout, device_id=ranks.device if ranks.nccl else None)
+                                timeout=3 * timeout, device_id=ranks.device if ranks.nccl else None)
         signal.signal(signal.SIGINT, ranks.ask_to_stop)
         if ranks.nccl and not any(ranks.nodes):
             ranks._share_memory()
@@ -4973,16 +4917,14 @@ class Ranks:
 
 @dataclass
 class Watchdog:
-    """Ends this process with exit code 4 when nothing progresses for `limit_s`.
+    """Ends this process with exit code 4 when its last heartbeat is older than `limit_s`.
 
-    It is needed because a collective waits for a dead rank for ever. Progress is a heartbeat, or that the device
-    reaches the point queued at one: the host may be far ahead and then wait. While `patience` is above 1, in the
-    warm-up, where the host compiles, it is also that any Python thread is at another line than at the last look. A rank
-    that waits in a collective stays at its line, even if it keeps a core busy. So a deadlock in the warm-up is found
-    after 1.5 times the limit; that long one kernel may compile, during which no line changes.
+    It is needed because a collective waits for a dead rank for ever. A heartbeat on a GPU counts once more when the
+    device reaches the point queued at it: the host may be far ahead and then wait. While `patience` is above 1, as in
+    the warm-up, where the host compiles, it may be so many times as old.
 
-    Two cases escape it: a deadlock in the warm-up while some other Python thread goes on, and whatever stands still
-    outside of train_once, except collectives, which have a time limit of their own (see Ranks.start).
+    What stands still outside of train_once escapes it, except collectives, which have a time limit of their own (see
+    Ranks.start).
     """
     ranks: Ranks
     limit_s: float
@@ -4999,34 +4941,28 @@ class Watchdog:
         """Say that this rank goes on, with something that may take `patience` times the limit."""
         self.doing = doing
         self.patience = patience
-        self.idle_s = 0.0
+        self.age_s = 0.0
         if self.ranks.on_gpu and patience == 1:  # in the warm-up a query would break a graph's capture
             self.events.append(torch.cuda.current_stream().record_event())
 
     def _watch(self):
         wait_s = min(1.0, self.limit_s / 8)
-        places = None
-        while not self.done.wait(wait_s):
-            self.idle_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
+        while self.age_s <= self.limit_s * self.patience:
+            if self.done.wait(wait_s):
+                return
+            self.age_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
             with contextlib.suppress(RuntimeError):  # a broken device: the main thread meets the same error and says so
                 while self.events and self.events[0].query():
                     self.events.popleft()
-                    self.idle_s = 0.0
-            if self.patience > 1:
-                before = places
-                places = [(id(frame), frame.f_lasti) for frame in sys._current_frames().values()]
-                if places != before:
-                    self.idle_s = 0.0
+                    self.age_s = 0.0
 
-            limit_s = self.limit_s * self.patience
-            if self.idle_s > limit_s:
-                message = (f"rank {self.ranks.rank}: expected progress within {limit_s:g} s, "
-                           f"found none since {self.doing}{self.ranks.lost()}; "
-                           "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
-                print(f"train_gpt: {message}", file=sys.stderr)
-                self.log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE)
-                self.log.close()
-                os._exit(EXIT_HARDWARE)
+        message = (f"rank {self.ranks.rank}: expected progress within {self.limit_s * self.patience:g} s, "
+                   f"found none since {self.doing}{self.ranks.lost()}; "
+                   "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
+        print(f"train_gpt: {message}", file=sys.stderr)
+        self.log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE)
+        self.log.close()
+        os._exit(EXIT_HARDWARE)
 
 
 class Clock:
@@ -5100,7 +5036,9 @@ def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
     if isinstance(error, OSError):
         return Failure("file", "to be there and to work", found, "check the path, its permissions and the disk")
     if isinstance(error, torch.OutOfMemoryError):
-        return Failure("GPU memory", "enough", found, "end other programs on this GPU (nvidia-smi)", EXIT_HARDWARE)
+        return Failure("GPU memory", "enough", found,
+                       "end other programs on this GPU (nvidia-smi), or a smaller --micro-batch-tokens or --preset",
+                       EXIT_HARDWARE)
     if isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
         return Failure("GPU", "to run this", found,
                        "start again; if it stays, --reference, and test the GPU", EXIT_HARDWARE)
@@ -5223,40 +5161,27 @@ def files_hash(paths: Sequence[Path]) -> str:
     return combined.hexdigest()
 
 
-# ==== 13. Afterwards: save, load, evaluate, sample ====================================================================
+# ==== 13. Model file: the weights and what they mean, for sample.py ===================================================
 # A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
-# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, and a
-# hash, so that whoever reads it need not ask whether settings and shapes are possible.
+# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, the
+# SHA-256 of each tensor, and that of the header, so that whoever reads it need not ask whether settings are possible.
 #
 # Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
-# their numbers, `ngram.ids` [N], and `ngram.scales` belong to them: quantize_rows says how.
-MODEL_FORMAT = "train_gpt model 3"
+# their numbers, `ngram.ids` [N].
+MODEL_FORMAT = "train_gpt model 4"
 # Which rows of the table a text reads follows from these too, and no weight's shape would show it.
 LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
-
-
-def quantize_rows(rows):
-    """Rows [N, D] of any dtype in 4 bits a number: bytes [N, D / 2] and a bfloat16 scale for 32 numbers, [N, D / 32].
-
-    A byte holds a number of the row's first half and, times 16, one of its second half, both from 1 to 15: 8 is zero.
-    These 0.56 bytes a number cost 0.0003 of a sprint's loss (one model, measured); 1 byte in e4m3 costs 0.00002."""
-    groups = rows.float().unflatten(1, (-1, math.gcd(rows.size(1), 32)))
-    scales = (groups.abs().amax(2, keepdim=True) / 7).clamp_min(1e-20).bfloat16()
-    low, high = (groups / scales + 8.5).byte().flatten(1).chunk(2, 1)
-    return low + 16 * high, scales.flatten(1)
 
 
 def header_hash(header: dict) -> str:
     return hashlib.sha256(json.dumps(header).encode()).hexdigest()
 
 
-def write_tensors(path: Path, form: str, content: dict, likes: dict, parts: Iterable[Tensor]):
-    """Write a file as described above, of a format `form`: aside, then renamed.
-
-    Names, dtypes and shapes are those of `likes`; the values are the `parts` one after the other."""
+def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: dict[str, str]) -> bytes:
+    """The first bytes of a model file, of a format `form`, with the names, dtypes and shapes of `likes`."""
     names = {dtype: name for name, dtype in STORED_DTYPES.items()}
-    metadata = {"format": form, "content": json.dumps(content)}
+    metadata = {"format": form, "content": json.dumps(content), "tensors": json.dumps(digests)}
     header = {"__metadata__": metadata}
     end = 0
     for name, like in likes.items():
@@ -5266,14 +5191,28 @@ def write_tensors(path: Path, form: str, content: dict, likes: dict, parts: Iter
     metadata["sha256"] = header_hash(header)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], parts: Iterable[tuple[str, Tensor]]):
+    """Write a model file aside, then rename it. `parts` are the tensors in the order of `likes`, (name, values), each
+    whole or in pieces that follow each other, because a device may have no room for a large one once more."""
+    sums = {name: hashlib.sha256() for name in likes}
+
+    def header():
+        return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
 
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for part in parts:
-                file.write(part.cpu().reshape(-1).view(torch.uint8).numpy())
+            file.write(header())  # of the same length as the final one
+            for name, part in parts:
+                values = part.cpu().reshape(-1).view(torch.uint8).numpy()
+                sums[name].update(values)
+                file.write(values)
+            file.seek(0)
+            file.write(header())
         os.replace(aside, path)
     except OSError as error:
         aside.unlink(missing_ok=True)
@@ -5281,208 +5220,27 @@ def write_tensors(path: Path, form: str, content: dict, likes: dict, parts: Iter
 
 
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
-    """Write weights, configuration, how to validate and provenance to one file."""
+    """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
     content = {
         "model": asdict(preset.model),
         "lookups": LOOKUPS,
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
-        "validation": {"data": preset.data, "tokens": preset.val_tokens, "window": preset.val_window_tokens},
+        "validation": {
+            "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
+            "window": preset.val_window_tokens, "loss": loss},
         "provenance": {
-            "val_loss": loss, "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]),
+            "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]), "data": trainer.data_hash,
             **machine_facts()},
     }
     tensors = trainer.model.state_dict()
     table = tensors.pop("ngram", torch.zeros(1, 2))
     ids = table.any(1).nonzero().flatten()
     tensors["ngram.ids"] = ids.int()
-    # In parts, because a device may have no room for the table once more: all rows first, then all scales.
-    parts = (quantize_rows(table[part])[which] for which in (0, 1) for part in ids.split(2**16))
-    rows, scales = quantize_rows(torch.empty(len(ids), table.size(1), device="meta"))
-    write_tensors(path, MODEL_FORMAT, content, tensors | {"ngram.rows": rows, "ngram.scales": scales},
-                  itertools.chain(tensors.values(), parts))
-
-
-def read_model_file(path: Path) -> tuple[GPT, dict, Tensor, Tensor, Tensor]:
-    """A saved model, the content of its file, and ids, rows and scales of its n-gram table.
-
-    They are mapped into memory, with the dtypes of the file; the model itself has its n-gram table on the meta device.
-    """
-    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-    try:
-        file = np.memmap(path, np.uint8, "r")
-        start = 8 + int.from_bytes(file[:8], "little")
-        if start > len(file):
-            raise ValueError("no whole header: cut, or of another program or an older version")
-        header = json.loads(file[8:start].tobytes())
-        metadata = header["__metadata__"]
-        if metadata["format"] != MODEL_FORMAT:
-            raise ValueError(f"format {metadata['format']}")
-        if metadata.pop("sha256") != header_hash(header):
-            raise ValueError("a header that was changed")
-
-        content = json.loads(metadata["content"])
-        if content["lookups"] != LOOKUPS:
-            raise ValueError("rows of other n-grams")
-        stated = content["model"]
-        layers = tuple(Layer(**layer) for layer in stated["layers"])
-        config = ModelConfig(**stated | {"layers": layers, "softcap": Softcap(*stated["softcap"])})
-        if json.loads(json.dumps(asdict(config))) != stated:
-            raise ValueError("settings missing")
-
-        del header["__metadata__"]
-        data = torch.from_numpy(file[start:])
-        stop = max(entry["data_offsets"][1] for entry in header.values())
-        if stop > len(data):
-            raise ValueError(f"{len(file):,} of {start + stop:,} bytes: cut")
-        tensors = {name: data[slice(*entry["data_offsets"])].view(STORED_DTYPES[entry["dtype"]]).view(entry["shape"])
-                   for name, entry in header.items()}
-        stored = [tensors.pop(f"ngram.{name}") for name in ("ids", "rows", "scales")]
-
-        model = GPT(config, reference_ops(), torch.device("meta"))
-        if model.ngram is not None:
-            tensors["ngram"] = model.ngram.detach()
-        # assign=True puts these parameters in the place of the model's, so they need its roles.
-        model.load_state_dict(
-            {name: make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
-            assign=True)
-        return model.requires_grad_(False), content, *stored
-    except Exception as error:  # a foreign file can raise anything
-        fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", repr(error)[:200],
-             "check the path, copy the file again, use the train_gpt.py that wrote it, or train one with --save FILE")
-
-
-def export_model(path: Path, target: Path):
-    """Copy a model file without the rows of hashed n-grams, for other programs: nothing here reads it."""
-    model, content, ids, rows, scales = read_model_file(path)
-    if target.exists():  # perhaps the model itself, whose n-grams would be lost
-        fail(f"exporting to {target}", "a new file", "one that exists", "choose another name, or remove it")
-    kept = ids >= model.config.ngram_pieces * model.config.ngram_rows
-    model.ngram = None
-    tensors = {**model.state_dict(), "ngram.ids": ids[kept], "ngram.rows": rows[kept], "ngram.scales": scales[kept]}
-    write_tensors(target, f"dense part of {MODEL_FORMAT}", content, tensors, tensors.values())
-
-
-def sum_stored_rows(ids, rows, scales, wanted, table):
-    """GPT.sum_rows from a file: for each of T token pieces the sum of K rows of the n-gram table, [T, D], in its dtype.
-
-    `wanted` [T, K] are the numbers of these rows. ids [N], in ascending order, are the numbers of the stored ones,
-    whose `rows` and `scales` are those of quantize_rows; rows that are not stored are zero."""
-    asked = wanted.cpu()
-    index = torch.searchsorted(ids, asked).clamp(max=len(ids) - 1)
-    stored = ids[index] == asked
-    # Unpacked where the model runs: two CPU cores take 74 ms for the rows of 2400 tokens.
-    packed, scale = rows[index].to(wanted.device), (scales[index] * stored[..., None]).to(wanted.device)
-    numbers = torch.cat([packed & 15, packed >> 4], -1).unflatten(-1, (scales.size(1), -1)) - 8.0
-    return (numbers * scale[..., None]).flatten(-2).sum(1, dtype=table.dtype)
-
-
-def load_model(path: Path, device: torch.device) -> tuple[GPT, dict]:
-    """A saved model with reference operators, so that it runs on any device, and the content of its file.
-
-    The rows of the n-gram table stay in the file, which is memory-mapped."""
-    model, content, *stored = read_model_file(path)
-    if device.type == "cpu":
-        model.float()  # bfloat16 matrix products are slow there
-    else:
-        # A sprint's validation takes 49 s with one thread that looks up rows. With 64, which wait for each other in
-        # busy loops, it took 97 s and kept 36 cores busy.
-        torch.set_num_threads(1)
-    for parameter in model.parameters():
-        if parameter is not model.ngram:
-            parameter.data = parameter.to(device, copy=True)
-    model.sum_rows = functools.partial(sum_stored_rows, *stored)
-    return model, content
-
-
-def saved_geometry(content: dict, model: GPT, positions: int) -> Geometry:
-    """The geometry with which a saved model was validated, for documents of up to `positions` tokens."""
-    attention = content["attention"]
-    return geometry_tables(np.array(attention["frequency"]), attention["scale"], tuple(attention["windows"]), positions,
-                           model.lm_head.dtype, model.lm_head.device)
-
-
-def evaluate_file(path: Path, data: Path | None, device: torch.device) -> float:
-    """Validation loss of a saved model, in nats a token, on the windows and tokens with which it was validated."""
-    model, content = load_model(path, device)
-    validation = content["validation"]
-    shard = find_shards(data or Path(validation["data"]), "val")[0]
-    windows = validation_windows(shard, validation["tokens"], validation["window"], model.config.vocabulary)[0]
-    pieces = sum(windows, [])
-    total = 0.0
-    for start in range(0, len(pieces), 4):  # documents one by one take minutes on a GPU, a whole window gigabytes
-        if sys.stderr.isatty():
-            print(f"{start / len(pieces):4.0%}", end="\r", file=sys.stderr)
-        group = pieces[start:start + 4]
-        batch = pack({0: group}, model.config, pin=False).to(device)
-        total += float(model.evaluate(batch, saved_geometry(content, model, max(map(len, group)))))
-    return total / validation["tokens"]
-
-
-def next_tokens(model: GPT, geometry: Geometry, ids: list[int]) -> Iterator[Tensor]:
-    """GPT.next_token of a document, time and again, while the caller appends tokens to its `ids`.
-
-    The keys and values of earlier tokens stay, so the model serves nothing else from then on. Only new tokens pass
-    through it, and those before them that they read otherwise: one, because key_offset takes a part of a key from
-    there, and two a layer, as many as its MLP mixes in.
-    """
-    reach = 1 + 2 * len(model.blocks)
-    first = 0  # of the tokens that pass
-
-    def remembered(earlier, part):
-        """Append to `earlier` the new tokens of `part` [T, ...], which begins at token `first`. Returns all so far."""
-        known = sum(map(len, earlier))
-        earlier.append(part[known - first:])
-        return torch.cat(earlier)
-
-    def attention(keys, values, q, k, v, documents, *settings):
-        # documents.positions are those of the tokens that pass; the keys are those of the whole document, whose
-        # `remaining` tokens, reversed, are 0, 1, 2, ...
-        positions = documents.remaining.flip(0)
-        return attention_reference(q, remembered(keys, k), remembered(values, v), positions, *settings)
-
-    for block in model.blocks.values():
-        block.ops = replace(model.ops, attention=functools.partial(attention, [], []))
-    pointed = []
-    model.pointer_in = lambda *operands: remembered(pointed, pointer_in(*operands))
-
-    while True:
-        document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
-        whole = pack({0: [document]}, model.config, pin=False).to(model.lm_head.device)
-        new = replace(whole, tokens=whole.tokens[first:], positions=whole.positions[first:],
-                      ngrams=whole.ngrams[first * model.config.ngram_pieces:])
-        p = model.next_token(new, geometry)
-        first = max(0, len(ids) - reach)
-        yield p
-
-
-def sample_text(path: str, prompt: str, device: torch.device):
-    """Print `prompt` and up to 256 tokens that continue it, each as it is drawn: at temperature 0.8, from a fixed seed.
-
-    On standard error, how many tokens a second that were."""
-    model, content = load_model(Path(path), device)
-    try:
-        import tiktoken
-        encoding = tiktoken.get_encoding("gpt2")
-    except (ImportError, OSError) as error:
-        fail("tiktoken", "the package and its gpt2 vocabulary", type(error).__name__,
-             "pip install tiktoken; connect to the network once, or set TIKTOKEN_CACHE_DIR")
-
-    ids = [BOS, *encoding.encode_ordinary(prompt)]
-    geometry = saved_geometry(content, model, len(ids) + 256)
-    torch.manual_seed(0)
-    print(prompt, end="", flush=True)
-    clock = Clock(device)
-    start = clock.since_start()
-    for count, p in enumerate(itertools.islice(next_tokens(model, geometry, ids), 256), 1):
-        ids.append(int(torch.multinomial(p[:model.config.vocabulary] ** (1 / 0.8), 1)))
-        sys.stdout.buffer.write(encoding.decode_single_token_bytes(ids[-1]))  # it may end within a character
-        sys.stdout.flush()
-        if ids[-1] == BOS:
-            break
-    print()
-    print(f"{count} tokens, {count / (clock.since_start() - start):.1f} a second", file=sys.stderr)
+    rows = (("ngram.rows", table[part]) for part in ids.split(2**16))
+    like = torch.empty(len(ids), table.size(1), dtype=table.dtype, device="meta")
+    write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
 
 
 # ==== 14. Main ========================================================================================================
@@ -5514,13 +5272,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
     add("--stall-limit", type=within(float, 0.1, 1_000_000), default=120,
         help="exit code 4 if nothing progresses for so many seconds")
-    add("--save", type=Path, metavar="FILE", help="write the trained model")
-    add = parser.add_mutually_exclusive_group().add_argument  # at most one of what follows
-    add("--check", action="store_true", help="what a start would check, one line an item, then exit")
-    add("--eval", type=Path, metavar="FILE", help="validation loss of a saved model, then exit")
-    add("--sample", nargs=2, metavar=("FILE", "TEXT"), help="continue a text with a saved model, then exit")
-    add("--export", type=Path, nargs=2, metavar=("FILE", "TO"),
-        help="copy a saved model without its hashed n-grams, then exit")
+    add("--micro-batch-tokens", type=positive,
+        help="at most so many tokens at a time, at least an eighth of a step's; as the memory allows without it")
+    add("--save", type=Path, metavar="FILE", help="write the trained model, for sample.py")
+    add("--check", action="store_true", help="stop where the warm-up would begin")
     return parser.parse_args(argv)
 
 
@@ -5535,79 +5290,44 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     return replace(preset, stages=stages, train_tokens=preset.train_tokens + more_tokens)
 
 
-def check_versions(ranks: Ranks) -> str:
+def check_versions(ranks: Ranks):
     if torch.__version__ < "2.11.0a0":
         fail("torch", ">= 2.11", torch.__version__, "pip install -r requirements.txt")
     if torch.__version__ >= "2.16.0a0" and ranks.rank == 0:  # every test has passed with versions up to there, on a CPU
         print(f"train_gpt: torch {torch.__version__}: newer than any that was tried; if it fails: "
               "pip install -r requirements.txt", file=sys.stderr)
-    return (f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}, "
-            f"Triton {triton.__version__ if triton else 'none'}")
 
 
-def check_memory(preset: Preset, ranks: Ranks, ops: Ops) -> str:
-    recompute, tokens, needed = memory_plan(preset, ranks, ops)
-    if not needed:
-        return "no GPU whose memory to fit"
-    free = torch.cuda.mem_get_info(ranks.device)[0]
-    text = f"{needed / 2**30:.1f} of {free / 2**30:.1f} GiB that are free, micro-batches of up to {tokens:,} tokens"
-    return f"{text}, layers recomputed" if recompute else text
+def check_model_file(path: Path, model: ModelConfig):
+    """Fail unless a model can be saved there. Its n-gram table takes most of the room."""
+    if path.exists():
+        fail(f"saving {path}", "a new file", "one that exists" if path.is_file() else "a folder or a device",
+             "remove it, or choose another name")
 
-
-def check_data(preset: Preset, folder: Path) -> str:
-    stream, *_, digest = open_corpus(preset, folder)
-    return (f"{stream.consumed(preset.stages):,} of {stream.length:,} training tokens in {len(stream.paths)} shards, "
-            f"SHA-256 {digest[:16]}")
-
-
-def check_folder(folder: Path, needed_mb: int) -> str:
-    """Fails unless that much can be written to a folder, or to where it would be made."""
-    place = folder.absolute()
+    place = path.absolute().parent
     while not place.exists():
         place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        fail(f"saving {path}", f"permission to write in {place}", "none", "choose another place")
+
+    row_bytes = model.width * getattr(torch, model.dtype).itemsize + 4 * model.ngram_pieces  # with their ids
+    needed_mb = 1000 + model.table_rows * row_bytes // 1_000_000
     free_mb = shutil.disk_usage(place).free // 1_000_000
-    if not place.is_dir() or not os.access(place, os.W_OK) or free_mb < needed_mb:
-        fail(f"saving in {folder}", f"a writable folder with {needed_mb} MB free", f"{place} with {free_mb:,} MB",
-             "choose another place")
-    return f"{free_mb:,} MB free for {folder}"
+    if free_mb < needed_mb:
+        fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
 
 
-def check_model_file(path: Path | None, model: ModelConfig) -> str:
-    """Fails unless a model can be saved there. Its n-gram table takes most of the room: see quantize_rows."""
-    if path is None:
-        return "not kept"
-    if path.exists() and not path.is_file():
-        fail(f"saving {path}", "the name of a file", "a folder or a device", "add a name")
-    return check_folder(path.parent, 1000 + model.table_rows * model.width * 5 // 8_000_000)
+def ready(trainer: Trainer) -> str:
+    """What a start has found, in a line for --check."""
+    stream = trainer.stream
+    sizes = ", ".join(f"{trainer.micro_chunks[stage] * stage.chunk_tokens:,}" for stage in trainer.preset.stages)
+    return (f"ok: {stream.consumed(trainer.preset.stages):,} of {stream.length:,} training tokens in "
+            f"{len(stream.paths)} shards, SHA-256 {trainer.data_hash[:16]}; micro-batches of {sizes} tokens by stage"
+            f"{', layers recomputed' if trainer.recompute else ''}")
 
 
-def preflight(arguments: argparse.Namespace, preset: Preset, ranks: Ranks, ops: Ops) -> int:
-    """Print what a start checks, a line an item. Returns the exit code of the first item that fails, else 0."""
-    checks = {
-        "versions": lambda: check_versions(ranks),
-        "memory": lambda: check_memory(preset, ranks, ops),
-        "data": lambda: ranks.agree("data", lambda: check_data(preset, arguments.data or Path(preset.data)),
-                                    "copy the shards of one node to the others"),
-        "log": lambda: check_folder(arguments.log_dir, 10),
-        "model": lambda: check_model_file(arguments.save, preset.model),
-    }
-    code = 0
-    for name, check in checks.items():
-        try:
-            line = f"ok    {name:<9}  {check()}"
-        except Exception as error:
-            failure = explained(error, ranks)
-            if failure is None:
-                raise
-            line = f"FAIL  {name:<9}  {failure}"
-            code = code or failure.code
-        if ranks.rank == 0:
-            print(line, flush=True)
-    return code
-
-
-def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str):
-    """Say what will be trained, on which devices and with which operators; then what check_network found."""
+def announce(preset: Preset, ranks: Ranks, ops: Ops):
+    """Say what will be trained, on which devices and with which operators."""
     version = capability(ranks.device)
     gpu = f"capability {version}" if any(version) else "no GPU"
     if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
@@ -5615,38 +5335,7 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops, network: str):
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
     print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts()['device']}, "
-          f"{gpu}, {chosen}{network}", flush=True)
-
-
-def check_network(ranks: Ranks) -> str:
-    """A line on how long exchanges between nodes take, and one on what is far slower than the rest; "" on one node.
-
-    The number of ranks is a power of two. So in each round every rank has one peer: its own number xor the round's.
-    """
-    nodes = len(set(ranks.nodes))
-    if nodes == 1:
-        return ""
-    clock = Clock(ranks.device)
-    sent, received = torch.zeros(2, 1_000_000, device=ranks.device)
-
-    def exchange_ms(peer):
-        started = clock.since_start()
-        both_ways = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-        for work in dist.batch_isend_irecv(both_ways):
-            work.wait()
-        received[0].item()  # waits for the device
-        return 1e3 * (clock.since_start() - started)
-
-    rounds = range(ranks.world // nodes, ranks.world)  # smaller numbers would pair ranks of one node
-    best_ms = [min(exchange_ms(ranks.rank ^ number) for _ in range(4)) for number in rounds]
-    table = np.array(ranks.gather_objects(best_ms))  # of each rank and round
-    text = f"\n{nodes} nodes: 4 MB both ways in {table.min():.2f} to {table.max():.2f} ms"
-
-    slow_links = (table > 5 * table.min() + 1).sum(1)  # of each rank: one that is slow itself has more than its peers
-    if slow_links.any():
-        names = ", ".join(map(ranks.name, np.flatnonzero(slow_links == slow_links.max())))
-        text += f"\nWARNING: network far slower at {names}; fix: see its cards and cables, and NCCL_DEBUG=INFO"
-    return text
+          f"{gpu}, {chosen}", flush=True)
 
 
 def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps: int) -> float:
@@ -5671,7 +5360,7 @@ def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps
 
 
 def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    """Check what can be checked beforehand, then train. Returns the exit code."""
+    """Build the trainer, which checks what can be checked beforehand; then train. Returns the exit code."""
     preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     seed = ranks.gather_objects(seed)[0]  # each rank may have drawn its own
@@ -5683,16 +5372,20 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
     fp8 = [part for part in preset.fp8 if bfloat16 and arguments.no_fp8 not in (part, "all")]
     ops = select_ops(ranks.device, fast, compile=not arguments.eager, fp8=fp8, graphs=not arguments.no_graphs)
 
-    steps = min(preset.steps, arguments.stop_after or preset.steps)
-    network = check_network(ranks)
     if ranks.rank == 0:
-        announce(preset, ranks, ops, network)
-    if arguments.check:
-        return preflight(arguments, preset, ranks, ops)
+        announce(preset, ranks, ops)
     check_versions(ranks)
-    check_model_file(arguments.save, preset.model)
+    if arguments.save:
+        check_model_file(arguments.save, preset.model)
 
-    trainer = Trainer(preset, ranks, ops, Clock(ranks.device), arguments.data or Path(preset.data))
+    trainer = Trainer(preset, ranks, ops, Clock(ranks.device), arguments.data or Path(preset.data),
+                      arguments.micro_batch_tokens)
+    if arguments.check:
+        if ranks.rank == 0:
+            print(ready(trainer), flush=True)
+        return 0
+
+    steps = min(preset.steps, arguments.stop_after or preset.steps)
     loss = train_once(arguments, trainer, seed, steps)
     if arguments.save and ranks.rank == 0:
         save_model(arguments.save, trainer, loss, seed)
@@ -5707,14 +5400,7 @@ def main(argv: list[str] | None = None) -> int:
     message = ""
     try:
         ranks = Ranks.start(arguments.stall_limit)
-        if arguments.eval:
-            print(f"val loss {evaluate_file(arguments.eval, arguments.data, ranks.device):.6f}")
-        elif arguments.sample:
-            sample_text(*arguments.sample, ranks.device)
-        elif arguments.export:
-            export_model(*arguments.export)
-        else:
-            code = train_all(arguments, ranks)
+        code = train_all(arguments, ranks)
     except KeyboardInterrupt:
         code = 130
         message = "interrupted"

@@ -3,6 +3,7 @@
     python benchmarks/bench_orthogonalize.py                 times next to torch.bmm / baddbmm's, and polar errors
     python benchmarks/bench_orthogonalize.py --sweep         each kernel with every tile candidate, next to torch.bmm
     python benchmarks/bench_orthogonalize.py --compile       with the scaling compiled by torch.compile
+    python benchmarks/bench_orthogonalize.py --method turbo  another of ORTHOGONALIZATIONS than the default
     python benchmarks/bench_orthogonalize.py --cpu-dry-run   tiny sizes in Triton's interpreter: only proves that it runs
 
 Times are medians of CUDA events around replayed CUDA graphs, so no launch overhead is in them; "eager" has it. TFLOP/s
@@ -44,13 +45,15 @@ def microseconds(function, replays=30):
     return 1e3 * timing.milliseconds(function, calls=1, replays=replays)
 
 
-def orthogonalize_torch(matrices):
+def orthogonalize_torch(matrices, method):
     """The same polynomial through cuBLAS: full products, no kernels of ours."""
     tall = matrices.size(1) > matrices.size(2)
     X = matrices.mT if tall else matrices
-    X = tg.frobenius_scale(X, DTYPE)
-    for a, b, c in tg.POLAR_EXPRESS:
+    X = X.to(DTYPE) if method.safety is None else tg.frobenius_scale(X, method.safety, DTYPE)
+    for number, (a, b, c) in enumerate(method.coefficients):
         A = torch.bmm(X, X.mT)
+        if number == 0 and method.safety is None:
+            X, A = tg.aol_scale(X, A)
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, P, X, beta=a)
     return X.mT if tall else X
@@ -71,24 +74,24 @@ def table(titles, rows):
         print("| " + " | ".join(str(cell) for cell in row) + " |")
 
 
-def bench_shapes():
+def bench_shapes(method):
     times, errors = [], []
     for full, rows, columns in BATCHES:
         for ranks in RANKS:
             batch = -(-full // ranks)
             matrices = torch.randn(batch, rows, columns, device=DEVICE)
             n, m = sorted((rows, columns))
-            ours = lambda: tg.orthogonalize(matrices, DTYPE)
+            ours = lambda: tg.orthogonalize(matrices, method, DTYPE)
             fast, eager = microseconds(ours), 1e3 * timing.eager_milliseconds(ours, repeats=30)
-            plain = microseconds(lambda: orthogonalize_torch(matrices))
-            flops = batch * len(tg.POLAR_EXPRESS) * (3 * n * n * m + n**3)
+            plain = microseconds(lambda: orthogonalize_torch(matrices, method))
+            flops = batch * len(method.coefficients) * (3 * n * n * m + n**3)
             row = f"{fast:.0f}", f"{flops / fast / 1e6:.0f}", f"{flops / 790e6:.0f}", f"{eager:.0f}", f"{plain:.0f}", f"{plain / fast:.2f}"
             times.append((f"{batch}x{rows}x{columns}", *row))
         inputs, cells = spectra(rows, columns), []
         for matrices, polar in inputs.values():
-            kernels = tg.orthogonalize(matrices.float(), DTYPE)
-            plain = orthogonalize_torch(matrices.float())
-            for out in (kernels, plain, tg.orthogonalize_reference(matrices)):
+            kernels = tg.orthogonalize(matrices.float(), method, DTYPE)
+            plain = orthogonalize_torch(matrices.float(), method)
+            for out in (kernels, plain, tg.orthogonalize_reference(matrices, method)):
                 cells.append(f"{(out.double() - polar).norm() / polar.norm():.4f}")
         errors.append((f"{rows}x{columns}", *(" / ".join(cells[i : i + 3]) for i in (0, 3))))
     table(("batch", "us", "TFLOP/s", "ceiling us", "eager us", "torch us", "speed-up"), times)
@@ -109,9 +112,9 @@ def sweep():
             A, P = (torch.randn(batch, X.size(1), X.size(1), device=DEVICE, dtype=DTYPE) for _ in range(2))
             # The random A is not symmetric: the time is the same.
             kernels = {
-                "X X^T": (lambda t: tg.matrix_product(None, X, P, tiles=t), lambda: torch.bmm(X, X.mT)),
-                "bA + cAA": (lambda t: tg.matrix_product(None, A, P, 0.5, 0.5, t), lambda: torch.bmm(A, A)),
-                "aX + BX": (lambda t: tg.matrix_product(A, X, Y, x_scale=0.5, tiles=t), lambda: torch.bmm(A, X)),
+                "X X^T": (lambda t: tg.gram(X, P, tiles=t), lambda: torch.bmm(X, X.mT)),
+                "bA + cAA": (lambda t: tg.gram(A, P, 0.5, 0.5, t), lambda: torch.bmm(A, A)),
+                "aX + BX": (lambda t: tg.add_product(A, X, 0.5, Y, tiles=t), lambda: torch.bmm(A, X)),
             }
             for name, (ours, plain) in kernels.items():
                 candidates = PRODUCT_TILES if name == "aX + BX" else SYMMETRIC_TILES
@@ -132,6 +135,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in ("--sweep", "--compile", "--cpu-dry-run"):
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--method", choices=tg.ORTHOGONALIZATIONS, default="polar-express")
     options = parser.parse_args()
 
     timing.require_gpu()
@@ -139,7 +143,7 @@ def main():
     if options.compile:
         tg.frobenius_scale = torch.compile(tg.frobenius_scale, dynamic=False)
     with torch.no_grad():
-        sweep() if options.sweep else bench_shapes()
+        sweep() if options.sweep else bench_shapes(tg.ORTHOGONALIZATIONS[options.method])
     print(f"\n{timing.machine()}, {timing.seconds():.0f} s in all")
 
 

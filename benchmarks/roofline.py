@@ -43,6 +43,9 @@ from roofline_trace import PART, Trace, base_name, kernel_key
 sys.path.append(str(Path(__file__).parent.parent))
 import train_gpt as tg
 
+# Dense bfloat16 TFLOP/s as the vendors state them. A key is a part of the device's name; the first that fits counts.
+PEAK_TFLOPS = {
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
 METRICS = "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,sm__inst_executed_pipe_tensor.sum"
 
 # The parts of a step: operators (fields of Ops), compiled functions, and classes of the optimizer.
@@ -110,6 +113,42 @@ def named_ops(ops: tg.Ops) -> tg.Ops:
 
     fields = ("attention", "head_loss", "pointer", "embed", "adam", "sparse_adam", "project_heads", "mlp", "orthogonalize")
     return dataclasses.replace(ops, compile=region, **{name: named(getattr(ops, name), name) for name in fields if hasattr(ops, name)})
+
+
+# ---- model FLOP utilisation ------------------------------------------------------------------------------------------
+def training_work(trainer: tg.Trainer, stage: tg.Stage) -> float:
+    """Floating-point operations of a step of a stage, on all ranks together.
+
+    A token takes 6 operations (2 forward, 4 backward) for each weight of the hidden matrices, for each weight of the
+    head's rows for the classes that the stage samples, and for each key that it sees, times the channels that attention
+    and pointer multiply with it. How many keys that are is taken from the stream's first documents. The optimizer and
+    what is computed again, in layers or in attention's backward pass, do not count."""
+    model = trainer.preset.model
+    hidden = sum(p.numel() for p in trainer.model.parameters() if p.info.matrix_shape)
+    sample = trainer.stream.read(trainer.stream.first, stage.batch_tokens + 1)
+    pieces = tg.cut_documents(sample, stage.document_cap_tokens)
+    positions = np.concatenate([np.arange(len(piece) - 1) for piece in pieces])
+
+    def earlier_keys(window):  # that a token sees, besides its own
+        return np.minimum(positions, window).mean()
+
+    classes = stage.sampled_classes or model.padded_vocabulary
+    keys = sum(1 + earlier_keys(getattr(stage, f"{layer.window}_window_tokens"))
+               for layer in model.layers if layer.attention)
+    weights = hidden + classes * model.width + keys * model.heads * (model.key_width + model.head_width)
+    weights += model.pointer_width * earlier_keys(model.pointer_window_tokens)
+    return 6 * stage.batch_tokens * weights
+
+
+def utilisation(trainer: tg.Trainer, stage: tg.Stage, step_us: float, device: str) -> str | None:
+    """Model FLOP utilisation (MFU): training_work as a share of the GPU's peak, where that is known.
+
+    That of bfloat16: no single peak holds for a step whose products are partly FP8."""
+    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in device), None)
+    if peak is None:
+        return None
+    achieved = training_work(trainer, stage) / step_us / 1e6 / trainer.ranks.world  # TFLOP/s of one GPU
+    return f"MFU {achieved / peak:.1%} of {peak:.0f} TFLOP/s a GPU (dense bf16; FP8 products: twice that)"
 
 
 # ---- kernels of a step ------------------------------------------------------------------------------------------------
@@ -340,7 +379,8 @@ def profiled(step: Callable, steps: int, path: Path) -> Trace:
 
 def measure(options: argparse.Namespace, folder: Path) -> str:
     trainer, step = prepared(options, folder)
-    tokens = trainer.preset.stages[options.stage].batch_tokens
+    stage = trainer.preset.stages[options.stage]
+    tokens = stage.batch_tokens
     messages = []
     with recorded_launches() as kernels:
         eager = profiled(step, 1, folder / "eager.trace.json")
@@ -377,6 +417,8 @@ def measure(options: argparse.Namespace, folder: Path) -> str:
             (f"roofs of all kernels but {len(without)}, of {sum(without):.1f} us, for which there is no rule",
              total(call.cost.roof(options.ceilings) for call in calls if call.cost))]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, reference operators: these figures mean nothing"
+    if share := utilisation(trainer, stage, step_us, device):
+        messages.append(share)
     return "\n".join((
         f"# Roofline of a step: {options.preset}, stage {options.stage} (from 0), {tokens} tokens\n",
         f"{device}; torch {torch.__version__}; {options.data or 'generated documents'}; {dict(options.model) or 'the preset as it is'}. "

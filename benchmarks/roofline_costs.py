@@ -79,12 +79,15 @@ def visible_pairs(distances: Tensor, window: int, itself: bool = True) -> int:
     return int(distances.clamp(max=window).sum(dtype=torch.int64)) + itself * len(distances)
 
 
-def product(a):
-    batch, rows, columns, depth = a["left_ptr"].shape[0], a["rows"], a["columns"], a["depth"]
-    size, operations = moved(a), 2 * rows * columns * depth
-    if a["SYMMETRIC"]:  # the right operand is the left one transposed, and the lower half of the product is enough
-        size, operations = moved(a, "left_ptr", "out_ptr"), rows * (rows + 1) * depth
-    return Cost(size, batch * operations, product_rate(a["left_ptr"].itemsize, depth))
+def gram(a):
+    """The lower half of the product is enough."""
+    batch, rows, depth = a["x_ptr"].shape[0], a["rows"], a["depth"]
+    return Cost(moved(a), batch * rows * (rows + 1) * depth, product_rate(a["x_ptr"].itemsize, depth))
+
+
+def polynomial(a):
+    batch, rows, columns = a["x_ptr"].shape[0], a["rows"], a["columns"]
+    return Cost(moved(a), batch * 2 * rows * rows * columns, product_rate(a["x_ptr"].itemsize, rows))
 
 
 def attention_forward(a):
@@ -171,7 +174,8 @@ def sparse_adam(a):
 
 
 OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
-    "product_kernel": product,
+    "gram_kernel": gram,
+    "polynomial_kernel": polynomial,
     "attention_forward_kernel": attention_forward,
     "attention_delta_kernel": once,
     "attention_backward_kernel": attention_backward,

@@ -62,6 +62,7 @@ DEFAULT_FOLDER = Path(__file__).resolve().parent / "fineweb10B"
 DOCUMENT_CHARACTERS = 16_384
 VAL_TOKENS = 10_485_760  # what the speedrun validates on; of a text shorter than ten times as many, a tenth
 TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")  # what a folder is searched for, also with .gz but for parquet
+VOCABULARY = Path(__file__).resolve().parent / "sample"  # the two files of GPT-2's, under the names that tiktoken gives them
 SUMS = "SHA256SUMS"  # in the format of sha256sum, so that `sha256sum -c SHA256SUMS` works too
 
 
@@ -498,11 +499,18 @@ def load_encoding(spec: str):
     import tiktoken
 
     if spec == "gpt2":
+        # tiktoken reads its two files from here, where it would download them, and compares their SHA-256.
+        cache = os.environ.get("TIKTOKEN_CACHE_DIR")
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(VOCABULARY)
         try:
             return tiktoken.get_encoding("gpt2")
         except OSError as error:
-            fix = "set TIKTOKEN_CACHE_DIR to a folder that has it, or give a ranks file with --encoding"
-            raise DataError("GPT-2 vocabulary", "a download by tiktoken", type(error).__name__, fix) from error
+            fix = "git checkout data/sample, or give a ranks file with --encoding"
+            raise DataError("GPT-2 vocabulary", f"its two files in {VOCABULARY}", type(error).__name__, fix) from error
+        finally:
+            del os.environ["TIKTOKEN_CACHE_DIR"]
+            if cache is not None:
+                os.environ["TIKTOKEN_CACHE_DIR"] = cache
     from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's pattern under the name of its successor's
 
     ranks: dict[bytes, int] = {}

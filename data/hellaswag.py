@@ -25,6 +25,7 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+import sample
 import train_gpt as tg
 from fineweb import DataError, download, exit_status, find_on_hub, load_encoding, whole_number
 
@@ -84,7 +85,7 @@ def ending_losses(model: tg.GPT, content: dict[str, Any], documents: list[tuple[
     """For each (tokens, length of its ending) the summed loss of the ending's tokens, nats: one packed forward pass for all."""
     pieces = [np.array(tokens, dtype=np.uint16) for tokens, _ in documents]
     batch = tg.pack({0: pieces}, model.config, pin=False).to(device)
-    features, head, targets, cap = model.predictions(batch, tg.saved_geometry(content, model, max(map(len, pieces))), torch.ones(1, device=device))
+    features, head, targets, cap = model.predictions(batch, sample.saved_geometry(content, model, max(map(len, pieces))), torch.ones(1, device=device))
     stops = np.cumsum([len(piece) - 1 for piece in pieces])  # a document's last token is only a target
     losses = []
     for stop, (_, length) in zip(stops.tolist(), documents):
@@ -129,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def work() -> None:
-        model, content = tg.load_model(arguments.model, device)
+        model, content = sample.load_model(arguments.model, device)
         path = arguments.questions or FOLDER / "hellaswag_val.parquet"
         if not arguments.questions and not path.exists():
             fetch(path)

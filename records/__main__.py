@@ -1,4 +1,4 @@
-"""python records new NAME | run DIR | verify DIR | compare A B | diff A B | curve A B | leaderboard | plot: see records/README.md."""
+"""python records new NAME | run DIR | verify DIR | audit DIR | abandon DIR | guard BASE | compare A B | diff A B | curve A B | leaderboard | rule | plot."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from runlog import Failure, fail
 
 
 def command_new(arguments: argparse.Namespace) -> int:
-    given = [f"--{name}" for name in ("track", "parent", "kind", "n", "length") if getattr(arguments, name) is not None]
+    fixed = ("track", "parent", "kind", "n", "margin", "length", "restart")
+    given = [f"--{name}" for name in fixed if getattr(arguments, name) is not None]
     if arguments.retime and given:
         fail("new --retime", "the plan of that record", f"{', '.join(given)} too", "leave those options out")
-    path = record.new(arguments.name, arguments.track, arguments.parent, arguments.kind, arguments.n, arguments.world, arguments.data, arguments.retime,
-                      arguments.length)
+    asked = {name: getattr(arguments, name) for name in (*fixed[1:], "world", "data", "retime")}
+    path = record.new(arguments.name, track_name=arguments.track, **asked)
     made = record.load(path).record
     print(f"{os.path.relpath(path)}: {made['track']}, {made['kind']}, parent {made['parent'] or 'none'}, "
           f"{record.hardware_here(made['plan']['world'])}\n"
-          f"plan {made['plan']['id']}: {' '.join(made['plan']['order'])}\nnext: python records run {os.path.relpath(path)}"
+          f"plan {made['plan']['id']}, margin {made['plan']['margin']}: {' '.join(made['plan']['order'])}\nnext: commit the plan, then python records run {os.path.relpath(path)}"
           + (f" --data {arguments.data}" if arguments.data else ""))
     return 0
 
@@ -63,6 +64,28 @@ def command_verify(arguments: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
+def command_audit(arguments: argparse.Namespace) -> int:
+    from audit import audit
+    return audit(arguments.dir, arguments.data, arguments.seed, arguments.arm, arguments.steps)
+
+
+def command_abandon(arguments: argparse.Namespace) -> int:
+    record.abandon(arguments.dir, arguments.why)
+    print(f"{arguments.dir}: abandoned; it stays where it is, and one restart may name it: new NAME --restart {arguments.dir}")
+    return 0
+
+
+def command_guard(arguments: argparse.Namespace) -> int:
+    from guard import guard
+    return guard(arguments.base)
+
+
+def command_rule(arguments: argparse.Namespace) -> int:
+    from rule import rule_tables
+    print(rule_tables())
+    return 0
+
+
 def command_compare(arguments: argparse.Namespace) -> int:
     from report import compare
     print(compare(arguments.a, arguments.b))
@@ -85,7 +108,12 @@ def command_plot(arguments: argparse.Namespace) -> int:
     from plots import plot_history, plot_log, plot_runs
     if arguments.log and arguments.runs:
         fail("plot --log", "one log", f"{len(arguments.runs)} other runs too", "leave out either")
-    if arguments.log:
+    if arguments.readme:
+        if arguments.log or arguments.runs:
+            fail("plot --readme", "nothing else", "a log or runs too", "leave out either")
+        from curve import draw_readme
+        draw_readme(arguments.out)
+    elif arguments.log:
         plot_log(arguments.log, arguments.out)
     elif arguments.runs:
         plot_runs(arguments.runs, arguments.out)
@@ -118,7 +146,9 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--track", choices=TRACKS, help="default: the parent's")
     new.add_argument("--parent", help="record to beat (default: the best of the track on this hardware), or none if there is none")
     new.add_argument("--kind", choices=KINDS, help="what changed (default: ml, or baseline without a parent)")
-    new.add_argument("--n", type=int, help="runs an arm, fixed from now on")
+    new.add_argument("--n", type=int, help="runs an arm, fixed from now on (default: what the margin needs, or the track's usual number)")
+    new.add_argument("--margin", type=float, metavar="NATS", help="how far below the target the mean loss is expected: n follows from it")
+    new.add_argument("--restart", metavar="RECORD", help="the abandoned plan of this idea, once, at half the level")
     new.add_argument("--length", type=float, metavar="F", help="the trainer's --length in every run (default: the parent's, or 1)")
     new.add_argument("--world", type=int, choices=(1, 2, 4, 8), help="GPUs (default: as many as there are)")
     new.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
@@ -130,6 +160,18 @@ def parser() -> argparse.ArgumentParser:
     verify = add("verify", command_verify, "check records, one line a check; exit 1 if one fails")
     verify.add_argument("dir", type=Path, nargs="*", help="default: all")
     verify.add_argument("--json", action="store_true")
+    audit = add("audit", command_audit, "run the first steps of one seed again with the record's script and compare the losses; on any machine")
+    audit.add_argument("dir", type=Path)
+    audit.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
+    audit.add_argument("--seed", type=int, help="one of the plan (default: drawn now)")
+    audit.add_argument("--arm", choices=("a", "b"), default="a")
+    audit.add_argument("--steps", type=int, default=50)
+    abandon = add("abandon", command_abandon, "give a plan up; it stays and is listed with its reason")
+    abandon.add_argument("dir", type=Path)
+    abandon.add_argument("why", help="a short sentence")
+    guard = add("guard", command_guard, "compare with a base commit: records are as they were there, new plans were committed before their runs")
+    guard.add_argument("base", metavar="BASE", help="a branch or commit, for example origin/main")
+    add("rule", command_rule, "the standard deviation of each track, and what the rule says of the records before it")
     compare = add("compare", command_compare, "A against B: loss, time, stages, verdict; a record's arm is DIR:a or DIR:b, a log or a folder of logs will do")
     diff = add("diff", command_diff, "what leads from the script of B to that of A, by section")
     curve = add("curve", command_curve,
@@ -145,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="*", metavar="RUNS", help="as for compare")
     plot.add_argument("--log", nargs="?", type=Path, const=Path("logs"), metavar="LOG",
                       help="instead one run, in progress too: loss, ms a step, learning rate; of a folder (default: logs) the log written to last")
+    plot.add_argument("--readme", action="store_true", help="instead the picture of README.md, docs/curve.svg")
     plot.add_argument("--out", type=Path, default=Path("plot.svg"), help="a .svg or .png file")
     return top
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 import stats
-from plots import COLOURS, canvas, save
-from report import VALIDATION, differing, load_all, mean_curve, seconds_to
+from plots import COLOURS, canvas, place_labels, save
+from record import HOME, finished
+from report import VALIDATION, differing, load_all, load_runs, mean_curve, seconds_to
 from runlog import Run, fail
 
 
@@ -39,7 +40,7 @@ def load_curves(specs: list[str]) -> list[Side]:
         curve, _, kind = mean_curve(runs)
         if not len(curve):
             fail(f"curve of {label}", "losses along the run", "none in its logs", "name another log")
-        sides.append(Side(label.removesuffix(".txt").removesuffix(".jsonl"), curve, runs, kind))
+        sides.append(Side(label.removesuffix(".txt").removesuffix(".jsonl").removesuffix(".json"), curve, runs, kind))
     if len({side.kind for side in sides}) == 1:
         return sides
     return [final_validation(side) if side.kind == "training loss" else side for side in sides]
@@ -52,7 +53,13 @@ def describe(side: Side) -> str:
     high = " (high at first, with the second and third next token as targets)" if further and side.kind == "training loss" else ""
     (begin, first), (end, last) = side.curve[0], side.curve[-1]
     span = f"from {first:.4f} after {begin:.1f} s to" if len(side.curve) > 1 else "only at the end,"
-    return f"{side.kind}{high}, {span} {last:.4f} after {end:.1f} s"
+    computed = ", times computed" if is_computed(side) else ""
+    return f"{side.kind}{high}, {span} {last:.4f} after {end:.1f} s{computed}"
+
+
+def is_computed(side: Side) -> bool:
+    """Whether its times were not measured."""
+    return any(run.head.get("times") == "computed" for run in side.runs)
 
 
 def loss_after(curve: np.ndarray, seconds: float) -> float:
@@ -96,17 +103,77 @@ def table(specs: list[str]) -> str:
     return "\n".join(rows)
 
 
-def draw(specs: list[str], path: Path) -> None:
-    """Loss against seconds, one line a side with a point at its end; only the point where only the final validation can be compared."""
-    sides = load_curves(specs)
-    figure, ((axes,),) = canvas(1, (1,))
-    top = 0.0
-    for number, (label, curve, runs, _) in enumerate(sides):
-        colour = COLOURS[number % len(COLOURS)]
-        axes.plot(curve[:, 0], curve[:, 1], "-" if len(curve) > 1 else "o", color=colour, label=f"{label.replace('_', ' ')} (n = {len(runs)})")
-        axes.plot(*curve[-1], "o", color=colour)
-        axes.annotate(f"{curve[-1, 1]:.3f} in {curve[-1, 0]:.0f} s", curve[-1], (0, 8), textcoords="offset points", ha="right", color=colour)
-        top = max(top, np.interp(0.1 * curve[-1, 0], curve[:, 0], curve[:, 1]))
+def draw_sides(figure, axes, sides: list[Side]) -> None:
+    """Loss against seconds, one line a side with a point at its end; only the point where only the final validation can be compared.
+
+    What was computed is dashed and ends in a hollow point.
+    """
+    top = max(np.interp(0.1 * side.curve[-1, 0], *side.curve.T) for side in sides)
+    labels = []
+    for number, side in enumerate(sides):
+        colour, (seconds, loss) = COLOURS[number % len(COLOURS)], side.curve[-1]
+        computed = is_computed(side)
+        name = f"{side.label.replace('_', ' ')} ({'times computed' if computed else f'n = {len(side.runs)}'})"
+        axes.plot(*side.curve.T, "--" if computed else "-", color=colour, label=name)
+        axes.plot(seconds, loss, "o", color=colour, fillstyle="none" if computed else "full")
+        labels.append((f"{loss:.3f} in {seconds:.0f} s{' (computed)' if computed else ''}", (seconds, loss), colour))
     axes.set(xlabel="seconds on the clock", ylabel=f"{sides[0].kind} (nats a token)", xlim=(0, None), ylim=(None, top))
-    axes.legend()
-    save(figure, path)
+    axes.margins(y=0.12)
+    axes.legend(fontsize=8, loc="upper right")
+    place_labels(figure, axes, labels)
+
+
+def curve_figure(specs: list[str]):
+    """The curves of two sides."""
+    figure, ((axes,),) = canvas(1, (1,))
+    draw_sides(figure, axes, load_curves(specs))
+    return figure
+
+
+def draw(specs: list[str], path: Path) -> None:
+    save(curve_figure(specs), path)
+
+
+WEBMIX, ONE_GPU = "speedrun-webmix", "1 x NVIDIA H200"
+
+
+def ends_on_webmix() -> list[tuple[str, float, float, str]]:
+    """(words, seconds, loss, marker) of whole runs on one H200: our records of the track, and the public ones in curves/."""
+    ours = [folder for folder in finished(HOME, WEBMIX) if folder.hardware == ONE_GPU]
+    found = []
+    for folder in ours:
+        mean, n = folder.record["means"]["a"], len(folder.runs("a"))
+        found.append((f"{folder.path.name.partition('_')[2]} (n = {n})", mean["ms"] / 1e3, mean["loss"], "s"))
+    for name, words in (("record-92", "record 92, 800 steps (n = 1)"), ("record-92-short", "record 92, 500 steps (n = 1)")):
+        (run,) = load_runs(name)[1]
+        found.append((words, run.ms / 1e3, run.loss, "o"))
+    return found
+
+
+def draw_ends(figure, axes) -> None:
+    """Final validations on webmix by time: ours as squares, record 92's two measured runs as circles."""
+    labels = []
+    for words, seconds, loss, marker in ends_on_webmix():
+        colour = COLOURS[0] if marker == "s" else COLOURS[1]
+        axes.plot(seconds, loss, marker, color=colour)
+        labels.append((f"{words}:\n{loss:.4f} in {seconds:.1f} s", (seconds, loss), colour))
+    axes.set(xlabel="seconds on the clock", ylabel="final validation loss", title="webmix, one H200: measured ends")
+    axes.margins(0.3)
+    axes.title.set_fontsize(9)
+    place_labels(figure, axes, labels, 7.5)
+
+
+def readme_figure():
+    """The sprint's curve beside record 89's on webtext, and whole runs on webmix beside record 92's."""
+    figure, ((left, right),) = canvas(2, (1.25, 1), 4.0)
+    left.set_title("webtext, one H200", fontsize=9)
+    right.set_title(" ", fontsize=9)
+    sides = load_curves(["sprint", "record-89"])
+    named = [side._replace(label=label) for side, label in zip(sides, ("a sprint of ours", "record 89"))]
+    draw_sides(figure, left, named)
+    draw_ends(figure, right)
+    return figure
+
+
+def draw_readme(path: Path) -> None:
+    save(readme_figure(), path)

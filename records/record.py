@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -12,42 +14,23 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runlog import Failure, Run, fail, read_run, sha256
+from tracks import EARLIER, PINS, TRACKS, Track
 
 HOME = Path(__file__).resolve().parent
 SCRIPT = "train_gpt.py"
 KINDS = ("ml", "systems", "baseline")
+NEWEST_SCHEMA = 2  # 1 is that of the records before the rule
+LEAST_RUNS, HIGH_END = 5, 0.004  # runs an arm at least; how far above the median a loss counts as one that ended high
+# z of a one-sided level of .01 and of a power of .9, summed and squared: n = 13 sd^2 / margin^2 passes nine times in ten.
+RUNS_FACTOR = 13
 # A record whose first run began on this day or later has a parent, unless it is the first of its track on its hardware: only two arms in
 # turns on one machine show a gain. The nineteen before it were run without parents; they stay as they are, since nothing can be added to them.
 PARENTS_SINCE = "2026-11-24"
-
-
-class Track(NamedTuple):
-    """What a record must hold to; everything else is free."""
-    preset: str
-    corpus: str  # its shards are named CORPUS_train_000001.bin ... and CORPUS_val_000000.bin
-    data: str  # where they are looked for
-    shard_tokens: int  # training shards are listed in order until they hold this many
-    val_tokens: int
-    target_loss: float | None
-    alpha: float | None  # level of the one-sided t-test against the target; None: the mean decides
-    least_runs: int
-    usual_runs: int
-    practice: bool = False  # integrity is checked, success is not, no leaderboard
-
-
-TRACKS = {
-    "speedrun": Track("speedrun", "fineweb", "data/fineweb10B", 900_000_000, 10_485_760, 3.28, 0.01, 2, 8),
-    "sprint-fineweb": Track("sprint", "fineweb", "data/fineweb10B", 100_000_000, 2_097_152, None, None, 3, 3),
-    "sprint-small-fineweb": Track("sprint-small", "fineweb", "data/fineweb10B", 100_000_000, 2_097_152, None, None, 3, 3),
-    "sprint-webtext": Track("sprint", "webtext", "data/webtext", 100_000_000, 2_097_152, 3.22, None, 3, 3),
-    "sprint-small-webtext": Track("sprint-small", "webtext", "data/webtext", 100_000_000, 2_097_152, 3.22, None, 3, 3),
-    "speedrun-webmix": Track("speedrun-webmix", "webmix", "data/webmix", 243_000_000, 4_194_304, 3.1029, None, 3, 3),
-    "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 8192, None, None, 1, 2, practice=True),
-}
 
 
 def hardware(run: Run) -> str:
@@ -67,6 +50,27 @@ class Folder(NamedTuple):
     @property
     def parent(self) -> Path | None:
         return self.path.parent / self.record["parent"] if self.record["parent"] else None
+
+    @property
+    def under_rule(self) -> bool:
+        return self.record["schema"] >= 2
+
+    @property
+    def repeated(self) -> Folder | None:
+        """The record whose plan this one carries out on another machine."""
+        name = self.record["plan"].get("retimes")
+        return load(self.path.parent / name) if name else None
+
+    @property
+    def target(self) -> float | None:
+        """The loss to reach: the track's, of its day; a retime has that of the record it repeats."""
+        if not self.under_rule:
+            return EARLIER[self.record["track"]].target_loss
+        if (repeated := self.repeated) is None:
+            return self.track.target_loss
+        if "retimes" in repeated.record["plan"]:
+            fail(f"retime {self.path.name}", "the record that was planned first", repeated.path.name, "name the record that this one retimes")
+        return repeated.target
 
     def script(self, arm: str) -> Path:
         return (self.path if arm == "a" else self.parent) / SCRIPT
@@ -92,10 +96,10 @@ def many(item: str, brackets: str) -> str:
     return rf"\{brackets[0]}{item}(, {item})*\{brackets[1]}"
 
 
-HEX, KEY = "[0-9a-f]", r"[ab]-s\d+"  # a run's key is its arm and seed
+HEX, KEY, NAME = "[0-9a-f]", r"[ab]-s\d+", r'"20[\w.-]+"'  # a run's key is its arm and seed
 SEEDS, ORDER = many(r"\d+", "[]"), many(f'"{KEY}"', "[]")
 # Each field of record.json and the form of its JSON text. Other fields are errors: nothing rides along unchecked.
-SCHEMA = {
+FIRST_SCHEMA = {
     "schema": "1",
     "track": f'"({"|".join(TRACKS)})"',
     "date": r'"20\d\d-[01]\d-[0-3]\d"',
@@ -107,15 +111,27 @@ SCHEMA = {
     "runs": r"\{\}|" + many(rf'"{KEY}\.jsonl": "{HEX}{{64}}"', "{}"),
     "means": r"\{\}|" + many(r'"[ab]": \{"loss": [\d.]+, "ms": [\d.]+\}', "{}"),
 }
+SCHEMAS = {1: FIRST_SCHEMA, 2: FIRST_SCHEMA | {
+    "schema": "2",
+    "plan": rf'\{{"id": "{HEX}{{16}}", "world": [1248], ("length": [\d.]+, )?"margin": (null|0\.\d+), '
+            rf'("(restarts|retimes)": {NAME}, )?"seeds": {SEEDS}, "order": {ORDER}\}}',
+    "abandoned": r'null|"[^"\\\n|]{3,200}"',
+}}
 
 
 def schema_errors(record: Any) -> list[str]:
     """Everything that makes `record` no record, a sentence each."""
     if not isinstance(record, dict):
         return [f"expected an object, found {json.dumps(record)[:60]}"]
-    errors = [f"{name}: expected no such field, found one" for name in record if name not in SCHEMA]
-    errors += [f"{name}: expected {form}, found {json.dumps(record.get(name, 'nothing'))[:80]}" for name, form in SCHEMA.items()
-               if name not in record or not re.fullmatch(form, json.dumps(record[name]))]
+    version = record.get("schema")
+    if type(version) is int and version > NEWEST_SCHEMA:
+        return [f"schema: expected {NEWEST_SCHEMA} at most, found {version}: a newer version of this tool wrote it"]
+    form_of = SCHEMAS[version if type(version) is int and version in SCHEMAS else NEWEST_SCHEMA]
+    errors = [f"{name}: expected no such field, found one" for name in record if name not in form_of]
+    for name, form in form_of.items():
+        text = json.dumps(record.get(name, "nothing"))
+        if name not in record or not re.fullmatch(form, text):
+            errors.append(f"{name}: expected {form}, found {text[:80]}")
     if not errors and ("b" in record["scripts"]) != (record["parent"] is not None):
         errors.append(f"scripts: expected arm b exactly when there is a parent, found parent {record['parent']}")
     return errors
@@ -133,12 +149,17 @@ def find(path: Path, home: Path | None = None) -> Path:
 def load(path: Path) -> Folder:
     """The record in `path`, or of that name in records/, see `find`."""
     path = find(path).resolve()
+    file, restore = path / "record.json", "restore the file, for example with git, or make the record again"
     try:
-        record = json.loads((path / "record.json").read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        record = json.loads(file.read_text())
+    except OSError as error:
         fail(f"record {path}", "a folder with record.json", error, "give a folder made by: python records new NAME")
+    except (ValueError, RecursionError) as error:
+        cut = f", cut off after {file.stat().st_size} bytes" if not file.read_bytes().rstrip().endswith(b"}") else ""
+        fail(f"{file}", "whole JSON", f"{error}{cut}", restore)
     if errors := schema_errors(record):
-        fail(f"{path}/record.json", "the schema of records/README.md", errors[0], "restore the file, or make the record again")
+        newer = "a newer version" in errors[0]
+        fail(f"{file}", "the schema of records/README.md", errors[0], "update this checkout: git pull" if newer else restore)
     return Folder(path, record)
 
 
@@ -160,11 +181,11 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     write_whole(path / "record.json", json.dumps(record, indent=2) + "\n")
 
 
-def plan_seeds(script_hash: str, count: int) -> list[int]:
-    """Seeds nobody chose: they follow from the script, so they are the same for everyone who retimes it."""
+def plan_seeds(origin: str, count: int) -> list[int]:
+    """Seeds nobody chose. They follow from the plan's id, so that a plan of fewer runs has others; before the rule from the script's hash."""
     seeds, draw = [], 0
     while len(seeds) < count:
-        seed = int(sha256(f"{script_hash} {draw}")[:12], 16) % 1_000_000
+        seed = int(sha256(f"{origin} {draw}")[:12], 16) % 1_000_000
         draw += 1
         if seed not in seeds:
             seeds.append(seed)
@@ -176,11 +197,35 @@ def plan_order(seeds: list[int], arms: str) -> list[str]:
     return [f"{arm}-s{seed}" for i, seed in enumerate(seeds) for arm in (arms if i % 2 == 0 else arms[::-1])]
 
 
-def plan_id(record: dict[str, Any]) -> str:
-    """Names everything that is fixed before the first run. Each log carries it, so a plan cannot grow after a look at the results."""
+def plan_id(record: dict[str, Any], name: str = "") -> str:
+    """Names everything that is fixed before the first run. Each log carries it, so a plan cannot grow after a look at the results.
+
+    `name` is the folder's. Since the rule it counts too, with the day and the number of runs, from which the seeds follow.
+    """
+    plan = record["plan"]
     fixed = {key: record[key] for key in ("track", "parent", "kind", "scripts", "data")}
-    fixed |= {key: record["plan"][key] for key in ("world", "length", "seeds", "order") if key in record["plan"]}
+    if record["schema"] == 1:
+        fixed |= {key: plan[key] for key in ("world", "length", "seeds", "order") if key in plan}
+    else:
+        fixed |= {"name": name, "date": record["date"], "n": len(plan["seeds"])}
+        fixed |= {key: plan[key] for key in ("world", "length", "margin", "restarts", "retimes") if key in plan}
     return sha256(json.dumps(fixed, sort_keys=True))[:16]
+
+
+CACHES_AN_ARM = 2  # compiled anew as often, so that what a start draws by chance is sampled
+
+
+def cache_number(folder: Folder, key: str) -> int:
+    """Which of an arm's caches a run uses: the first for the first half of the seeds, the second for the others."""
+    seeds = folder.record["plan"]["seeds"]
+    place = seeds.index(int(key.partition("-s")[2]))
+    return 1 + place * CACHES_AN_ARM // max(len(seeds), CACHES_AN_ARM)
+
+
+def log_name(folder: Folder, key: str) -> str:
+    """Name of a run's log folder. The log notes it, which ties it to plan, arm, seed and cache."""
+    name = f"{folder.record['plan']['id']}-{key}"
+    return f"{name}-c{cache_number(folder, key)}" if folder.under_rule else name
 
 
 def shard_tokens(path: Path) -> int:
@@ -207,6 +252,21 @@ def data_manifest(track: Track, folder: Path) -> dict[str, str]:
         with path.open("rb") as file:
             manifest[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return manifest
+
+
+def planned_data(track: Track, folder: Path | None, home: Path) -> dict[str, str]:
+    """`data_manifest` of the folder, by default the track's. Where that has no shards, what a record of a pinned corpus lists.
+
+    So a plan can be made and committed on a machine without the corpus; `run` compares the shards before anything else.
+    """
+    default = home.parent / track.data
+    pins = PINS.get(track.corpus)
+    if folder is None and pins and not any(default.glob(f"{track.corpus}_train_*.bin")):
+        for other in readable(home):
+            manifest = other.record["data"]
+            if other.track.corpus == track.corpus and manifest_hash(manifest, list(manifest)) == pins.manifest:
+                return manifest
+    return data_manifest(track, folder or default)
 
 
 def manifest_hash(manifest: dict[str, str], names: list[str]) -> str:
@@ -245,24 +305,27 @@ def hardware_here(world: int) -> str:
     return f"{world} x {gpus[0].strip() if gpus else platform.machine()}"
 
 
-def finished(home: Path, track: str) -> list[Folder]:
-    """The records of a track whose runs are done, in the order in which they were run. What is no record is for `verify` to name."""
-    found = []
+def readable(home: Path) -> Iterator[Folder]:
+    """All records that can be read. What is no record is for `verify` to name."""
     for path in all_folders(home):
-        try:
-            folder = load(path)
-        except Failure:
-            continue
-        if folder.record["track"] == track and folder.record["means"]:
-            found.append(folder)
-    return sorted(found, key=lambda folder: folder.started)
+        with contextlib.suppress(Failure):
+            yield load(path)
 
 
-def rank(folder: Folder) -> tuple[bool, float]:
-    """Orders records of one track and class, the best first: those that meet the target by their time, then the others by their loss."""
-    mean, target = folder.record["means"]["a"], folder.track.target_loss
+def finished(home: Path, track: str) -> list[Folder]:
+    """The records of a track whose runs are done and that were not given up, in the order in which they were run."""
+    found = [folder for folder in readable(home) if folder.record["track"] == track and folder.record["means"]]
+    return sorted((folder for folder in found if not folder.record.get("abandoned")), key=lambda folder: folder.started)
+
+
+def rank(folder: Folder) -> tuple[bool, bool, float]:
+    """Orders records of one track and class, the best first: those that meet the target by their time, then the others by their loss.
+
+    Those under the rule come before those that were made before it, whose number of runs or target asked for less.
+    """
+    mean, target = folder.record["means"]["a"], folder.target
     missed = target is not None and mean["loss"] > target
-    return missed, mean["loss"] if missed else mean["ms"]
+    return missed, not folder.under_rule, mean["loss"] if missed else mean["ms"]
 
 
 def best(home: Path, track: str, place: str, before: str) -> Folder | None:
@@ -313,27 +376,107 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def least_runs(track: Track, kind: str) -> int:
-    """A baseline claims nothing, so it may consist of fewer runs than a claim needs."""
-    return 1 if kind == "baseline" else track.least_runs
+def runs_for(margin: float, loss_sd: float) -> int:
+    """How many runs an arm a plan needs that expects its mean loss `margin` below the target."""
+    return max(LEAST_RUNS, math.ceil(RUNS_FACTOR * loss_sd ** 2 / margin ** 2 - 1e-9))
 
 
-def new(name: str, track_name: str | None, parent: str | None, kind: str | None, n: int | None, world: int | None, data: Path | None,
-        retime: Path | None = None, length: float | None = None, home: Path = HOME) -> Path:
-    """Make home/DATE_NAME with script, plan and hashes. `retime` repeats another record's plan. Returns the new folder.
+def margin_for(n: int, loss_sd: float) -> float:
+    """The smallest margin, in steps of .0001, that n runs suffice for."""
+    return next(margin for step in range(1, 10_000) if runs_for(margin := round(step * 1e-4, 4), loss_sd) <= n)
 
-    Every run of both arms gets the trainer's option --length `length`, by default the parent's. A plan does not note 1.
+
+def claims(track: Track, kind: str) -> bool:
+    """Whether a record must reach a loss: a baseline claims nothing, and neither does practice or a track without a target."""
+    return kind != "baseline" and not track.practice and track.target_loss is not None
+
+
+def least_runs(folder: Folder) -> int:
+    """By the rule of the record's day."""
+    kind, track, plan = folder.record["kind"], folder.track, folder.record["plan"]
+    if kind == "baseline" or track.practice:
+        return 1
+    if not folder.under_rule:
+        return EARLIER[folder.record["track"]].least_runs
+    if repeated := folder.repeated:
+        return len(repeated.record["plan"]["seeds"])
+    return runs_for(plan["margin"], track.loss_sd) if plan["margin"] else LEAST_RUNS
+
+
+def choose_runs(track: Track, kind: str, n: int | None, margin: float | None) -> tuple[int, float | None]:
+    """Runs an arm and the margin that they are for: each follows from the other, and the track's usual number from neither."""
+    if margin is not None and not 0.0001 <= margin < 1:
+        fail("margin", "a number from 0.0001 to 1 nats", margin, "change --margin")
+    if not claims(track, kind):
+        least = 1 if kind == "baseline" or track.practice else LEAST_RUNS
+        n, margin = track.usual_runs if n is None else n, None
+    elif margin is None:
+        least, n = LEAST_RUNS, track.usual_runs if n is None else n
+        margin = margin_for(n, track.loss_sd) if n >= least else None
+    else:
+        least = runs_for(margin, track.loss_sd)
+        n = least if n is None else n
+    if not least <= n <= 1000:
+        reason = f", {RUNS_FACTOR} x {track.loss_sd}^2 / {margin}^2" if margin else ""
+        fail("runs an arm", f"{least} to 1000{reason}", n, "change --n or --margin")
+    return n, margin
+
+
+def restarted(home: Path, name: str, track: str) -> str:
+    """The abandoned plan that a new one restarts: once an idea, at half the level."""
+    folder = load(find(home / Path(name).name, home))
+    why_not = restart_problem(folder, track)
+    if why_not:
+        fail(f"restart of {folder.path.name}", "an abandoned plan of this track, restarted never before", why_not, "leave out --restart")
+    return folder.path.name
+
+
+def restart_problem(folder: Folder, track: str, by: str | None = None) -> str | None:
+    """What keeps a plan from being restarted, by the record of the name `by` or a new one; None if nothing does."""
+    if folder.record["track"] != track:
+        return f"one of {folder.record['track']}"
+    if not folder.record.get("abandoned"):
+        return "one that is not abandoned"
+    if "restarts" in folder.record["plan"]:
+        return "a restart itself"
+    for path in all_folders(folder.path.parent):
+        if path.name != by and f'"restarts": "{folder.path.name}"' in (path / "record.json").read_text():
+            return f"one that {path.name} restarts"
+    return None
+
+
+def abandon(path: Path, why: str) -> None:
+    """Give a plan up. It stays where it is, with its runs, and is listed."""
+    folder = load(path)
+    if not folder.under_rule:
+        fail(f"record {folder.path.name}", "a plan under the rule", "one before it", "leave it as it is")
+    folder.record["abandoned"] = " ".join(why.split())
+    if errors := schema_errors(folder.record):
+        fail("reason", "3 to 200 letters without quotes, backslashes and |", errors[0], "say it in other words")
+    write_record(folder.path, folder.record)
+
+
+def new(name: str, *, track_name: str | None = None, parent: str | None = None, kind: str | None = None, n: int | None = None,
+        margin: float | None = None, world: int | None = None, data: Path | None = None, retime: Path | None = None,
+        restart: str | None = None, length: float | None = None, home: Path = HOME) -> Path:
+    """Make home/DATE_NAME with script, plan and hashes. Returns the new folder.
+
+    `retime` repeats another record's plan; `restart` names an abandoned plan of the same idea. `margin` is how far below the
+    target, in nats a token, the mean loss is expected: the number of runs follows from it. Every run of both arms gets the
+    trainer's option --length `length`, by default the parent's. A plan does not note 1.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         fail("record name", "small letters, digits, - and .", name, "for example fp8-mlp-backward")
-    source = home.parent / SCRIPT
+    source, seeds = home.parent / SCRIPT, None
     if retime is not None:
         old = load(retime)
-        source, track_name, kind, n = old.path / SCRIPT, old.record["track"], old.record["kind"], len(old.record["plan"]["seeds"])
+        old = old.repeated or old
+        source, track_name, kind, seeds = old.path / SCRIPT, old.record["track"], old.record["kind"], old.record["plan"]["seeds"]
         parent, length = old.record["parent"] or "none", old.record["plan"].get("length", 1)
     if not track_name:
         named = parent not in (None, "none")
-        track_name = load(find(home / Path(parent).name, home)).record["track"] if named else fail("track", f"one of {', '.join(TRACKS)}", "none", "add --track")
+        track_name = load(find(home / Path(parent).name, home)).record["track"] if named else \
+            fail("track", f"one of {', '.join(TRACKS)}", "none", "add --track")
     if world is None:
         world = next(w for w in (8, 4, 2, 1) if w <= max(1, len(query_gpus("--query-gpu=name"))))
     place, now = hardware_here(world), utc_now()
@@ -349,33 +492,49 @@ def new(name: str, track_name: str | None, parent: str | None, kind: str | None,
         length = base["plan"].get("length", 1) if base else 1
     if not 0.001 <= length <= 100:
         fail("length", "a number from 0.001 to 100", length, "change --length")
-    n, least = track.usual_runs if n is None else n, least_runs(track, kind)
-    if not least <= n <= 1000:
-        fail("runs an arm", f"{least} to 1000 on {track_name}", n, "change --n")
-    date = datetime.date.today().isoformat()
+
+    plan = {"world": world} | ({"length": length} if length != 1 else {})
+    if retime is not None:
+        plan |= {"margin": old.record["plan"].get("margin"), "retimes": old.path.name}
+    else:
+        n, plan["margin"] = choose_runs(track, kind, n, margin)
+        plan |= {"restarts": restarted(home, restart, track_name)} if restart else {}
+    date = now[:10]
     path = home / f"{date}_{name}"
     if path.exists():
         fail(f"record {path.name}", "a new name", "a folder", "choose another NAME or remove it")
     if not source.exists():
         fail("script", str(source), "none", "run this in a checkout of the repository")
     scripts = {"a": sha256(source.read_bytes())} | ({"b": sha256((home / parent / SCRIPT).read_bytes())} if parent else {})
+    if retime is None and scripts["a"] == scripts.get("b"):
+        fail("script", f"another than that of {parent}", "the same", f"change {SCRIPT} first, or --retime {parent}")
     require_parent(home, {"track": track_name, "parent": parent, "scripts": scripts}, place, now)
-    seeds = plan_seeds(scripts["a"], n)
-    plan = {"world": world}
-    if length != 1:
-        plan["length"] = length
-    plan |= {"seeds": seeds, "order": plan_order(seeds, "ab" if parent else "a")}
-    record = {"schema": 1, "track": track_name, "date": date, "parent": parent, "kind": kind, "scripts": scripts,
-              "data": data_manifest(track, data or home.parent / track.data), "plan": plan, "runs": {}, "means": {}}
-    record["plan"] = {"id": plan_id(record), **plan}
-    aside = Path(tempfile.mkdtemp(prefix=".new-", dir=home))
+    record = {"schema": NEWEST_SCHEMA, "track": track_name, "date": date, "parent": parent, "kind": kind, "scripts": scripts,
+              "data": planned_data(track, data, home), "plan": plan, "runs": {}, "means": {}, "abandoned": None}
+    record["plan"] = finished_plan(record, path.name, seeds or [0] * n, own_seeds=seeds is None)
+    write_new(path, source, record)
+    return path
+
+
+def finished_plan(record: dict[str, Any], name: str, seeds: list[int], own_seeds: bool) -> dict[str, Any]:
+    """The plan with its id, seeds and order. The id counts the seeds; those of its own follow from it, a retime's are given."""
+    plan = record["plan"] | {"seeds": seeds}
+    found = plan_id(record | {"plan": plan}, name)
+    if own_seeds:
+        plan["seeds"] = plan_seeds(found, len(seeds))
+    return {"id": found, **plan, "order": plan_order(plan["seeds"], "".join(sorted(record["scripts"])))}
+
+
+def write_new(path: Path, source: Path, record: dict[str, Any]) -> None:
+    """The whole folder or nothing."""
+    aside = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))
     try:
         shutil.copy2(source, aside / SCRIPT)
-        (aside / "README.md").write_text(TEMPLATE.format(title=name.replace("-", " "), parent=parent or "nothing before it"))
+        title, parent = path.name.partition("_")[2].replace("-", " "), record["parent"] or "nothing before it"
+        (aside / "README.md").write_text(TEMPLATE.format(title=title, parent=parent))
         write_record(aside, record)
         aside.chmod(0o755)
         aside.rename(path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return path

@@ -11,7 +11,9 @@ import numpy as np
 
 import stats
 from record import HOME, Folder, find, hardware, load, write_whole
+from rule import rule_lines
 from runlog import CUT_OFF, Run, fail, loss_curve, read_run, stage_times
+
 
 def means(folder: Folder) -> dict[str, dict[str, float]]:
     """{arm: {loss, ms}} over the finished runs."""
@@ -43,6 +45,8 @@ def numbers_block(folder: Folder) -> str:
         time, loss = gain(folder), stats.welch(*([run.loss for run in folder.runs(arm)] for arm in "ab"))
         rows.append(f"Against the parent: time {time.difference / 1e3:+.3f} s ({time.low / 1e3:+.3f} to {time.high / 1e3:+.3f}, paired), "
                     f"loss {loss.difference:+.4f} ({loss.low:+.4f} to {loss.high:+.4f}); 99 % intervals.")
+    if folder.under_rule:
+        rows += rule_lines(folder, gain(folder) if folder.parent else None)
     return "\n".join(rows)
 
 
@@ -77,7 +81,7 @@ def split_arm(spec: str) -> tuple[Path, str]:
 
 
 def load_runs(spec: str) -> tuple[str, list[Run]]:
-    """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, one log, or `record-89`, one of curves/."""
+    """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, one log, or `record-92`, one of curves/."""
     path, arm = split_arm(spec)
     if names_record(path):
         folder = load(path)
@@ -159,6 +163,9 @@ def seconds_to(curve: np.ndarray, level: float) -> float:
 
 
 def stage_table(a: list[Run], b: list[Run]) -> list[str]:
+    """ms a step of each stage of A beside B; nothing where a side has no stages."""
+    if not a[0].stages or not b[0].stages:
+        return []
     rows = [f"{'stage':<52} {'A ms/step':>10} {'B ms/step':>10} {'A - B':>8}"]
     times = [np.mean([stage_times(run) for run in runs if len(run.stages) == len(runs[0].stages)], axis=0) for runs in (a, b)]
     for i, (_, text) in enumerate(a[0].stages):
@@ -202,6 +209,19 @@ def pooled(arms: tuple[list[float], list[float]]) -> float:
     return math.sqrt(sum(squares) / sum(len(values) - 1 for values in arms)) if squares else 0.0
 
 
+def beside_one_public_run(a: list[Run], b: list[Run]) -> str | None:
+    """The words for our runs beside a single one of others, which no test can judge; None where that is not what the sides are."""
+    ours, theirs = (a, b) if a[0].head.get("machine") else (b, a)
+    if len(theirs) != 1 or theirs[0].head.get("machine") or not ours[0].head.get("machine"):
+        return None
+    losses, times = [run.loss for run in ours], [run.ms / 1e3 for run in ours]
+    lower = theirs[0].loss - stats.mean(losses)
+    several = f"n = {len(losses)}, sd {stats.sd(losses):.4f}" if len(losses) > 1 else "n = 1"
+    computed = " (computed)" if theirs[0].head.get("times") == "computed" else ""
+    return (f"one run of theirs: {theirs[0].loss:.4f} in {theirs[0].ms / 1e3:.1f} s{computed}; "
+            f"ours is {abs(lower):.4f} {'lower' if lower > 0 else 'higher'} ({several}) in {stats.mean(times):.1f} s; no test")
+
+
 def compare(a_spec: str, b_spec: str) -> str:
     """The report on two sets of runs. A single run an arm borrows the usual noise to say how many are needed."""
     (a_name, a), (b_name, b), pairs = load_pair(a_spec, b_spec)
@@ -215,6 +235,8 @@ def compare(a_spec: str, b_spec: str) -> str:
     if no_loss:
         conclusion = "none, the losses are not comparable"
     else:
+        conclusion = beside_one_public_run(a, b)
+    if not no_loss and not conclusion:
         conclusion = f"loss {outcome(loss, needed[0])}; the times are not comparable" if no_time else verdict(loss, time, needed)
     known = "yes" if a[0].head.get("machine") and b[0].head.get("machine") else "perhaps, the logs do not name their machine"
     return "\n".join([

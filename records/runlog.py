@@ -16,6 +16,7 @@ EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 2, 3, 4
 RULE = "=" * 100  # the public logs put one before and after the facts about the machine
 TEXT_STEP = re.compile(r"^step:(\d+)/(\d+) (?:(val|train)_loss:(-?\d+\.?\d*|nan|inf) )?train_time:(\d+\.?\d*)ms", re.MULTILINE)
 TEXT_CORPUS = re.compile(r"^corpus: (\w+)$", re.MULTILINE)
+TEXT_TIMES = re.compile(r"^times: (\w+)$", re.MULTILINE)
 TEXT_GPU = re.compile(r"^\|\s+\d+\s+(NVIDIA .*?)\s+(?:On|Off)\s*\|", re.MULTILINE)
 
 
@@ -114,8 +115,9 @@ def read_text_log(path: Path, text: str) -> Run:
     rows = [(int(step), int(total), kind or "train", float(ms) / 1e3, float(loss or "nan")) for step, total, kind, loss, ms in TEXT_STEP.findall(parts[-1])]
     gpus = TEXT_GPU.findall(parts[1]) if len(parts) > 2 else []
     head = {"script": sha256(parts[0]), "gpus": gpus, "world": len(gpus) or None, "device": gpus[0] if gpus else "unknown"}
-    if named := TEXT_CORPUS.search(parts[1] if len(parts) > 2 else ""):  # we add it where we made such a log
-        head["corpus"] = named[1]
+    for name, pattern in (("corpus", TEXT_CORPUS), ("times", TEXT_TIMES)):  # we add both where we made such a log
+        if named := pattern.search(parts[1] if len(parts) > 2 else ""):
+            head[name] = named[1]
     train, vals = (np.array([(step, seconds, loss) for step, _, found, seconds, loss in rows if found == kind], float).reshape(-1, 3)
                    for kind in ("train", "val"))
     total = rows[-1][1] if rows else 0
@@ -125,12 +127,26 @@ def read_text_log(path: Path, text: str) -> Run:
     return Run(path, "ok" if done else "incomplete", head, float(loss), float(ms), total, train, vals, stages)
 
 
+def read_peer_result(path: Path, text: str) -> Run:
+    """A raw result in curves/: a public script that we ran on our data. Its training loss counts other targets, so only its end is a curve."""
+    try:
+        result = json.loads(text)
+        steps, seconds, val = int(result["steps"]), float(result["train_s"]), result["val"]
+        corpus = str(val["file"]).partition("_val_")[0]
+        head = {"corpus": corpus, "world": 1, "device": "NVIDIA H200", "preset": {"val_tokens": val["tokens"]}, "seed": result["seed"]}
+        end = np.array([(steps, seconds, float(val["loss"]))])
+        return Run(path, "ok", head, float(val["loss"]), 1e3 * seconds, steps, vals=end)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        return Run(path, "incomplete", broken=f"no result of a public script ({type(error).__name__}: {error})")
+
+
 def read_run(path: Path) -> Run:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         fail(f"log {path}", "a readable file", error, "check the path")
-    return read_json_log(path, text) if path.suffix == ".jsonl" else read_text_log(path, text)
+    readers = {".jsonl": read_json_log, ".json": read_peer_result}
+    return readers.get(path.suffix, read_text_log)(path, text)
 
 
 def stage_times(run: Run) -> list[float]:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from record import Folder, data_manifest, load, query_gpus, require_parent_here, write_record
+from record import Folder, data_manifest, load, log_name, query_gpus, require_parent_here, write_record
 from report import means, write_numbers
 from runlog import EXIT_HARDWARE, EXIT_NUMERICS, Run, fail, read_run, sha256
-from starts import duration, environment
+from starts import duration, environment, remove_caches
 from verify import EACH_RUN, Context, evaluate
 
 POLL_SECONDS = 2.0  # a glance at an 8 KB file; the training must not feel it
@@ -65,7 +65,7 @@ def command(folder: Folder, key: str, data: Path) -> list[str]:
 
 def log_dir(folder: Folder, key: str) -> Path:
     """The log notes this path as a setting, which ties it to plan and arm."""
-    return folder.path / "running" / f"{folder.record['plan']['id']}-{key}"
+    return folder.path / "running" / log_name(folder, key)
 
 
 def newest_log(directory: Path) -> Path | None:
@@ -146,7 +146,7 @@ def attempt(folder: Folder, key: str, number: int, data: Path, typical_s: float 
     directory, count, output = log_dir(folder, key), len(folder.record["plan"]["order"]), folder.path / "running" / "output.txt"
     directory.mkdir(parents=True, exist_ok=True)
     with output.open("w") as file:
-        process = subprocess.Popen(command(folder, key, data), cwd=folder.path.parents[1], env=environment(folder, key[0]), stdout=file,
+        process = subprocess.Popen(command(folder, key, data), cwd=folder.path.parents[1], env=environment(folder, key), stdout=file,
                                    stderr=subprocess.STDOUT, start_new_session=True,
                                    pass_fds=[lock])  # so that a training that outlives this process keeps the lock
         try:
@@ -196,6 +196,8 @@ def run_plan(path: Path, data: Path | None) -> None:
 
 
 def carry_out(folder: Folder, data: Path | None, lock: int) -> None:
+    if folder.record.get("abandoned"):
+        fail(f"record {folder.path.name}", "a plan to carry out", "one that was abandoned", "plan anew, once with --restart")
     data = (data or folder.path.parents[1] / folder.track.data).resolve()
     check_ready(folder, data)
     order, durations = folder.record["plan"]["order"], []
@@ -212,6 +214,7 @@ def carry_out(folder: Folder, data: Path | None, lock: int) -> None:
             durations.append(time.monotonic() - started)
         check_result(folder, key)
     shutil.rmtree(folder.path / "running", ignore_errors=True)
+    remove_caches(folder)
     folder.record["means"] = means(folder)
     write_record(folder.path, folder.record)
     write_numbers(folder)

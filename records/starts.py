@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 import statistics
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from record import Folder, finished, hardware_here, query_gpus
+from record import CACHES_AN_ARM, Folder, cache_number, finished, hardware_here, query_gpus
 from runlog import Run
 
-# One folder a script, outside of the records: only the first run of a script compiles, be it in this plan or in its parent's. In a common
-# folder the arm that comes second would find what the first has compiled. Temporary, as are the caches that torch keeps by itself.
+# Two folders for each arm of a plan, outside of the records: what a start draws by chance, as Inductor's choice among configurations, is
+# drawn once for a cache, so that one cache for all runs of an arm would be one draw. Temporary; removed with the plan's last run.
 CACHES = Path(tempfile.gettempdir()) / f"train_gpt-compiled-{os.getuid()}"
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 # For runs without a GPU: those of cpu_settings in run.sh, which gives the reasons; a test holds both together. A run took 24 s with them for 84.
@@ -22,23 +23,46 @@ CPU_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_"
 CLOSING_SECONDS, INTERRUPTION_SECONDS = 6.5, 600
 
 
-def cache_folder(folder: Folder, arm: str) -> Path:
-    return CACHES / folder.record["scripts"][arm][:16]
+def cache_name(folder: Folder, key: str) -> str:
+    return f"{folder.record['plan']['id']}-{key[0]}{cache_number(folder, key)}"
 
 
-def environment(folder: Folder, arm: str) -> dict[str, str]:
-    """The variables for the runs of an arm. One that the user has set is respected."""
-    place = cache_folder(folder, arm)
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    caches = {name: str(place / part) for name, part in VARIABLES.items()}
+def caches(folder: Folder, key: str) -> dict[str, Path]:
+    """Where a run's compilers keep what they make; below the folders that the user has set, or below CACHES."""
+    name = cache_name(folder, key)
+    return {variable: Path(os.environ[variable]) / name if variable in os.environ else CACHES / name / part
+            for variable, part in VARIABLES.items()}
+
+
+def environment(folder: Folder, key: str) -> dict[str, str]:
+    """The variables for a run. One of the settings for CPUs that the user has set is respected."""
+    CACHES.mkdir(mode=0o700, parents=True, exist_ok=True)
+    places = caches(folder, key)
+    for place in places.values():
+        place.mkdir(parents=True, exist_ok=True)
     settings = {} if query_gpus("--query-gpu=name") else CPU_SETTINGS
-    return caches | settings | dict(os.environ)
+    return settings | dict(os.environ) | {variable: str(place) for variable, place in places.items()}
 
 
-def is_cold(folder: Folder, arm: str) -> bool:
-    """Whether the next run of an arm will compile, unless it has run in this plan. What a folder of the user's holds is not known."""
-    known = not any(name in os.environ for name in VARIABLES) and any(cache_folder(folder, arm).glob("*/*"))
-    return not known and not folder.runs(arm)
+def remove_caches(folder: Folder) -> None:
+    """Of a plan that is done."""
+    for key in folder.record["plan"]["order"]:
+        for place in caches(folder, key).values():
+            shutil.rmtree(place, ignore_errors=True)
+        if not any(variable in os.environ for variable in VARIABLES):
+            shutil.rmtree(CACHES / cache_name(folder, key), ignore_errors=True)
+
+
+def cold_starts(folder: Folder, left: list[str]) -> int:
+    """How many of the runs `left` will compile: the first of each cache that is empty."""
+    firsts = {cache_name(folder, key): key for key in reversed(left)}.values()
+    return sum(not any(any(place.glob("*")) for place in caches(folder, key).values()) for key in firsts)
+
+
+def warm_starts(runs: list[Run]) -> list[float]:
+    """The start-ups of an arm without its slowest ones, as many as it has caches: those compiled."""
+    found = sorted(map(start_up, runs))
+    return found[:len(found) - min(CACHES_AN_ARM, (len(found) + 1) // 2)]
 
 
 class Timing(NamedTuple):
@@ -97,7 +121,7 @@ def timing(folder: Folder) -> Timing | None:
     if not arms:
         return None
     cold = max(start_up(run) for runs in arms for run in runs)
-    warm = statistics.median([start_up(run) for runs in arms for run in runs[1:]] or [cold])
+    warm = statistics.median([seconds for runs in arms for seconds in warm_starts(runs)] or [cold])
     between = closing(together) + (closing(all_in_turn(others[0])) if others else [])
     rest = statistics.median(between) if between else CLOSING_SECONDS
 
@@ -114,7 +138,7 @@ def counted(number: int, word: str) -> str:
 def duration(folder: Folder) -> str:
     """How long what is left of a plan will take, in a sentence with its parts."""
     order = folder.record["plan"]["order"]
-    left = [key[0] for key in order if f"{key}.jsonl" not in folder.record["runs"]]
+    left = [key for key in order if f"{key}.jsonl" not in folder.record["runs"]]
     runs = counted(len(order), "run") if len(left) == len(order) else f"{len(left)} of {counted(len(order), 'run')} left"
     if not left:
         return f"{runs}: no device time"
@@ -122,9 +146,9 @@ def duration(folder: Folder) -> str:
     if found is None:
         return f"{runs}: how long they take is not known, as no run of {folder.record['track']} is logged yet"
 
-    cold = sum(found.compiles and is_cold(folder, arm) for arm in set(left))
+    cold = cold_starts(folder, left) if found.compiles else 0
     warm = len(left) - cold
-    trainings = [found.training[arm] * folder.record["plan"].get("length", 1) for arm in left]
+    trainings = [found.training[key[0]] * folder.record["plan"].get("length", 1) for key in left]
     starts = [f"{counted(number, f'{word} start')} of about {seconds:.0f} s"
               for number, word, seconds in ((cold, "cold", found.cold), (warm, "warm", found.warm)) if number]
     total = sum(trainings) + cold * found.cold + warm * found.warm

@@ -140,3 +140,20 @@ def runs_needed(effect: float, alpha: float = 0.01, wanted: float = 0.9, samples
         middle = (low + high) // 2
         low, high = (low, middle) if power(effect, middle, alpha, samples) >= wanted else (middle, high)
     return high
+
+
+def normal_cdf(z: float) -> float:
+    return math.erfc(-z / math.sqrt(2)) / 2
+
+
+def z_below(values: Sequence[float], target: float, known_sd: float) -> float:
+    """How many standard errors the mean lies below `target`, for a standard deviation that is known beforehand."""
+    return (target - mean(values)) / (known_sd / math.sqrt(len(values)))
+
+
+def pooled_sd(arms: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Standard deviation common to all arms, each with a mean of its own, and its degrees of freedom; nan and 0 without any."""
+    several = [values for values in arms if len(values) > 1]
+    degrees = sum(len(values) - 1 for values in several)
+    squares = math.fsum((len(values) - 1) * sd(values) ** 2 for values in several)
+    return (math.sqrt(squares / degrees) if degrees else math.nan), degrees

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import stats
-from codediff import sections
-from record import SCRIPT, Folder, load, least_runs, manifest_hash, plan_id, plan_order, plan_seeds, require_parent
+from codediff import training_changes
+from record import (
+    HOME, SCRIPT, Folder, claims, hardware, least_runs, load, log_name, manifest_hash, plan_id, plan_order, plan_seeds, readable,
+    require_parent, restart_problem)
 from report import gain, means, numbers_block, read_block
-from runlog import Failure, Run, sha256
+from rule import NO_WORSE, ended_high, equal_loss, losses, reached
+from runlog import Failure, Run, read_run, sha256
+from tracks import EARLIER, PINS, RULE_SINCE
 
 # Command-line options that may differ from their defaults in a record; a length must be the plan's. --val-every is none of them: while the
 # clock pauses for a validation, batches are prefetched and the GPU cools down.
 FREE_SETTINGS = {"preset", "data", "seed", "log_dir", "length"}
 SAME_EVERYWHERE = ("machine", "gpus", "device", "world", "torch", "triton", "cuda", "driver", "python")
-UNTOUCHED = ("Configuration", "Model", "Data", "Schedule")  # sections that a systems record leaves as they are
+LIST_BEFORE_THE_RULE = HOME / "before-the-rule.sha256"  # of each record.json; no other has the first schema
+WAIT_DAYS = 30  # from a plan to its first run at most
+USUAL_STATE = ("device", "torch")  # runs that share these, script and seed start from the same weights
+STEP_TOLERANCE = 0.003, 5.0  # by how much the steps' times may differ from the clock's: a share, and ms. Logs differ by .02 % and 4 ms
+SLOWER_PARENT = 0.05  # beyond this arm b is said to differ from its own record
 
 
 class Check(NamedTuple):
@@ -33,9 +43,17 @@ class Context(NamedTuple):
 Findings = tuple[list[str], str]  # what is wrong, and what to say if nothing is
 
 
+def day(text: str) -> datetime.date:
+    return datetime.date.fromisoformat(text[:10])
+
+
 def check_name(c: Context) -> Findings:
-    name = c.folder.path.name
-    return [] if name.startswith(c.folder.record["date"] + "_") else [f"expected {c.folder.record['date']}_NAME, found {name}"], name
+    """The folder is named after the record's day, on which it was planned: not after its first run, and not long before."""
+    name, date = c.folder.path.name, c.folder.record["date"]
+    bad = [] if name.startswith(date + "_") else [f"expected {date}_NAME, found {name}"]
+    if c.runs and not 0 <= (wait := (day(c.folder.started) - day(date)).days) <= WAIT_DAYS:
+        bad.append(f"expected a date up to {WAIT_DAYS} days before the first run of {c.folder.started[:10]}, found {date}")
+    return bad, name
 
 
 def check_script(c: Context) -> Findings:
@@ -60,26 +78,40 @@ def check_parent(c: Context) -> Findings:
     return bad, record["parent"]
 
 
+def seeds_of(folder: Folder) -> list[int]:
+    """Those that the plan should have: its own follow from its id, before the rule from the script, and a retime has the repeated record's."""
+    plan = folder.record["plan"]
+    if repeated := folder.repeated if folder.under_rule else None:
+        return repeated.record["plan"]["seeds"]
+    return plan_seeds(plan["id"] if folder.under_rule else folder.record["scripts"]["a"], len(plan["seeds"]))
+
+
 def check_plan(c: Context) -> Findings:
-    record, plan = c.folder.record, c.folder.record["plan"]
-    least = least_runs(c.folder.track, record["kind"])
-    n, bad = len(plan["seeds"]), []
-    if plan["id"] != plan_id(record):
-        bad.append(f"expected id {plan_id(record)} from its content, found {plan['id']}: changed after `new`")
-    if plan["seeds"] != plan_seeds(record["scripts"]["a"], n):
-        bad.append("expected the seeds that follow from the script, found others")
+    record, plan, name = c.folder.record, c.folder.record["plan"], c.folder.path.name
+    n, least, bad = len(plan["seeds"]), least_runs(c.folder), []
+    if plan["id"] != plan_id(record, name):
+        bad.append(f"expected id {plan_id(record, name)} from its content, found {plan['id']}: changed after `new`")
+    if plan["seeds"] != seeds_of(c.folder):
+        bad.append("expected the seeds that follow from the plan, found others")
     if plan["order"] != plan_order(plan["seeds"], "".join(sorted(record["scripts"]))):
         bad.append("expected every seed once an arm, interleaved, found another order")
     if n < least:
         bad.append(f"expected at least {least} runs an arm, found {n}")
+    if c.folder.under_rule and claims(c.folder.track, record["kind"]) and not plan["margin"] and "retimes" not in plan:
+        bad.append("expected the margin that n is for, found none")
+    if "restarts" in plan and (problem := restart_problem(load(c.folder.path.parent / plan["restarts"]), record["track"], name)):
+        bad.append(f"expected the restart of an abandoned plan, found {problem}")
+    if "retimes" in plan and c.folder.repeated.record["scripts"] != record["scripts"]:
+        bad.append(f"expected the scripts of {plan['retimes']}, found others")
     return bad, f"{n} runs an arm, {plan['id']}"
 
 
 def check_runs(c: Context) -> Findings:
     planned = {f"{key}.jsonl" for key in c.folder.record["plan"]["order"]}
     listed, found = set(c.folder.record["runs"]), {path.name for path in (c.folder.path / "runs").glob("*")}
+    missing = planned & listed - found if c.folder.record.get("abandoned") else planned - found
     bad = [f"expected {name}, found none; fix: {'restore it' if name in listed else f'python records run {c.folder.path}'}"
-           for name in sorted(planned - found)]
+           for name in sorted(missing)]
     bad += [f"expected the planned runs only, found {name} too" for name in sorted(found - planned)]
     bad += [f"expected {name} in record.json, found no hash" for name in sorted((found & planned) - listed)]
     bad += [f"expected the runs of the plan in record.json, found {name} too" for name in sorted(listed - planned)]
@@ -87,14 +119,61 @@ def check_runs(c: Context) -> Findings:
     return bad, f"{len(planned)} as planned" + (f", {aside} unfinished attempts kept" if aside else "")
 
 
+def is_the_copy(folder: Folder, other: Path) -> bool:
+    """Whether of two records with the same runs `folder` is to blame: the one whose plan was not made under its name, else both."""
+    try:
+        first = load(other)
+    except Failure:
+        return False
+    own, others = (f.record["plan"]["id"] == plan_id(f.record, f.path.name) for f in (folder, first))
+    return own == others or not own
+
+
 def check_files(c: Context) -> Findings:
     hashes = c.folder.record["runs"]
     bad = [f"{key}: expected sha256 {hashes[run.path.name][:16]}, found another: edited after the run" for key, run in c.runs.items()
            if run.path.name in hashes and sha256(run.path.read_bytes()) != hashes[run.path.name]]
     for other in c.folder.path.parent.glob("*/record.json"):
-        if other.parent != c.folder.path and any(digest in other.read_text() for digest in hashes.values()):
+        shared = other.parent != c.folder.path and any(digest in other.read_text() for digest in hashes.values())
+        if shared and is_the_copy(c.folder, other.parent):
             bad.append(f"expected runs of its own, found some of {other.parent.name} too; fix: remove the copy of the two")
     return bad, "every run file has the recorded SHA-256 and is of this record alone"
+
+
+def start_state(run: Run) -> str | None:
+    """The hash of all weights and optimizer states before the first step."""
+    return next((line.get("state") for line in run.of("warm")), None)
+
+
+@functools.lru_cache(maxsize=512)
+def state_of_log(path: Path, changed_ns: int) -> tuple[tuple, str | None]:
+    """What decides the start of a run of another record, and the start itself. `changed_ns` renews the entry of a changed file."""
+    run = read_run(path)
+    return tuple(str(run.head.get(name)) for name in USUAL_STATE), start_state(run)
+
+
+def check_starts(c: Context) -> Findings:
+    """Seeds must differ in the weights they start from and in what they train; one script and seed always start alike."""
+    bad, compared = [], 0
+    for arm in sorted(c.folder.record["scripts"]):
+        runs = {key: run for key, run in c.runs.items() if key.startswith(arm)}
+        for what, values in (("start", [start_state(run) for run in runs.values()]),
+                             ("losses", [tuple(run.train[:, 2]) for run in runs.values()])):
+            if len(set(values)) < len(values) or None in values:
+                bad.append(f"arm {arm}: expected {len(values)} seeds with {what} of their own, found {len(set(values) - {None})}")
+    for folder in readable(c.folder.path.parent):
+        shared = [(own, arm) for own in c.folder.record["scripts"].items() for arm, digest in folder.record["scripts"].items()
+                  if digest == own[1] and (folder.path, arm) != (c.folder.path, own[0])]
+        for (own, _), arm in shared:
+            for seed in set(folder.record["plan"]["seeds"]) & set(c.folder.record["plan"]["seeds"]):
+                path, run = folder.path / "runs" / f"{arm}-s{seed}.jsonl", c.runs.get(f"{own}-s{seed}")
+                if run is None or not path.exists():
+                    continue
+                facts, state = state_of_log(path, path.stat().st_mtime_ns)
+                if facts == tuple(str(run.head.get(name)) for name in USUAL_STATE):
+                    compared += 1
+                    bad += [] if state == start_state(run) else [f"{own}-s{seed}: expected the start of {folder.path.name}'s run, found another"]
+    return bad, "every seed starts and trains in its own way" + (f"; {compared} starts as in other records" if compared else "")
 
 
 def check_chain(c: Context) -> Findings:
@@ -136,7 +215,7 @@ def check_settings(c: Context) -> Findings:
             ("nodes", 1, run.head.get("nodes", 1)),
             ("preset", c.folder.track.preset, preset.get("name")),
             ("validation tokens", c.folder.track.val_tokens, preset.get("val_tokens")),
-            ("plan", f"{plan['id']}-{key}", Path(settings.get("log_dir", "")).name),
+            ("plan", log_name(c.folder, key), Path(settings.get("log_dir", "")).name),
             ("length", plan.get("length", 1), float(settings.get("length", 1))),
             ("options", [], sorted(set(settings) - FREE_SETTINGS)),
         ):
@@ -159,9 +238,39 @@ def check_machine(c: Context) -> Findings:
     return bad, f"{head.get('machine')}: {head.get('world')} x {head.get('device')}, torch {head.get('torch')}, triton {head.get('triton')}"
 
 
+def corpus_problems(c: Context) -> Iterator[str]:
+    """The tokens must be those of the track, whatever the files are called: by pins, and by what other corpora are known to hold."""
+    track, manifest = c.folder.track, c.folder.record["data"]
+    foreign = [name for name in manifest if not name.startswith(track.corpus + "_")]
+    if foreign:
+        yield f"expected shards of {track.corpus}, found {foreign[0]}"
+    pins = PINS.get(track.corpus)
+    if pins and manifest_hash(manifest, list(manifest)) != pins.manifest:
+        yield f"expected the pinned shards of {track.corpus}, found others"
+    for other in readable(c.folder.path.parent):
+        if other.track.corpus != track.corpus and set(other.record["data"].values()) & set(manifest.values()):
+            yield f"expected shards of {track.corpus}, found some of {other.track.corpus}"
+            return
+
+
+def token_problems(c: Context, key: str, run: Run) -> Iterator[str]:
+    """One run: as many tokens as the track allows, and its validation tokens."""
+    track, end = c.folder.track, (run.of("end") or [{}])[-1]
+    used = max((line["tokens"] for line in run.of("step")), default=0)
+    if used > track.most_tokens:
+        yield f"{key}: expected at most {track.most_tokens:,} training tokens, found {used:,}"
+    known = {digest: corpus for corpus, pins in PINS.items() for digest in pins.val_hash.values()}
+    expected = PINS[track.corpus].val_hash.get(track.val_tokens) if track.corpus in PINS else None
+    found = end.get("val_hash")
+    if expected and found != expected:
+        yield f"{key}: expected validation tokens {expected}, found {found}"
+    elif known.get(found, track.corpus) != track.corpus:
+        yield f"{key}: expected validation tokens of {track.corpus}, found those of {known[found]}"
+
+
 def check_tokens(c: Context) -> Findings:
-    """The same tokens everywhere: shards as planned and in order, one validation set, one training stream an arm."""
-    manifest, bad, hashes = c.folder.record["data"], [], {}
+    """The same tokens everywhere: the track's shards, as planned and in order, one validation set, one training stream an arm."""
+    manifest, bad, hashes = c.folder.record["data"], list(corpus_problems(c)), {}
     train, val = ([name for name in manifest if f"_{kind}_" in name] for kind in ("train", "val"))
     for key, run in c.runs.items():
         shards, end = run.head.get("shards", []), (run.of("end") or [{}])[-1]
@@ -169,6 +278,7 @@ def check_tokens(c: Context) -> Findings:
             bad.append(f"{key}: expected shards from {train[0]} on, found {', '.join(shards[:3])}")
         elif run.head.get("data") != (expected := manifest_hash(manifest, shards + val)):
             bad.append(f"{key}: expected data {expected[:16]}, found {str(run.head.get('data'))[:16]}")
+        bad += token_problems(c, key, run)
         hashes.setdefault("validation", set()).add(end.get("val_hash"))
         hashes.setdefault(f"training, arm {key[0]}", set()).add(end.get("train_hash"))
     bad += [f"tokens of {name}: expected one hash, found {len(found)}" for name, found in hashes.items() if len(found) > 1 or None in found]
@@ -186,7 +296,7 @@ def clock_problems(run: Run) -> Iterator[str]:
         total += (line["end_ms"] - line["start_ms"]) if line["on"] else 0
     if not intervals or abs(total - run.ms) > 0.06:
         yield f"expected intervals that sum to {run.ms:.1f} ms, found {total:.1f} ms"
-    elif len(run.train) and not total * 0.97 - 50 < 1e3 * run.train[-1, 1] < total * 1.01 + 50:
+    elif len(run.train) and abs(1e3 * run.train[-1, 1] - total) > STEP_TOLERANCE[0] * total + STEP_TOLERANCE[1]:
         yield f"expected steps that take about {total:.0f} ms, found {1e3 * run.train[-1, 1]:.0f} ms"
 
 
@@ -196,36 +306,77 @@ def check_clock(c: Context) -> Findings:
 
 def check_means(c: Context) -> Findings:
     expected, found = means(c.folder), c.folder.record["means"]
+    if c.folder.record.get("abandoned") and not found:
+        return [], "abandoned before the last run"
     bad = [] if expected == found else [f"expected {expected} from the runs, found {found}"]
     if read_block(c.folder.path / "README.md", "numbers") != numbers_block(c.folder):
         bad.append("README.md: expected the numbers of the runs, found others")
     return bad, "record.json and README.md say what the runs say"
 
 
+def practice_target(c: Context) -> Findings:
+    """A loss that fell is all that practice asks for."""
+    first = min(run.train[0, 2] for run in c.folder.runs("a"))
+    value = stats.mean(losses(c.folder))
+    text = f"practice: loss fell from {first:.2f} to {value:.4f}"
+    return [] if value < first - 0.5 else [text], text
+
+
+def earlier_target(c: Context) -> Findings:
+    """As records before the rule were judged: by the mean or a t-test, as the track had it."""
+    rule, kind, values = EARLIER[c.folder.record["track"]], c.folder.record["kind"], losses(c.folder)
+    value = stats.mean(values)
+    p, waived = stats.p_below(values, rule.target_loss), rule.alpha is None or kind == "systems"
+    text = f"mean loss {value:.4f} against {rule.target_loss}, n = {len(values)}, one-sided p = {p:.2g}"
+    text += ", the mean decides" if waived else f", needs < {rule.alpha}"
+    reached_it = value <= rule.target_loss and (waived or p < rule.alpha)
+    text += f"; before the rule of {RULE_SINCE}"
+    return [] if reached_it or kind == "baseline" else [text], text + ("" if reached_it else "; a baseline, so no claim")
+
+
 def check_target(c: Context) -> Findings:
     """Does the claim reach the track's loss? For practice it must only fall; a baseline may miss."""
-    track, kind, losses = c.folder.track, c.folder.record["kind"], [run.loss for run in c.folder.runs("a")]
-    value = stats.mean(losses)
-    if track.practice:
-        text = f"practice: loss fell from {(first := min(run.train[0, 2] for run in c.folder.runs('a'))):.2f} to {value:.4f}"
-        return [] if value < first - 0.5 else [text], text
-    if track.target_loss is None:
-        return [], f"loss {value:.4f}; this track has no target yet"
-    p, waived = stats.p_below(losses, track.target_loss), track.alpha is None or kind == "systems"
-    text = f"mean loss {value:.4f} against {track.target_loss}, n = {len(losses)}, one-sided p = {p:.2g}"
-    text += ", the mean decides" if waived else f", needs < {track.alpha}"
-    reached = value <= track.target_loss and (waived or p < track.alpha)
-    return [] if reached or kind == "baseline" else [text], text + ("" if reached else "; a baseline, so no claim")
+    if c.folder.track.practice:
+        return practice_target(c)
+    if not c.folder.under_rule:
+        return earlier_target(c)
+    values = losses(c.folder)
+    high = f"{ended_high(values)} of {len(values)} ended high"
+    if c.folder.target is None:
+        return [], f"loss {stats.mean(values):.4f}, {high}; this track has no target yet"
+    test = reached(c.folder)
+    text = f"mean loss {stats.mean(values):.4f}, {test.standard_errors:+.1f} standard errors below {c.folder.target}, p = {test.p:.2g}, " \
+           f"needs < {test.level}; {high}"
+    if c.folder.record["kind"] == "baseline":
+        return [], text + "; a baseline, so no claim"
+    return [] if test.ok else [text], text
+
+
+def parents_time(folder: Folder) -> str:
+    """A warning where arm b took another time than its own record did on such hardware; empty where it did not."""
+    own = load(folder.parent)
+    if own.hardware != hardware(folder.runs("b")[0]) or own.record["plan"].get("length") != folder.record["plan"].get("length"):
+        return ""
+    change = stats.mean([run.ms for run in folder.runs("b")]) / stats.mean([run.ms for run in own.runs("a")]) - 1
+    return f"; WARNING: arm b took {change:+.1%} of the time in its own record" if abs(change) > SLOWER_PARENT else ""
 
 
 def check_gain(c: Context) -> Findings:
+    """Faster than the parent, and at no higher loss; or faster at the parent's loss. A `systems` record's loss is for check_kind."""
     if c.folder.parent is None:
         return [], "no parent to gain on"
-    time = gain(c.folder)
+    time, practice = gain(c.folder), c.folder.track.practice
     sign, word = (1, "slower") if time.difference > 0 else (-1, "faster")
     low, high = sorted(sign * edge / 1e3 for edge in (time.low, time.high))
     text = f"{abs(time.difference) / 1e3:.3f} s {word} than the parent, 99 % interval {low:.3f} to {high:.3f} s, paired"
-    return [] if time.high < 0 or c.folder.track.practice else [text], text + ("; practice, so no claim" if c.folder.track.practice else "")
+    ok = time.high < 0
+    if c.folder.under_rule and not practice:
+        at = equal_loss(c.folder, time)
+        ok = ok and (at.no_worse or c.folder.record["kind"] == "systems") or at.gained
+        text += f"; loss {at.loss:+.4f}, upper 95 % limit {at.loss_limit:+.4f} (same below {NO_WORSE:+}); " \
+                f"at the parent's loss {at.ms / 1e3:+.3f} s, upper limit {at.ms_limit / 1e3:+.3f} s"
+    text += parents_time(c.folder)
+    return [] if ok or practice else [text], text + ("; practice, so no claim" if practice else "")
 
 
 def check_kind(c: Context) -> Findings:
@@ -235,17 +386,19 @@ def check_kind(c: Context) -> Findings:
         return [] if kind == "ml" else [f"{kind}: expected {'a' if kind == 'systems' else 'no'} parent, found {c.folder.record['parent']}"], kind
     if kind == "baseline":
         return [], "baseline, a place to start from"
-    a, b = (sections(c.folder.script(arm).read_text(), code_only=True) for arm in "ab")
-    bad = [f"section {name}: expected the parent's code, found changes" for name in UNTOUCHED if name not in a or a[name] != b.get(name)]
+    changed = training_changes(*(c.folder.script(arm).read_text() for arm in "ab"))
+    bad = [f"expected the parent's code, found changes of {', '.join(changed)}"] if changed else []
     bad += ["expected the parent's training tokens, found others"] if len({run.lines[-1].get("train_hash") for run in c.runs.values()}) > 1 else []
-    loss = stats.welch(*([run.loss for run in c.folder.runs(arm)] for arm in "ab"))
-    bad += [] if loss.contains_zero else [f"expected the parent's loss, found {loss.difference:+.4f}, 99 % interval {loss.low:+.4f} to {loss.high:+.4f}"]
+    loss = stats.welch(losses(c.folder), losses(c.folder, "b"))
+    same = loss.contains_zero or losses(c.folder) == losses(c.folder, "b")
+    bad += [] if same else [f"expected the parent's loss, found {loss.difference:+.4f}, 99 % interval {loss.low:+.4f} to {loss.high:+.4f}"]
     return bad, "systems: model, data, schedule and configuration are the parent's, and so is the loss"
 
 
 PLANNED = (check_name, check_script, check_parent, check_plan, check_runs)
-EACH_RUN = (check_chain, check_end, check_settings, check_order, check_machine, check_tokens, check_clock)  # `run` asks them after every run
-TOGETHER = (check_files, check_means, check_target, check_gain, check_kind)
+EACH_RUN = (check_chain, check_end, check_settings, check_order, check_machine, check_tokens, check_clock, check_starts)  # `run` asks them after every run
+TOGETHER = (check_files, check_means)
+CLAIM = (check_target, check_gain, check_kind)
 
 
 def evaluate(checks: tuple[Callable[[Context], Findings], ...], context: Context) -> list[Check]:
@@ -263,13 +416,32 @@ def evaluate(checks: tuple[Callable[[Context], Findings], ...], context: Context
     return results
 
 
+def schema_problem(folder: Folder) -> str | None:
+    """The first schema is for the records before the rule, which are listed; everything later stands under the rule."""
+    if folder.under_rule:
+        return None
+    listed = dict(reversed(row.split()) for row in LIST_BEFORE_THE_RULE.read_text().splitlines())
+    digest = sha256((folder.path / "record.json").read_bytes())
+    if listed.get(folder.path.name) == digest:
+        return None
+    return f"expected schema 2, or a record as {LIST_BEFORE_THE_RULE.name} lists it, found schema 1 and SHA-256 {digest[:16]}"
+
+
 def verify(path: Path) -> list[Check]:
-    """All checks of a folder."""
+    """All checks of a folder. A plan that was given up claims nothing, but its logs must be whole."""
     try:
         folder = load(path)
+        problem = schema_problem(folder)
     except Failure as failure:
         return [Check("schema", False, str(failure))]
     record = folder.record
+    if problem:
+        return [Check("schema", False, problem)]
+    text = f"{record['track']}, {record['kind']}, {record['date']}"
+    if record.get("abandoned"):
+        text += f", abandoned: {record['abandoned']}"
     runs = {run.path.stem: run for arm in record["scripts"] for run in folder.runs(arm)}
-    return [Check("schema", True, f"{record['track']}, {record['kind']}, {record['date']}"),
-            *evaluate(PLANNED + (EACH_RUN + TOGETHER if runs else ()), Context(folder, runs))]
+    checks = PLANNED + (EACH_RUN + TOGETHER if runs else ())
+    if runs and not record.get("abandoned"):
+        checks += CLAIM
+    return [Check("schema", True, text), *evaluate(checks, Context(folder, runs))]

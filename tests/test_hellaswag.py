@@ -11,6 +11,8 @@ import types
 import numpy as np
 import pytest
 
+import helpers
+import sample
 from helpers import BOS, CPU, ROOT, tg
 from test_fineweb import hub  # noqa: F401
 
@@ -40,13 +42,13 @@ def saved(corpus, tiny, tmp_path, monkeypatch, capsys):
 def total_loss(model, content, tokens):
     """The loss of all of a document but its start, from the model's own evaluation."""
     batch = tg.pack({0: [np.array(tokens, dtype=np.uint16)]}, model.config, pin=False)
-    return float(model.evaluate(batch.to(CPU), tg.saved_geometry(content, model, 2 * len(tokens))))
+    return float(model.evaluate(batch.to(CPU), sample.saved_geometry(content, model, 2 * len(tokens))))
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 90, 100_000])
 def test_endings_are_scored_right(saved, tmp_path, monkeypatch, capsys, batch_tokens):
     """By the model's loss with the ending less its loss without, whatever documents share a batch."""
-    model, content = tg.load_model(saved, CPU)
+    model, content = sample.load_model(saved, CPU)
     right = np.zeros(2)
     for question in QUESTIONS:
         context = [BOS, *question["ctx"].encode()]

@@ -14,7 +14,7 @@ import torch
 import train_gpt as tg
 
 DEFAULT = tg.ORTHOGONALIZATIONS["polar-express"]
-INTERPRETED = type(tg.product_kernel).__name__ == "InterpretedFunction"
+INTERPRETED = type(tg.gram_kernel).__name__ == "InterpretedFunction"
 COMPILED = tg.triton is not None and not INTERPRETED and torch.cuda.is_available()
 DEVICE = "cuda" if COMPILED else "cpu"
 needs_kernels = pytest.mark.skipif(not (INTERPRETED or COMPILED), reason="needs triton, interpreted or with a GPU")
@@ -60,7 +60,7 @@ def test_gram(shape, dtype, tiles):
     _, matrices = inside_nan(values, dtype)
     X, exact = (M.mT if shape[0] > shape[1] else M for M in (matrices, matrices.double().cpu()))
     buffer, out = inside_nan(torch.full((2, X.size(1), X.size(1)), torch.nan), dtype, margin=135)
-    tg.matrix_product(None, X, out=out, tiles=tiles)
+    tg.gram(X, out=out, tiles=tiles)
     check(buffer, out, exact @ exact.mT, dtype)
     assert torch.equal(out, out.mT)
 
@@ -70,7 +70,7 @@ def test_triangular_grid_covers_every_tile():
     """20 rows of tiles here; the formula alone for 1100 rows of them, where a square root could round wrongly."""
     tiles = dict(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, num_warps=4, num_stages=2)
     X = gaussian(1, 310, 3).float().to(DEVICE)
-    out = tg.matrix_product(None, X, out=torch.full((1, 310, 310), torch.nan, device=DEVICE), tiles=tiles)
+    out = tg.gram(X, out=torch.full((1, 310, 310), torch.nan, device=DEVICE), tiles=tiles)
     torch.testing.assert_close(out, X @ X.mT, rtol=1e-5, atol=1e-5)
     i = torch.arange(1100)
     for tile in (i * (i + 1) // 2, i * (i + 3) // 2):  # first and last tile of each row
@@ -86,7 +86,7 @@ def test_polynomial_of_symmetric_matrix(n, dtype, tiles):
     values = gaussian(2, n, n)
     _, A = inside_nan((values + values.mT) / n**0.5, dtype)
     buffer, out = inside_nan(torch.full((2, n, n), torch.nan), dtype, margin=135)
-    tg.matrix_product(None, A, out=out, scale=2.0315, x_scale=-4.775, tiles=tiles)
+    tg.gram(A, out=out, scale=2.0315, x_scale=-4.775, tiles=tiles)
     exact = A.double().cpu()
     check(buffer, out, -4.775 * exact + 2.0315 * exact @ exact, dtype)
     assert torch.equal(out, out.mT)
@@ -103,7 +103,7 @@ def test_product(shape, dtype, tiles):
     _, matrices = inside_nan(gaussian(2, *shape), dtype)
     _, B = inside_nan((square + square.mT) / n**0.5, dtype)
     buffer, out = inside_nan(torch.full((2, *shape), torch.nan), dtype, margin=135)
-    tg.matrix_product(B, matrices.mT if tall else matrices, out=out.mT if tall else out, x_scale=3.4445, tiles=tiles)
+    tg.add_product(B, matrices.mT if tall else matrices, 3.4445, out=out.mT if tall else out, tiles=tiles)
     X, B = matrices.double().cpu(), B.double().cpu()
     check(buffer, out, 3.4445 * X + (X @ B if tall else B @ X), dtype)
 
@@ -112,7 +112,7 @@ def test_product(shape, dtype, tiles):
 @pytest.mark.fast
 def test_symmetric_output_from_asymmetric_input():
     """Rounding must not break the symmetry of a tile on the diagonal: its upper half is a copy."""
-    out = tg.matrix_product(None, gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), x_scale=1.0)
+    out = tg.gram(gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), x_scale=1.0)
     assert torch.equal(out, out.mT)
 
 
@@ -140,9 +140,9 @@ def test_no_address_outside_the_operands(monkeypatch, n, m, tall):
     watch("create_masked_load")
     watch("create_masked_store")
     X, Y = (X.mT, Y.mT) if tall else (X, Y)
-    tg.matrix_product(None, X, out=A)
-    tg.matrix_product(None, A, out=B, x_scale=1.0)
-    tg.matrix_product(B, X, out=Y, x_scale=1.0)
+    tg.gram(X, out=A)
+    tg.gram(A, out=B, x_scale=1.0)
+    tg.add_product(B, X, 1.0, out=Y)
     allowed = []
     for view in (X, Y, A, B):
         axes = (stride * torch.arange(size) for size, stride in zip(view.shape, view.stride()))
@@ -156,7 +156,7 @@ def test_no_address_outside_the_operands(monkeypatch, n, m, tall):
 def test_product_does_not_assume_symmetry():
     """B is read as it stands, so an error that symmetry would hide shows."""
     B, X = gaussian(1, 70, 70).float().to(DEVICE), gaussian(1, 70, 100).float().to(DEVICE)
-    out = tg.matrix_product(B, X, out=torch.empty_like(X), x_scale=0.0)
+    out = tg.add_product(B, X, 0.0, out=torch.empty_like(X))
     torch.testing.assert_close(out.double(), B.double() @ X.double(), rtol=1e-5, atol=1e-4)
 
 

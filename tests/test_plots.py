@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "records")]
+import curve
 import plots
 import runlog
 import train_gpt as tg
@@ -108,3 +109,87 @@ def test_without_matplotlib(tmp_path, out):
         done = plot(*what, "--out", tmp_path / out, modules=tmp_path)
         assert done.returncode == 2 and done.stderr == "records: plot: expected matplotlib, found none; fix: pip install -r requirements-dev.txt\n"
     assert not (tmp_path / out).exists()
+
+
+FIGURES = {
+    "history": lambda: plots.history_figure(),
+    "README": lambda: curve.readme_figure(),
+    "curve": lambda: curve.curve_figure(["sprint", "record-89"]),
+    "near ends": lambda: curve.curve_figure(["2026-11-21_target-reached-1gpu", "2026-11-21_target-reached-4gpu"]),
+    "two runs": lambda: plots.runs_figure(["2026-11-26_shorter-1gpu", "2026-11-25_lean-1gpu"]),
+    "other batches": lambda: plots.runs_figure(["2026-11-27_leaner-1gpu", "2026-11-25_two-thirds-1gpu", "2026-11-25_full-size-1gpu"]),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_text_lies_over_another(name):
+    """Nor over the legend, nor outside of the picture."""
+    pytest.importorskip("matplotlib")
+    figure = FIGURES[name]()
+    assert plots.overlapping_texts(figure) == []
+    whole = figure.bbox.padded(1)
+    hidden = plots.hidden_ticks(figure)
+    from matplotlib.text import Text
+    drawn = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible() and id(text) not in hidden]
+    outside = [text.get_text() for text in drawn if not (whole.contains(*plots.text_box(figure, text).min)
+                                                         and whole.contains(*plots.text_box(figure, text).max))]
+    assert len(drawn) > 10 and outside == []
+
+
+def test_two_labels_at_one_point_are_seen_and_moved():
+    pytest.importorskip("matplotlib")
+    figure, ((axes,),) = plots.canvas(1, (1,))
+    axes.plot([0, 1, 2], [0, 1, 2])
+    written = [axes.text(1, 1, word) for word in ("first", "second")]
+    assert plots.overlapping_texts(figure) == [("first", "second")]
+    for text in written:
+        text.remove()
+    plots.place_labels(figure, axes, [("first", (1, 1), "black"), ("second", (1, 1), "black")])
+    assert plots.overlapping_texts(figure) == [] and len(axes.texts) == 2
+
+
+def test_eight_classes_are_told_apart_and_no_legend_hides_data():
+    pytest.importorskip("matplotlib")
+    figure = plots.history_figure()
+    figure.canvas.draw()
+    ours, looks = plots.our_records(), set()
+    legend = figure.legends[0]
+    for handle in legend.legend_handles:
+        looks.add((handle.get_color(), handle.get_marker()))
+    assert len(looks) == len(ours) >= 8 and len({colour for colour, _ in looks}) >= 8
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes) and not any(axes.get_legend() for axes in figure.axes)
+
+
+def test_what_was_computed_is_not_drawn_as_measured():
+    """Record 89's line is dashed with a hollow end; record 92's two ends are points, and full."""
+    pytest.importorskip("matplotlib")
+    left, right = curve.readme_figure().axes
+    lines = {line.get_label(): line for line in left.get_lines() if not line.get_label().startswith("_")}
+    assert lines["record 89 (times computed)"].get_linestyle() == "--" and lines["a sprint of ours (n = 1)"].get_linestyle() == "-"
+    points = [line for line in left.get_lines() if line.get_marker() == "o"]
+    assert [point.get_fillstyle() for point in points] == ["full", "none"]
+    ends = {tuple(round(float(value[0]), 2) for value in line.get_data()) for line in right.get_lines() if line.get_marker() == "o"}
+    assert ends == {(181.57, 3.09), (113.35, 3.23)} and all(line.get_fillstyle() == "full" for line in right.get_lines())
+    words = " ".join(text.get_text() for text in (*left.texts, *right.texts))
+    assert "3.220 in 137 s (computed)" in words and "3.0924 in 181.6 s" in words and "3.2257 in 113.4 s" in words
+
+
+def test_bars_stand_side_by_side_for_equal_batches():
+    """A stage of 131 k tokens a step beside another of 131 k, and none beside a stage that has other batches."""
+    pytest.importorskip("matplotlib")
+    figure = plots.runs_figure(["2026-11-27_leaner-1gpu", "2026-11-25_two-thirds-1gpu", "2026-11-25_full-size-1gpu"])
+    _, axes = figure.axes
+    names = [text.get_text() for text in axes.get_xticklabels()]
+    assert names == ["66 k", "131 k", "197 k", "197 k (2)", "262 k", "393 k", "393 k (2)"]
+    counts = [sum(abs(bar.get_x() + bar.get_width() / 2 - place) < 0.5 for bar in axes.patches) for place in range(len(names))]
+    assert counts == [2, 3, 2, 2, 1, 1, 1]
+
+
+def test_the_picture_of_the_readme_is_this_one(tmp_path):
+    """docs/curve.svg is what `plot --readme` draws: the same words in it."""
+    pytest.importorskip("matplotlib")
+    import re
+    curve.draw_readme(tmp_path / "curve.svg")
+    words = [re.findall(r"<!-- (.*?) -->", path.read_text()) for path in (tmp_path / "curve.svg", ROOT / "docs/curve.svg")]
+    assert words[0] == words[1] and any("record 92" in word for word in words[0])

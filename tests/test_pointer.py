@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 import helpers
+import sample
 from helpers import CPU, tg
 from test_attention import LAYOUTS, capability, distances, each_capability, each_tile, interpreted, needs_gpu, tiles  # noqa: F401
 
@@ -193,14 +194,14 @@ def test_probabilities_add_up(tiny, window):
     """Over all ids that may come next: exp(-loss) is next_token's probability, and these sum to one over the padded vocabulary."""
     model, piece = random_model(replace(DOUBLE, pointer_window_tokens=window)), document(30, seed=1)
     for stop in (1, 2, 17, 30):
-        p = model.next_token(packed([piece[:stop + 1]]), geometry_of(60))
+        p = sample.next_token(model, packed([piece[:stop + 1]]), geometry_of(60))
         assert float(p.sum()) == pytest.approx(1, abs=1e-6)
         for token in (0, 3, 8, 400, BOS):
             pieces = np.append(piece[:stop], token).astype(np.uint16)
             last = model.evaluate(packed([pieces]), geometry_of(60)) - (model.evaluate(packed([pieces[:-1]]), geometry_of(60)) if stop > 1 else 0)
             assert float((-last).exp()) == pytest.approx(float(p[token]), rel=1e-5)
     model.pointer.zero_()
-    assert not model.next_token(packed([piece]), geometry_of(60)).allclose(p), "the pointer has a say"
+    assert not sample.next_token(model, packed([piece]), geometry_of(60)).allclose(p), "the pointer has a say"
 
 
 def test_a_documents_loss_does_not_depend_on_its_place(tiny):

@@ -197,16 +197,15 @@ def eager_trace():
         host("cuLaunchKernelEx", 310, 5, "cuda_driver", correlation=14),
         host("cudaMemcpyAsync", 400, 5, "cuda_runtime", correlation=15),
         kernel("void gemm<float>(int)", 1000, 30, 11), kernel("splitK", 1030, 10, 12), kernel("void gemm<float>(int)", 1050, 20, 13),
-        kernel("product_kernel", 1060, 20, 14, grid=(6, 2, 1)),  # on another stream
+        kernel("gram_kernel", 1060, 20, 14, grid=(6, 2, 1)),  # on another stream
         kernel("Memcpy DtoD (Device -> Device)", 1100, 4, 15, cat="gpu_memcpy", bytes=1000),
         kernel("stranger", 1110, 6, 99)]
 
 
 def launches_of(*shapes):
     x, out = ({"shape": shape, "strides": (shape[1] * shape[2], shape[2], 1), "itemsize": 2} for shape in shapes)
-    left, right = (costs.Array(**x, address=1) for _ in range(2))
-    return {"product_kernel": [{"SYMMETRIC": True, "left_ptr": left, "right_ptr": right, "out_ptr": costs.Array(**out, address=2),
-                                "rows": 64, "columns": 64, "depth": 128}]}
+    launch = {"x_ptr": costs.Array(**x, address=1), "out_ptr": costs.Array(**out, address=2), "rows": 64, "depth": 128}
+    return {"gram_kernel": [launch]}
 
 
 @pytest.mark.fast
@@ -238,7 +237,7 @@ def test_a_trace_gives_parts_costs_times_and_sums():
     assert themes["sum"][4] == pytest.approx(roofs) and themes["sum"][6] == pytest.approx(95 - 6 - roofs)
     assert costs.Cost(4.27e6, 0).roof(costs.CEILINGS) == pytest.approx(1) and costs.Cost(1, 3e9, "fp8").roof(costs.CEILINGS) == pytest.approx(2)
     text = roofline.report(calls, costs.CEILINGS, 1000, 200.0)
-    assert "| product_kernel | orthogonalize | 1 | 21.0 | 21.0 | 10.50% |" in text and "| stranger |  | 1 | 6.0 | 6.0 | 3.00% |  |  |  |  |" in text
+    assert "| gram_kernel | orthogonalize | 1 | 21.0 | 21.0 | 10.50% |" in text and "| stranger |  | 1 | 6.0 | 6.0 | 3.00% |  |  |  |  |" in text
 
 
 @pytest.mark.fast
@@ -246,8 +245,8 @@ def test_what_does_not_fit_is_said_and_costs_only_its_own_cells(monkeypatch):
     messages = []
     twice = {name: arguments * 2 for name, arguments in launches_of((3, 64, 128), (3, 64, 64)).items()}
     calls = roofline.step_calls(Trace(eager_trace()), twice, messages.append)
-    assert calls[3].cost is None and calls[2].cost and messages == ["product_kernel: 2 launches recorded, 1 in the trace: no bytes"]
-    monkeypatch.setitem(roofline.OWN, "product_kernel", lambda a: a["no such argument"])
+    assert calls[3].cost is None and calls[2].cost and messages == ["gram_kernel: 2 launches recorded, 1 in the trace: no bytes"]
+    monkeypatch.setitem(roofline.OWN, "gram_kernel", lambda a: a["no such argument"])
     calls = roofline.step_calls(Trace(eager_trace()), launches_of((3, 64, 128), (3, 64, 64)), messages.append)
     assert calls[3].cost is None and calls[2].cost and "no such argument" in messages[-1]
 
@@ -256,7 +255,7 @@ def test_what_does_not_fit_is_said_and_costs_only_its_own_cells(monkeypatch):
 def test_nsight_compute(monkeypatch):
     calls = roofline.step_calls(Trace(eager_trace()), {}, print)
     lines = ["==PROF== Connected", '"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"', '"","","byte","byte"',
-             '"0","gemm","1,000","24"', '"1","splitK","8","8"', '"2","gemm","5","5"', '"3","product_kernel","7","0"']
+             '"0","gemm","1,000","24"', '"1","splitK","8","8"', '"2","gemm","5","5"', '"3","gram_kernel","7","0"']
     messages = []
     roofline.merge_ncu(calls, lines, messages.append)
     assert [call.dram_bytes for call in calls] == [1024, 16, 10, 7, None, None]
@@ -267,6 +266,41 @@ def test_nsight_compute(monkeypatch):
     assert base_name("void at::native::(anonymous namespace)::fill<4, A<float> >(int, A<float>)") == "fill"
     command = roofline.ncu_command(["--preset", "sprint", "--ncu"])
     assert command.startswith("ncu --profile-from-start off") and command.endswith("benchmarks/roofline.py --preset sprint --under-ncu")
+
+
+def scores(trainer, stage):
+    """Channels times keys, of a mean token of the stage's first step: those of a query and a value in each attention
+    head, and those of the pointer."""
+    text = trainer.stream.read(trainer.stream.first, stage.batch_tokens).tolist()
+    model = trainer.preset.model
+    seen = {"short": [], "long": [], "pointer": []}
+    for end in range(len(text)):
+        begin = max(start for start in range(end + 1) if start == 0 or text[start] == tg.BOS)
+        begin += (end - begin) // stage.document_cap_tokens * stage.document_cap_tokens
+        seen["short"].append(min(end - begin, stage.short_window_tokens) + 1)
+        seen["long"].append(min(end - begin, stage.long_window_tokens) + 1)
+        seen["pointer"].append(min(end - begin, model.pointer_window_tokens))
+    mean = {name: sum(numbers) / len(numbers) for name, numbers in seen.items()}
+    keys = sum(mean[layer.window] for layer in model.layers if layer.attention)
+    return model.heads * (model.key_width + model.head_width) * keys + model.pointer_width * mean["pointer"]
+
+
+@pytest.mark.fast
+def test_model_flop_utilisation(corpus, tiny):
+    """6 operations a token and used weight: against matrices, classes and visible keys counted by hand, by stage."""
+    trainer = helpers.make_trainer(corpus)
+    attention, mlp, pointer = 4 * 32 * 32, 2 * 32 * 64, 2 * 16 * 32
+    hidden = sum(attention * layer.attention + mlp * layer.mlp for layer in tiny.model.layers) + pointer
+    for stage, classes in zip(tiny.stages, (128, 192, 512)):
+        operations = 6 * stage.batch_tokens * (hidden + 32 * classes + scores(trainer, stage))
+        assert roofline.training_work(trainer, stage) == pytest.approx(operations, rel=1e-12)
+
+    step_us = 1e6 * operations / 989e12 / 0.4
+    assert roofline.utilisation(trainer, stage, step_us, "x86_64") is None, "no peak is known of a CPU"
+    found = roofline.utilisation(trainer, stage, step_us, "NVIDIA H200")
+    assert found == "MFU 40.0% of 989 TFLOP/s a GPU (dense bf16; FP8 products: twice that)"
+    trainer.ranks.world = 4
+    assert "MFU 10.0% of 989 " in roofline.utilisation(trainer, stage, step_us, "NVIDIA H200")
 
 
 def test_a_step_on_the_cpu(tiny, tmp_path, monkeypatch):

@@ -489,7 +489,7 @@ def test_nothing_reads_weights_before_they_have_arrived(corpus, tiny, monkeypatc
     for all_gather in (tg.Ranks.all_gather, late):
         with monkeypatch.context() as patch:
             patch.setattr(tg.Ranks, "all_gather", all_gather)
-            patch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9, 0))
+            patch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9))
             trainer, losses = helpers.make_trainer(corpus), []
             trainer.initialise(1)
             for step, batches in enumerate(helpers.all_batches(trainer)):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import helpers
+import sample
 from helpers import MODEL, PRESET, tg
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -55,7 +56,8 @@ def test_a_saved_model_is_the_same_on_a_cpu(corpus, tmp_path):
     trainer = helpers.make_trainer(corpus, PRESET)
     trainer.model.ngram.data.normal_(generator=torch.Generator().manual_seed(1))
     tg.save_model(tmp_path / "model", trainer, 1.0, seed=3)
-    on_gpu, on_cpu = (tg.evaluate_file(tmp_path / "model", corpus, torch.device(name)) for name in ("cuda", "cpu"))
+    models = [sample.load_model(tmp_path / "model", torch.device(name)) for name in ("cuda", "cpu")]
+    on_gpu, on_cpu = (sample.evaluate_model(*model, corpus)[0] for model in models)
     assert on_gpu == pytest.approx(on_cpu, rel=1e-4)
 
 

@@ -7,21 +7,17 @@ import hashlib
 import json
 import math
 import os
-import pickle
-import pprint
 import re
 import signal
 import sys
-import textwrap
 import threading
 import types
 
-import numpy as np
 import pytest
 import torch
 
 import helpers
-from helpers import CPU, MODEL, PRESET, ROOT, only, read_log, tg
+from helpers import CPU, PRESET, only, read_log, tg
 
 sys.path += [str(helpers.ROOT / "records"), str(helpers.ROOT / "benchmarks")]
 import bench_trace
@@ -336,7 +332,7 @@ def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("options", [["--preset", "huge"], ["--val-every", "0"], ["--stop-after", "-1"], ["--sed", "1"],
                                      ["--length", "0"], ["--length", "101"], ["--length", "nan"], ["--length", "x"],
-                                     ["--stall-limit", "inf"], ["--eval", "a", "--check"], ["--export", "a", "b", "--eval", "c"]])
+                                     ["--stall-limit", "inf"], ["--micro-batch-tokens", "0"], ["--eval", "a"]])
 def test_wrong_options_exit_with_2(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:
         tg.main(options)
@@ -422,20 +418,38 @@ def test_a_broken_device_does_not_end_the_watchdog(monkeypatch):
     watchdog.done.set()
 
 
-def test_python_that_goes_on_is_progress_in_the_warm_up(monkeypatch, capsys):
-    """Many looks of the watchdog at a thread that works, far more than its limit; then the thread stands still."""
+def test_a_heartbeat_that_grows_old_ends_the_run(monkeypatch, capsys):
+    """Its age is counted in looks: none passes while it is renewed, and with patience it may be older."""
     ended, looks = threading.Event(), []
     monkeypatch.setattr(tg.os, "_exit", lambda code: ended.set())
-    watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.4, tg.RunLog(None))
+    watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.2, tg.RunLog(None))
     done = watchdog.done
     watchdog.done = types.SimpleNamespace(wait=lambda seconds: looks.append(seconds) or done.wait(seconds))
-    watchdog.heartbeat("warm-up", 1.5)
-    while sum(looks) < 2 and not ended.is_set():
-        pprint.pformat([{"a": [index] * 9, "b": {"c": str(index)}} for index in range(30)])
-    assert not ended.is_set()
-    assert ended.wait(20)
-    done.set()
-    assert "expected progress within 0.6 s, found none since warm-up" in capsys.readouterr().err
+    while len(looks) < 40:
+        watchdog.heartbeat("a step")
+    assert not ended.is_set(), "five times the limit, and always young"
+    looks.clear()
+    watchdog.heartbeat("the warm-up", 3.0)
+    assert ended.wait(20) and 23 <= len(looks) <= 27, "three times 0.2 s in looks of 0.025 s"
+    assert "rank 0: expected progress within 0.6 s, found none since the warm-up; fix: " in capsys.readouterr().err
+
+
+def test_a_point_that_the_device_reaches_is_progress(monkeypatch):
+    """The host may be far ahead: while the device passes queued heartbeats, none is too old."""
+    ended = threading.Event()
+    monkeypatch.setattr(tg.os, "_exit", lambda code: ended.set())
+    watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.2, tg.RunLog(None))
+    reached = threading.Event()
+    queries = []
+
+    def query():
+        queries.append(len(queries))
+        return len(queries) % 5 == 0  # every fifth look, before the eighth, which would be too late
+
+    watchdog.events.extend(types.SimpleNamespace(query=query) for _ in range(6))
+    watchdog.events.append(types.SimpleNamespace(query=lambda: reached.set() or False))
+    assert reached.wait(20) and not ended.is_set()
+    assert ended.wait(20), "and then it stands still"
 
 
 def test_a_crash_is_logged(run, monkeypatch, tmp_path):
@@ -464,275 +478,7 @@ def test_the_log_outlives_who_watches(tmp_path, monkeypatch):
     assert read_log(tmp_path / "run.jsonl")[-1]["state"] == "ok" and not helpers.own_threads()
 
 
-# ---- saved models ----------------------------------------------------------------------------------------------------
-class Stub:
-    """A tokenizer that needs no files: bytes are tokens. It writes a token as its number."""
-
-    def encode_ordinary(self, text):
-        return list(text.encode())
-
-    def decode_single_token_bytes(self, token):
-        assert isinstance(token, int) and 0 <= token < helpers.VOCABULARY
-        return f" {token}".encode()
-
-
-@pytest.fixture(scope="module")
-def kept():
-    """What one training has left for all tests of saved models."""
-    return {}
-
-
-@pytest.fixture
-def saved(kept, run, tmp_path):
-    """A saved model, which a test may change, and the log of its training."""
-    path = tmp_path / "model.pt"
-    if not kept:
-        result = run("--seed", 3, "--save", path)
-        assert result.code == 0
-        kept |= {"model": path.read_bytes(), "log": result.logs[0]}
-    path.write_bytes(kept["model"])
-    return path, kept["log"]
-
-
-@pytest.mark.fast
-def test_a_saved_model_evaluates_to_its_loss(saved, corpus, capsys):
-    path, log = saved
-    assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 0
-    assert float(re.fullmatch(r"val loss (\d\.\d{6})\n", capsys.readouterr().out)[1]) == pytest.approx(log[-1]["loss"], rel=1e-5)
-    assert [file.name for file in path.parent.iterdir() if file.is_file()] == ["model.pt"], "nothing is left beside it"
-    model, content = tg.load_model(path, CPU)
-    assert content["provenance"]["seed"] == 3 and content["provenance"]["val_loss"] == pytest.approx(log[-1]["loss"], abs=1e-6)
-    assert model.config == MODEL and not any(p.requires_grad for p in model.parameters())
-
-
-def test_sampling(saved, monkeypatch, capsys):
-    path, _ = saved
-    monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding=lambda name: Stub()))
-    outputs = []
-    for _ in range(2):
-        assert tg.main(["--sample", str(path), "Once"]) == 0
-        outputs.append(capsys.readouterr())
-    out = outputs[0].out
-    assert out == outputs[1].out and re.fullmatch(r"Once( \d+){1,256}\n", out)
-    assert re.fullmatch(rf"{len(out.split()) - 1} tokens, \d+\.\d a second\n", outputs[0].err)
-    drawn, shown = iter([5, 6, helpers.BOS, 7]), []
-
-    def draw(*_, **__):
-        shown.append(capsys.readouterr().out)
-        return torch.tensor([next(drawn)])
-
-    monkeypatch.setattr(torch, "multinomial", draw)
-    assert tg.main(["--sample", str(path), "Once"]) == 0
-    assert [*shown, capsys.readouterr().out] == ["Once", " 5", " 6", f" {helpers.BOS}\n"], "each as it is drawn, and a sample ends with its document"
-
-
-def unpacked(rows, scales):
-    """What stored bytes mean: the numbers of a row's first half, then of its second, times the scale of their group."""
-    numbers = np.concatenate([rows.numpy() % 16, rows.numpy() // 16], axis=1).astype("float32") - 8
-    return torch.from_numpy(numbers) * scales.float().repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
-
-
-@pytest.mark.fast
-def test_rows_that_were_not_trained_are_not_saved(saved):
-    """The others are, in the order of their ids: all that the optimizer has ever updated."""
-    path, _ = saved
-    header, data = helpers.read_safetensors(path)
-    ids, rows, scales = (header[f"ngram.{name}"]["shape"] for name in ("ids", "rows", "scales"))
-    assert ids == rows[:1] == scales[:1] and (rows[1], scales[1]) == (MODEL.width / 4, 1) and 0 < rows[0] < 0.9 * 2 * MODEL.table_rows
-    model, _, ids, rows, scales = tg.read_model_file(path)
-    assert (ids.diff() > 0).all() and unpacked(rows, scales).any(1).all() and model.ngram.is_meta
-    assert len(data) == sum(p.nbytes for p in [*model.parameters(), ids, rows, scales] if p is not model.ngram)
-
-
-def test_stored_rows_are_those_of_the_table(saved):
-    """Of any ids, those below, between and above the stored ones included."""
-    _, _, ids, rows, scales = tg.read_model_file(saved[0])
-    ids, rows, scales = ids[5:-5], rows[5:-5], scales[5:-5]
-    wanted = torch.arange(2 * MODEL.table_rows, dtype=torch.int32).flip(0).view(-1, 4)
-    table = torch.zeros(2 * MODEL.table_rows, MODEL.width // 2)
-    table[ids.long()] = unpacked(rows, scales)
-    found = tg.sum_stored_rows(ids, rows, scales, wanted, torch.empty(0, device="meta"))
-    assert found.dtype == torch.float32 and found.allclose(torch.nn.functional.embedding(wanted.long(), table).sum(1), rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_stored_rows_are_rounded_to_four_bits(corpus, tiny, tmp_path, dtype):
-    """Each number to the nearest of 15: within half a seventh of the largest of its 16; the rows of many parts are in their places."""
-    trainer = helpers.make_trainer(corpus, dataclasses.replace(PRESET, model=dataclasses.replace(MODEL, dtype=dtype, ngram_rows=2**16)))
-    table = trainer.model.ngram.detach()
-    table.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 1, len(table))[:, None])
-    table[::3] = 0
-    table[7, 3] = -100
-    tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
-    _, _, ids, rows, scales = tg.read_model_file(tmp_path / "model")
-    assert (rows.dtype, scales.dtype) == (torch.uint8, torch.bfloat16) and ids.tolist() == [i for i in range(len(table)) if i % 3]
-    want = table[ids.long()].float().unflatten(1, (-1, 16))
-    largest = want.abs().amax(2, keepdim=True)
-    found = unpacked(rows, scales).view_as(want)
-    assert found.isfinite().all() and ((found - want).abs() <= 1.02 * largest / 14 + 7 * largest * 2**-9).all()
-    assert len(found.unique()) > 1000 and set(rows.flatten().tolist()) <= {low + 16 * high for low in range(1, 16) for high in range(1, 16)}
-
-
-@pytest.mark.fast
-def test_a_row_has_a_scale_for_each_32_numbers():
-    """A group of zeros among others stays so; the largest of a group is itself but for the scale's rounding to bfloat16."""
-    rows = torch.randn(9, 192, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e-30, 1e-4, 1e-2, 1.0, 1e2, 1e4]).repeat_interleave(32)
-    rows[3, 64:96] = 0
-    packed, scales = tg.quantize_rows(rows)
-    assert packed.shape == (9, 96) and scales.shape == (9, 6)
-    groups, found = rows.view(9, 6, 32), unpacked(packed, scales).view(9, 6, 32)
-    assert (found[3, 2] == 0).all() and (found[:, 0] == 0).all(), "numbers too small for a scale are zero"
-    largest = groups[:, 1:].abs().amax(2)
-    assert found[:, 1:].abs().amax(2).allclose(largest, rtol=2**-8)
-    assert ((found[:, 1:] - groups[:, 1:]).abs() <= 0.52 * largest[..., None] / 7 + 2**-8 * largest[..., None]).all()
-
-
-def test_exported_weights(saved, tmp_path):
-    """Every dense tensor to the bit, of the table only the suffix matches; the file is a safetensors file."""
-    path, _ = saved
-    assert tg.main(["--export", str(path), str(tmp_path / "out" / "dense.safetensors")]) == 0
-    before = path.read_bytes()
-    assert tg.main(["--export", str(path), str(path)]) == 2 and path.read_bytes() == before, "never onto itself"
-    header, data = helpers.read_safetensors(tmp_path / "out" / "dense.safetensors")
-    assert all(isinstance(value, str) for value in header.pop("__metadata__").values())
-    model, _, ids, rows, scales = tg.read_model_file(path)
-    suffixes = ids >= 2 * MODEL.ngram_rows
-    expected = dict(model.state_dict()) | {"ngram.ids": ids[suffixes], "ngram.rows": rows[suffixes], "ngram.scales": scales[suffixes]}
-    assert header.keys() == expected.keys() - {"ngram"} and suffixes.any() and not suffixes.all()
-    end = 0
-    for name, entry in header.items():
-        start, stop = entry["data_offsets"]
-        tensor = torch.frombuffer(bytearray(data[start:stop]), dtype={"F32": torch.float32, "I32": torch.int32, "U8": torch.uint8, "BF16": torch.bfloat16}[entry["dtype"]])
-        assert start == end and tensor.view(entry["shape"]).float().equal(expected[name].float()), name
-        end = stop
-    assert end == len(data)
-
-
-def test_the_safetensors_library_reads_it(saved, tmp_path, monkeypatch):
-    """With the example of docs/options.md, to the letter."""
-    pytest.importorskip("safetensors")
-    tg.export_model(saved[0], tmp_path / "dense.safetensors")
-    monkeypatch.chdir(tmp_path)
-    example = re.search(r"((?:    .*\n)*    .*safe_open.*\n(?:    .*\n)*)", (ROOT / "docs/options.md").read_text())[1]
-    found = {}
-    exec(textwrap.dedent(example), found)
-    model, _, ids, rows, scales = tg.read_model_file(saved[0])
-    first = MODEL.ngram_pieces * MODEL.ngram_rows
-    assert found["head"].equal(model.lm_head) and found["content"]["model"]["width"] == MODEL.width
-    assert found["ids"].equal(ids[ids >= first] - first) and found["ids"].min() >= 0 and found["rows"].equal(unpacked(rows, scales)[ids >= first])
-
-
-def test_a_mapped_model_keeps_its_dtype_on_disk_only(corpus, tiny, tmp_path):
-    """A bfloat16 model computes in float32 on a CPU, its rows too; its file stays as it is."""
-    trainer = helpers.make_trainer(corpus, dataclasses.replace(PRESET, model=dataclasses.replace(MODEL, dtype="bfloat16")))
-    helpers.randomise(trainer.model, size=0.1)
-    tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
-    header, _ = helpers.read_safetensors(tmp_path / "model")
-    assert [header[name]["dtype"] for name in ("lm_head", "ngram.rows", "final_gate")] == ["BF16", "U8", "F32"]
-    model, content = tg.load_model(tmp_path / "model", CPU)
-    assert {p.dtype for p in model.parameters()} == {torch.float32} and model.lm_head.equal(trainer.model.lm_head.float())
-    wide = tg.GPT(MODEL, tg.reference_ops(), CPU)
-    wide.load_state_dict(trainer.model.state_dict())
-    _, _, ids, rows, scales = tg.read_model_file(tmp_path / "model")
-    wide.ngram.detach()[ids.long()] = unpacked(rows, scales)
-    piece = torch.randint(508, (50,)).numpy().astype("uint16")
-    batch, geometry = tg.pack({0: [piece]}, MODEL, pin=False).to(CPU), tg.saved_geometry(content, model, 50)
-    assert float(model.evaluate(batch, geometry)) == pytest.approx(float(wide.evaluate(batch, geometry)), rel=1e-6)
-
-
-class Code:
-    def __reduce__(self):
-        return os.system, ("touch executed",)
-
-
-def edit(change, signed=True):
-    return lambda path: helpers.edit_model(path, change, signed)
-
-
-def cut(stop):
-    return lambda path: path.write_bytes(path.read_bytes()[:stop])
-
-
-def foreign(path):
-    """Another program's safetensors file."""
-    header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-
-
-def test_whole_numbers_in_the_softcap(saved):
-    """As a fork may write them; JSON keeps them whole."""
-    path, _ = saved
-    helpers.edit_model(path, lambda header, content: content["model"].update(softcap=[30, 5, 7.5]))
-    assert tg.load_model(path, CPU)[0].config.softcap == (30, 5, 7.5)
-
-
-@pytest.mark.parametrize("name", tg.PRESETS)
-def test_saving_asks_for_the_room_that_it_takes(monkeypatch, tmp_path, name):
-    monkeypatch.setattr(tg, "check_folder", lambda folder, needed_mb: needed_mb)
-    model = tg.PRESETS[name].model
-    weights = tg.GPT(model, tg.select_ops(CPU), torch.device("meta"))
-    size = (sum(p.nbytes for p in weights.parameters() if p is not weights.ngram) + weights.ngram.numel() * 9 / 16 + 4 * len(weights.ngram)) / 1e6
-    assert size < tg.check_model_file(tmp_path / "m.pt", model) < 1.1 * size + 1100
-
-
-BAD_MODELS = {  # the fault, and what the message tells of it
-    "code": (lambda path: path.write_bytes(pickle.dumps({"model": Code()})), "no whole header"),
-    "code in a torch file": (lambda path: torch.save({"model": Code()}, path), "no whole header"),
-    "of an older version": (lambda path: torch.save({"weights": {"lm_head": torch.zeros(3)}, "model": "{}"}, path), "an older version"),
-    "of the version before": (edit(lambda header, content: header["__metadata__"].update(format="train_gpt model 2")), "format train_gpt model 2"),
-    "of a newer version": (edit(lambda header, content: header["__metadata__"].update(format="train_gpt model 4")), "format train_gpt model 4"),
-    "a dense part": (lambda path: (tg.export_model(path, path.with_name("part")), path.with_name("part").replace(path)), "format dense part of train_gpt model 3"),
-    "cut in its header": (cut(1000), "no whole header"),
-    "cut in its tensors": (cut(-1000), "bytes: cut"),
-    "cut in its length": (cut(5), "found"),
-    "empty": (cut(0), "cannot mmap an empty file"),
-    "missing": (lambda path: path.unlink(), "No such file"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-    "text": (lambda path: path.write_bytes((5).to_bytes(8, "little") + b"hello" * 9), "JSONDecodeError"),
-    "a list": (lambda path: path.write_bytes((2).to_bytes(8, "little") + b"[]"), "TypeError"),
-    "another program's": (foreign, "KeyError('__metadata__')"),
-    "missing a weight": (edit(lambda header, content: header.pop("lm_head")), "state_dict"),
-    "of another shape": (edit(lambda header, content: header["lm_head"]["shape"].reverse()), "state_dict"),
-    "claiming another size": (edit(lambda header, content: header["lm_head"].update(shape=[512, 10**12])), "RuntimeError(\"shape"),
-    "of another dtype": (edit(lambda header, content: header["lm_head"].update(dtype="Q4")), "KeyError('Q4')"),
-    "without ids": (edit(lambda header, content: header.pop("ngram.ids")), "KeyError('ngram.ids')"),
-    "with other n-grams": (edit(lambda header, content: content.update(lookups=content["lookups"].replace("17351", "17353"))), "rows of other n-grams"),
-    "without a setting": (edit(lambda header, content: content["model"].pop("pointer_scale")), "settings missing"),
-    "without a setting of a layer": (edit(lambda header, content: content["model"]["layers"][3].pop("skip_from")), "settings missing"),
-    "with a setting too many": (edit(lambda header, content: content["model"].update(depth=3)), "TypeError"),
-    **{f"changed: {path} = {value}": (edit(lambda header, content, path=path, value=value: content[path[0]].update({path[1]: value}), signed=False), "a header that was changed")
-       for path, value in ((("model", "pointer_window_tokens"), 3), (("model", "value_embeddings"), 10**9), (("model", "ngram_rows"), 2), (("attention", "scale"), math.nan),
-                           (("attention", "windows"), (0, 8)), (("validation", "window"), -4), (("provenance", "val_loss"), 3.0))},
-}
-
-
-@pytest.mark.parametrize("name", BAD_MODELS)
-@pytest.mark.fast
-def test_bad_model_files(saved, corpus, capsys, monkeypatch, tmp_path, name):
-    path, _ = saved
-    monkeypatch.chdir(tmp_path)
-    fault, told = BAD_MODELS[name]
-    fault(path)
-    assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and re.match(r"train_gpt: model file .*: expected .*, found .*; fix: ", said) and told in said
-    assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.fast
-def test_wrong_weights_are_named(saved, corpus, capsys):
-    path, _ = saved
-    helpers.edit_model(path, lambda header, content: header.pop("lm_head"))
-    assert tg.main(["--eval", str(path), "--data", str(corpus)]) == 2 and 'Missing key(s) in state_dict: "lm_head"' in capsys.readouterr().err
-
-
-def test_sampling_without_tiktoken(saved, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert tg.main(["--sample", str(saved[0]), "Once"]) == 2
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"train_gpt: tiktoken: expected the package and its gpt2 vocabulary, found ModuleNotFoundError; fix: pip install .*\n", said)
-
-
+# ---- options and saving -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("option, value", [("--seed", "9" * 20), ("--seed", "-1"), ("--stall-limit", "0"), ("--stall-limit", "nan"), ("--val-every", "0")])
 @pytest.mark.fast
 def test_numbers_out_of_range_are_usage_errors(option, value, capsys):
@@ -749,15 +495,47 @@ def test_saving_failed_after_the_run(run, tmp_path, monkeypatch):
     assert result.code == 2 and result.err.startswith("train_gpt: saving ") and [e["state"] for e in result.logs[0] if e["kind"] == "end"] == ["ok"]
 
 
-def test_saving_onto_a_folder(run, tmp_path):
-    result = run("--seed", 3, "--save", tmp_path)
-    assert result.code == 2 and not result.logs
-    assert result.err == f"train_gpt: saving {tmp_path}: expected the name of a file, found a folder or a device; fix: add a name\n"
+@pytest.mark.parametrize("kind, found", [("file", "one that exists"), ("folder", "a folder or a device")])
+def test_saving_onto_what_exists(run, tmp_path, kind, found):
+    """Found before the training that it would waste; no model is lost to the next one."""
+    path = tmp_path / "model"
+    if kind == "file":
+        path.write_text("precious")
+    else:
+        path.mkdir()
+    result = run("--seed", 3, "--save", path)
+    assert result.code == 2 and not result.logs and (kind == "folder" or path.read_text() == "precious")
+    assert result.err == f"train_gpt: saving {path}: expected a new file, found {found}; fix: remove it, or choose another name\n"
 
 
-def test_saving_where_one_cannot(run, tmp_path):
-    """Found before the training that it would waste."""
+def test_saving_where_one_cannot(run, tmp_path, monkeypatch):
+    """A file in place of a folder, a folder that is read-only, too little room: each in its words, before the training."""
     (tmp_path / "file").write_text("")
     result = run("--seed", 3, "--save", tmp_path / "file" / "nowhere" / "model.pt")
-    assert result.code == 2 and re.fullmatch(r"train_gpt: saving in .*nowhere: expected a writable folder .*; fix: choose another place\n", result.err)
-    assert not result.logs
+    assert result.code == 2 and not result.logs
+    assert re.fullmatch(r"train_gpt: saving .*: expected permission to write in .*/file, found none; fix: .*\n", result.err)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tg.os, "access", lambda place, mode: place != tmp_path)  # root may write everywhere
+        result = run("--seed", 3, "--save", tmp_path / "new" / "model.pt")
+    assert result.err == (f"train_gpt: saving {tmp_path}/new/model.pt: expected permission to write in {tmp_path}, "
+                          "found none; fix: choose another place\n")
+
+    monkeypatch.setattr(tg.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=3_000_000))
+    result = run("--seed", 3, "--save", tmp_path / "new" / "model.pt")
+    pattern = rf"train_gpt: saving .*: expected 1,\d\d\d MB free, found 3 MB in {tmp_path}; fix: choose another place\n"
+    assert result.code == 2 and re.fullmatch(pattern, result.err) and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", tg.PRESETS)
+def test_saving_asks_for_the_room_that_it_takes(monkeypatch, tmp_path, name):
+    """At most so much: all rows of the table and their numbers, and the dense weights."""
+    model = tg.PRESETS[name].model
+    weights = tg.GPT(model, tg.select_ops(CPU), torch.device("meta"))
+    size = (sum(p.nbytes for p in weights.parameters()) + 4 * len(weights.ngram)) // 1_000_000
+    monkeypatch.setattr(tg.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=1_000_000 * free_mb))
+    for free_mb in (size - 1, size):
+        with pytest.raises(tg.Failure, match="MB free"):
+            tg.check_model_file(tmp_path / "m.pt", model)
+    free_mb = 1.1 * size + 1100
+    tg.check_model_file(tmp_path / "m.pt", model)

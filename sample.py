@@ -1,0 +1,424 @@
+"""What comes after a training: use a model that train_gpt.py has written with --save FILE.
+
+    python sample.py MODEL "Once upon a time"         continue a text, each token shown when it is drawn
+    python sample.py MODEL                            the same for each line that you type; Ctrl-D ends it
+    python sample.py MODEL --eval [--data FOLDER]     validation loss, beside the one that the training has logged
+    python sample.py MODEL --export TO                a copy with 4 bits for a number of the n-gram table
+    python sample.py MODEL --export TO --dense        the same without the hashed n-grams, for other programs
+
+On a GPU if there is one, with plain PyTorch operators. The rows of the n-gram table stay in the file, which is mapped
+into memory. Exit codes are those of train_gpt.py, and every failure is a line: what, expected, found, fix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import itertools
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import train_gpt as tg
+from data.fineweb import DataError, load_encoding
+from train_gpt import BOS, fail
+
+LARGEST_DIFFERENCE = 0.01  # in nats a token, between the loss here and the logged one: other kernels, and 4-bit rows
+# What sampling takes where an option is not given. Given ones that do nothing are refused.
+SAMPLING = {"seed": 0, "temperature": 0.8, "top_p": 1.0, "length": 256}
+
+
+# ---- model files -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StoredRows:
+    """The rows of the n-gram table that a file holds, mapped into memory; all others are zero."""
+    ids: Tensor  # int32 [N], their numbers in ascending order
+    rows: Tensor  # [N, D], or [N, D / 2] bytes of quantize_rows
+    scales: Tensor | None  # [N, D / 32] of quantize_rows; None: rows are numbers
+
+    def sums(self, wanted: Tensor, table: Tensor) -> Tensor:
+        """For each of T token pieces the sum of K rows of the table, [T, D], in its dtype; `wanted` [T, K] are their
+        numbers. It takes the place of GPT.sum_rows, whose table has no values here."""
+        asked = wanted.cpu()
+        index = torch.searchsorted(self.ids, asked).clamp(max=len(self.ids) - 1)
+        stored = (self.ids[index] == asked)[..., None].to(wanted.device)
+        rows = self.rows[index].to(wanted.device)
+        if self.scales is not None:  # unpacked where the model runs: two CPU cores take 74 ms for rows of 2400 tokens
+            rows = unpack_rows(rows, self.scales[index].to(wanted.device))
+        return (rows * stored).sum(1, dtype=table.dtype)
+
+
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [N, D] of any dtype in 4 bits a number: bytes [N, D / 2] and a bfloat16 scale for 32 numbers, [N, D / 32].
+
+    A byte holds a number of the row's first half and, times 16, one of its second half, both from 1 to 15: 8 is zero.
+    These 0.56 bytes a number cost 0.0003 of a sprint's loss (one model, measured); 1 byte in e4m3 costs 0.00002."""
+    groups = rows.float().unflatten(1, (-1, math.gcd(rows.size(1), 32)))
+    scales = (groups.abs().amax(2, keepdim=True) / 7).clamp_min(1e-20).bfloat16()
+    low, high = (groups / scales + 8.5).byte().flatten(1).chunk(2, 1)
+    return low + 16 * high, scales.flatten(1)
+
+
+def unpack_rows(packed: Tensor, scales: Tensor) -> Tensor:
+    """The numbers [..., D] of packed rows [..., D / 2] and their scales: what quantize_rows has rounded them to."""
+    numbers = torch.cat([packed & 15, packed >> 4], -1).unflatten(-1, (scales.size(-1), -1)) - 8.0
+    return (numbers * scales[..., None]).flatten(-2)
+
+
+def read_content(metadata: dict[str, str]) -> tuple[dict, tg.ModelConfig]:
+    """What a model is besides its weights, and its configuration. ValueError or another error where a part is missing.
+    """
+    content = json.loads(metadata["content"])
+    if content["lookups"] != tg.LOOKUPS:
+        raise ValueError("rows of other n-grams")
+    stated = content["model"]
+    layers = tuple(tg.Layer(**layer) for layer in stated["layers"])
+    config = tg.ModelConfig(**stated | {"layers": layers, "softcap": tg.Softcap(*stated["softcap"])})
+    if json.loads(json.dumps(asdict(config))) != stated:
+        raise ValueError("settings missing")
+    return content, config
+
+
+def read_tensors(path: Path, rows_too: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """A model file's metadata, and its tensors by name, mapped into memory and compared with their SHA-256; those of
+    the n-gram table, most of the file, only if `rows_too`. ValueError or another error where something is wrong."""
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    file = np.memmap(path, np.uint8, "r")
+    start = 8 + int.from_bytes(file[:8], "little")
+    if start > len(file):
+        raise ValueError("no whole header: cut, or of another program or an older version")
+    header = json.loads(file[8:start].tobytes())
+    metadata = header["__metadata__"]
+    if metadata["format"] != tg.MODEL_FORMAT:
+        raise ValueError(f"format {metadata['format']}")
+    if metadata.pop("sha256") != tg.header_hash(header):
+        raise ValueError("a header that was changed")
+
+    del header["__metadata__"]
+    stop = start + max(entry["data_offsets"][1] for entry in header.values())
+    if stop > len(file):
+        raise ValueError(f"{len(file):,} of {stop:,} bytes: cut")
+    digests = json.loads(metadata["tensors"])
+    tensors = {}
+    for name, entry in header.items():
+        values = file[start:][slice(*entry["data_offsets"])]
+        if rows_too or not name.startswith("ngram."):
+            if hashlib.sha256(values).hexdigest() != digests[name]:
+                raise ValueError(f"other values of {name} than were written")
+        tensors[name] = torch.from_numpy(values).view(tg.STORED_DTYPES[entry["dtype"]]).view(entry["shape"])
+    return metadata, tensors
+
+
+def read_model_file(path: Path, rows_too: bool = False) -> tuple[tg.GPT, dict, StoredRows]:
+    """A saved model, with the dtypes of its file, the content of the file, and the rows of its n-gram table.
+
+    All is mapped into memory; the model itself has its n-gram table on the meta device. `rows_too`: see read_tensors.
+    """
+    try:
+        metadata, tensors = read_tensors(path, rows_too)
+        content, config = read_content(metadata)
+        stored = StoredRows(tensors.pop("ngram.ids"), tensors.pop("ngram.rows"), tensors.pop("ngram.scales", None))
+
+        model = tg.GPT(config, replace(tg.reference_ops(), attention=attention), torch.device("meta"))
+        if model.ngram is not None:
+            tensors["ngram"] = model.ngram.detach()
+        # assign=True puts these parameters in the place of the model's, so they need its roles.
+        model.load_state_dict(
+            {name: tg.make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
+            assign=True)
+        return model.requires_grad_(False), content, stored
+    except Exception as error:  # a foreign file can raise anything
+        fail(f"model file {path}", f"{tg.MODEL_FORMAT}, as --save writes it", repr(error)[:200],
+             "check the path, copy the file again, use the version that wrote it, or train one with --save FILE")
+
+
+def load_model(path: Path, device: torch.device, rows_too: bool = False) -> tuple[tg.GPT, dict]:
+    """A saved model with reference operators, so that it runs on any device, and the content of its file."""
+    model, content, stored = read_model_file(path, rows_too)
+    if device.type == "cpu":
+        model.float()  # bfloat16 matrix products are slow there
+    else:
+        # A sprint's validation takes 49 s with one thread that looks up rows. With 64, which wait for each other in
+        # busy loops, it took 97 s and kept 36 cores busy.
+        torch.set_num_threads(1)
+    for parameter in model.parameters():
+        if parameter is not model.ngram:
+            parameter.data = parameter.to(device, copy=True)
+    model.sum_rows = stored.sums
+    return model, content
+
+
+def saved_geometry(content: dict, model: tg.GPT, positions: int) -> tg.Geometry:
+    """The geometry with which a saved model was validated, for documents of up to `positions` tokens."""
+    saved = content["attention"]
+    return tg.geometry_tables(np.array(saved["frequency"]), saved["scale"], tuple(saved["windows"]), positions,
+                              model.lm_head.dtype, model.lm_head.device)
+
+
+def export_model(path: Path, target: Path, dense: bool):
+    """Copy a model with its n-gram rows in 4 bits; `dense`: without those of hashed n-grams, which no lookup of this
+    program can do without."""
+    model, content, stored = read_model_file(path, rows_too=True)
+    if target.exists():  # perhaps the model itself
+        fail(f"exporting to {target}", "a new file", "one that exists", "choose another name, or remove it")
+    kept = torch.arange(len(stored.ids))
+    if dense:
+        kept = kept[stored.ids >= model.config.ngram_pieces * model.config.ngram_rows]
+
+    def packed(part):
+        if stored.scales is not None:
+            return stored.rows[part], stored.scales[part]
+        return quantize_rows(stored.rows[part])
+
+    model.ngram = None
+    tensors = dict(model.state_dict()) | {"ngram.ids": stored.ids[kept]}
+    sizes = [(len(kept), *like.shape[1:]) for like in packed(kept[:1])]
+    rows, scales = (torch.empty(size, dtype=like.dtype, device="meta") for size, like in zip(sizes, packed(kept[:1])))
+    parts = itertools.chain(
+        tensors.items(),  # then all rows, then all scales
+        (("ngram.rows", packed(part)[0]) for part in kept.split(2**16)),
+        (("ngram.scales", packed(part)[1]) for part in kept.split(2**16)))
+    form = f"dense part of {tg.MODEL_FORMAT}" if dense else tg.MODEL_FORMAT
+    tg.write_model(target, form, content, tensors | {"ngram.rows": rows, "ngram.scales": scales}, parts)
+
+
+# ---- validation ------------------------------------------------------------------------------------------------------
+def evaluate_model(model: tg.GPT, content: dict, folder: Path) -> tuple[float, str]:
+    """Loss in nats a token on as many of a folder's validation tokens as the model was validated on, in the same
+    windows; and the hash of these tokens."""
+    validation = content["validation"]
+    shard = tg.find_shards(folder, "val")[0]
+    windows, digest = tg.validation_windows(shard, validation["tokens"], validation["window"], model.config.vocabulary)
+    pieces = sum(windows, [])
+    total = 0.0
+    for start in range(0, len(pieces), 4):  # documents one by one take minutes on a GPU, a whole window gigabytes
+        if sys.stderr.isatty():
+            print(f"{start / len(pieces):4.0%}", end="\r", file=sys.stderr)
+        group = pieces[start:start + 4]
+        batch = tg.pack({0: group}, model.config, pin=False).to(model.lm_head.device)
+        total += float(model.evaluate(batch, saved_geometry(content, model, max(map(len, group)))))
+    return total / validation["tokens"], digest
+
+
+def validate(path: Path, data: Path | None, device: torch.device):
+    """Print the validation loss of a saved model. Fail if it is not the logged one, on the tokens of its training."""
+    model, content = load_model(path, device, rows_too=True)
+    validation = content["validation"]
+    folder = data or Path(validation["data"])
+    loss, digest = evaluate_model(model, content, folder)
+    logged = validation["loss"]
+    same = digest == validation["hash"]
+    others = "" if same else f" on other tokens, of {validation['data']}"
+    print(f"val loss {loss:.6f} on {folder}; logged {logged:.6f}{others}")
+    if same and not abs(loss - logged) <= LARGEST_DIFFERENCE:
+        fail("val loss", f"within {LARGEST_DIFFERENCE} of the logged {logged:.4f}", f"{loss:.4f}",
+             "use the version that trained the model (its SHA-256 is in the file), and report this")
+
+
+# ---- continuing a text -----------------------------------------------------------------------------------------------
+@dataclass
+class Cache:
+    """What earlier passes over a growing document have computed: keys and values of every layer, and the pointer's.
+
+    Of each it keeps all tokens so far. A pass appends the new ones, and computes those before them that they read
+    otherwise once more, from token `first` on: one, because key_offset takes a part of a key from there, and two a
+    layer, as many as its MLP mixes in."""
+    first: int = 0  # the first token of this pass
+    positions: Tensor | None = None  # of all tokens, int32 [T]
+    calls: int = 0  # of attention in this pass: its layers come in one order
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def begin(self, documents: tg.Documents, reach: int) -> NewTokens:
+        """Begin a pass over the whole document `documents`. Returns the part of it that the model has to see."""
+        seen = 0 if self.positions is None else len(self.positions)
+        self.first = max(0, seen - reach)
+        self.positions = documents.positions
+        self.calls = 0
+        first = self.first
+        pieces = len(documents.ngrams) // len(documents.tokens)
+        return NewTokens(**vars(documents) | {
+            "tokens": documents.tokens[first:], "positions": documents.positions[first:],
+            "ngrams": documents.ngrams[first * pieces:]}, cache=self)
+
+    def extended(self, name: str, part: Tensor) -> Tensor:
+        """Append to what is kept under a name the new tokens of `part` [T, ...], which begins at `first`. Returns all.
+        """
+        kept = self.kept.get(name, part[:0])
+        self.kept[name] = torch.cat([kept, part[len(kept) - self.first:]]) if len(kept) else part
+        return self.kept[name]
+
+
+@dataclass(frozen=True)
+class NewTokens(tg.Documents):
+    """The last tokens of a document whose earlier ones `cache` remembers. Its class_index has the targets of all."""
+    cache: Cache | None = None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, documents: tg.Documents, *settings) -> Tensor:
+    """Ops.attention by the reference; of NewTokens over the keys and values that their cache remembers, too."""
+    positions = documents.positions
+    if isinstance(documents, NewTokens):
+        cache = documents.cache
+        k = cache.extended(f"keys {cache.calls}", k)
+        v = cache.extended(f"values {cache.calls}", v)
+        cache.calls += 1
+        positions = cache.positions
+    return tg.attention_reference(q, k, v, positions, *settings)
+
+
+@torch.no_grad()
+def next_token(model: tg.GPT, documents: tg.Documents, geometry: tg.Geometry) -> Tensor:
+    """Probabilities [padded vocabulary], float32, of what follows a single document, or NewTokens of it."""
+    config = model.config
+    h = model.features(documents, geometry)
+    p = tg.softcapped(F.linear(h[-1], model.lm_head).float(), config.softcap).softmax(-1)
+    if model.pointer is None:
+        return p
+
+    q, k = tg.pointer_in(h, model.pointer).unbind(1)
+    if isinstance(documents, NewTokens):
+        k = documents.cache.extended("pointer keys", k)
+    k = k[-1 - config.pointer_window_tokens:].float()
+    scores = config.pointer_scale * (k[:-1] @ q[-1].float())
+    shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
+    copy_token = config.vocabulary
+    copied = F.pad(documents.class_index[-len(k):-1], (0, 1), value=copy_token)
+    p_copy = p[copy_token].clone()
+    p[copy_token] = 0
+    return p.index_add(0, copied, p_copy * shares)
+
+
+def next_tokens(model: tg.GPT, geometry: tg.Geometry, ids: list[int]) -> Iterator[Tensor]:
+    """next_token of a document, time and again, while the caller appends tokens to its `ids`."""
+    cache = Cache()
+    reach = 1 + 2 * len(model.blocks)
+    while True:
+        document = np.array([*ids, BOS], dtype=np.uint16)  # the last token is only a target
+        whole = tg.pack({0: [document]}, model.config, pin=False).to(model.lm_head.device)
+        yield next_token(model, cache.begin(whole, reach), geometry)
+
+
+def draw(p: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """A token by its probabilities p [V] to the power 1 / temperature, from the likeliest ones that have a share top_p
+    of the whole together, and at least one."""
+    p = (p.double() / p.max()) ** (1 / temperature)
+    p = p / p.sum()
+    likeliest, ids = p.sort(descending=True, stable=True)
+    before = likeliest.cumsum(0) - likeliest
+    likeliest[before >= max(top_p, 1e-9)] = 0  # the first one has nothing before it
+    return int(ids[torch.multinomial(likeliest, 1, generator=generator)])
+
+
+def continue_text(model: tg.GPT, content: dict, encoding, prompt: str, options: argparse.Namespace,
+                  generator: torch.Generator):
+    """Print `prompt` and what follows it, each token as it is drawn, up to the end of the document or --length tokens.
+
+    On standard error, how many tokens a second that were."""
+    ids = [BOS, *encoding.encode_ordinary(prompt)]
+    geometry = saved_geometry(content, model, len(ids) + options.length)
+    print(prompt, end="", flush=True)
+    clock = tg.Clock(model.lm_head.device)
+    start = clock.since_start()
+    for count, p in enumerate(itertools.islice(next_tokens(model, geometry, ids), options.length), 1):
+        ids.append(draw(p[:model.config.vocabulary], options.temperature, options.top_p, generator))
+        sys.stdout.buffer.write(encoding.decode_single_token_bytes(ids[-1]))  # it may end within a character
+        sys.stdout.flush()
+        if ids[-1] == BOS:
+            break
+    print()
+    print(f"{count} tokens, {count / (clock.since_start() - start):.1f} a second", file=sys.stderr)
+
+
+def typed_lines() -> Iterator[str]:
+    """The lines that a person types, up to Ctrl-D."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+
+
+def sample(options: argparse.Namespace, device: torch.device):
+    """Continue the text of the options, or each that is typed, all from one generator."""
+    encoding = load_encoding("gpt2")
+    model, content = load_model(options.model, device)
+    generator = torch.Generator(device).manual_seed(options.seed)
+    for prompt in typed_lines() if options.text is None else [options.text]:
+        continue_text(model, content, encoding, prompt, options, generator)
+
+
+# ---- main ------------------------------------------------------------------------------------------------------------
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The options. Those that do nothing beside the others are refused."""
+    parser = argparse.ArgumentParser(description="Use a model that train_gpt.py has saved.", allow_abbrev=False)
+    add = parser.add_argument
+    add("model", type=Path, help="written by train_gpt.py --save, or by --export")
+    add("text", nargs="?", help="what to continue; without it, each line that you type")
+    add("--seed", type=tg.within(int, 0, 2**62), help="of what is drawn (0)")
+    add("--temperature", type=tg.within(float, 0.01, 100), help="below 1 the likely tokens become likelier (0.8)")
+    add("--top-p", type=tg.within(float, 0, 1), help="only the likeliest tokens, up to this share (1)")
+    add("--length", type=tg.within(int, 1, 100_000), help="tokens at most (256)")
+    add("--eval", action="store_true", help="validation loss, compared with the logged one")
+    add("--data", type=Path, help="with --eval: the folder of other shards than the training's")
+    add("--export", type=Path, metavar="TO", help="copy the model, its n-gram table in 4 bits a number")
+    add("--dense", action="store_true", help="with --export: without the hashed n-grams")
+    options = parser.parse_args(argv)
+
+    given = [name for name in ("text", *SAMPLING) if getattr(options, name) is not None]
+    if options.export and options.eval:
+        parser.error("--eval and --export: one at a time")
+    if given and (options.export or options.eval):
+        option = "a text" if given[0] == "text" else f"--{given[0].replace('_', '-')}"
+        parser.error(f"{option} does nothing with --eval or --export")
+    if options.data and not options.eval:
+        parser.error("--data does nothing without --eval")
+    if options.dense and not options.export:
+        parser.error("--dense does nothing without --export")
+    for name, value in SAMPLING.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_arguments(argv)
+    try:
+        if options.export:
+            export_model(options.model, options.export, options.dense)
+            return 0
+        device = tg.pick_device(0)
+        if options.eval:
+            validate(options.model, options.data, device)
+        else:
+            sample(options, device)
+        return 0
+    except KeyboardInterrupt:
+        print("sample: interrupted", file=sys.stderr)
+        return 130
+    except DataError as error:
+        print(f"sample: {error}", file=sys.stderr)
+        return tg.EXIT_USAGE
+    except ImportError as error:
+        print(f"sample: {error.name}: expected it installed, found none; fix: pip install -r requirements.txt",
+              file=sys.stderr)
+        return tg.EXIT_USAGE
+    except Exception as error:
+        failure = tg.explained(error, None)
+        if failure is None:
+            raise
+        print(f"sample: {failure}", file=sys.stderr)
+        return failure.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,483 @@
+"""Eighteen forgeries: each is refused, or shown, or passes because only a rerun can tell. records/README.md lists which."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "records"), str(ROOT / "tests")]
+import audit  # noqa: E402
+import guard  # noqa: E402
+import record  # noqa: E402
+import runlog  # noqa: E402
+import runner  # noqa: E402
+import tracks  # noqa: E402
+import verify  # noqa: E402
+from test_records import FAKE, copy, edit_json, event, failed, finished, first_log, make, quick, rewrite_log  # noqa: E402, F401
+
+pytestmark = pytest.mark.fast
+
+
+def logs(path, arm="a"):
+    """The logs of an arm in the order of its seeds."""
+    return [path / "runs" / f"{arm}-s{seed}.jsonl" for seed in record.load(path).record["plan"]["seeds"]]
+
+
+def on_track(path, name, monkeypatch, **changes):
+    """The record as if it were of a track, with everything else of that track but its preset and number of tokens."""
+    monkeypatch.setitem(record.TRACKS, name, record.TRACKS[name]._replace(preset="smoke", val_tokens=8192, **changes))
+    edit_json(path / "record.json", lambda r: r.update(track=name))
+    return {check.name: check for check in verify.verify(path)}
+
+
+def said(path, name):
+    return {check.name: check for check in verify.verify(path)}[name].text
+
+
+# ---- the tokens ------------------------------------------------------------------------------------------------------
+def test_webtext_runs_relabelled_as_the_fineweb_speedrun(copy, monkeypatch):  # noqa: F811
+    """With files of FineWeb's names too: other records hold the same bytes as webtext's, and the validation hash is known."""
+    assert not on_track(copy, "speedrun", monkeypatch)["tokens"].ok
+    real = record.load(ROOT / "records/2026-11-26_shorter-1gpu").record["data"]
+    renamed = {name.replace("webtext", "fineweb"): digest for name, digest in real.items()}
+    parent = copy.parent / record.load(copy).record["parent"]
+    edit_json(parent / "record.json", lambda r: r.update(track="sprint-webtext", data=real))
+    edit_json(copy / "record.json", lambda r: r.update(data=renamed))
+    assert "expected shards of fineweb, found some of webtext" in said(copy, "tokens")
+    edit_json(copy / "record.json", lambda r: r.update(data={name: "0" * 64 for name in renamed}))
+    for path in logs(copy):
+        rewrite_log(path, lambda e: e[-1].update(val_hash="74f9a92a3c857c45"))
+    found = list(verify.token_problems(verify.Context(record.load(copy), {}), "a", runlog.read_run(logs(copy)[0])))
+    assert "tokens" in failed(copy) and found == ["a: expected validation tokens of fineweb, found those of webtext"]
+
+
+def test_another_validation_shard(copy, monkeypatch):  # noqa: F811
+    """Pinned by its SHA-256 and by what the runs hash of it."""
+    context = verify.Context(record.load(ROOT / "records/2026-11-26_shorter-1gpu"), {})
+    run = runlog.read_run(first_log(context.folder.path))
+    assert list(verify.corpus_problems(context)) == list(verify.token_problems(context, "a", run)) == []
+    context.folder.record["data"]["webtext_val_000000.bin"] = "0" * 64
+    assert list(verify.corpus_problems(context)) == ["expected the pinned shards of webtext, found others"]
+    run.lines[-1]["val_hash"] = "0" * 16
+    assert "expected validation tokens 74f9a92a3c857c45, found 0000" in next(verify.token_problems(context, "a", run))
+    assert not on_track(copy, "sprint-webtext", monkeypatch)["tokens"].ok
+
+
+def test_more_tokens_than_the_track_allows(copy):  # noqa: F811
+    """A log of 282 M tokens where 243 M are the most."""
+    context = verify.Context(record.load(ROOT / "records/2026-11-27_leaner-1gpu"), {})
+    run = runlog.read_run(first_log(context.folder.path))
+    assert list(verify.token_problems(context, "a", run)) == []
+    run.of("step")[-1]["tokens"] = 282_000_000
+    assert list(verify.token_problems(context, "a", run)) == ["a: expected at most 243,200,000 training tokens, found 282,000,000"]
+
+
+def test_the_pins_are_those_of_the_records():
+    """Every record of a pinned corpus has its manifest and validation hash, and stays below the track's cap."""
+    for path in record.all_folders():
+        folder = record.load(path)
+        pins = tracks.PINS[folder.track.corpus]
+        assert record.manifest_hash(folder.record["data"], list(folder.record["data"])) == pins.manifest
+        for run in folder.runs("a"):
+            assert run.lines[-1]["val_hash"] == pins.val_hash[folder.track.val_tokens]
+            assert run.of("step")[-1]["tokens"] <= folder.track.most_tokens
+
+
+# ---- the runs --------------------------------------------------------------------------------------------------------
+def adopt(log, plan_of):
+    """Make a log say that it is the run of another seed: the seed and the name of its folder."""
+    seed = int(plan_of.stem.partition("-s")[2])
+    own = runlog.read_run(plan_of).head["settings"]
+    rewrite_log(log, lambda e: (e[0].update(seed=seed), e[0]["settings"].update(log_dir=own["log_dir"], seed=str(seed))))
+
+
+def test_the_best_run_copied_over_all_seeds(copy):  # noqa: F811
+    best, *others = sorted(logs(copy), key=lambda path: runlog.read_run(path).loss)
+    for path in others:
+        own = runlog.read_run(path).head
+        kept = {name: own[name] for name in ("seed", "settings", "started")}
+        path.write_bytes(best.read_bytes())
+        rewrite_log(path, lambda e: e[0].update(kept))  # noqa: B023
+    assert failed(copy) == {"starts"} and "expected 3 seeds with start of their own, found 1" in said(copy, "starts")
+    for number, path in enumerate(others):  # with starts invented, the losses still are those of one run
+        rewrite_log(path, lambda e: event(e, "warm").update(state=f"{number:016x}"))  # noqa: B023
+    assert failed(copy) == {"starts"} and "with losses of their own, found 1" in said(copy, "starts")
+
+
+def test_one_script_and_seed_starts_alike_in_all_records(finished, copy):  # noqa: F811
+    """Here of a retime and the record that it repeats; on another torch or device it is not compared."""
+    root = copy.parent.parent
+    shutil.copytree(finished[0] / "data", root / "data")
+    again = make(root, "again", track_name=None, n=None, retime=copy)
+    runner.run_plan(again, None)
+    assert failed(again) == set() and "6 starts as in other records" in said(again, "starts")
+    log = logs(again)[0]
+    rewrite_log(log, lambda e: event(e, "warm").update(state="0" * 16))
+    assert failed(again) == {"starts"} and "expected the start of" in said(again, "starts")
+    for path in (*logs(again), *logs(again, "b")):
+        rewrite_log(path, lambda e: e[0].update(device="another"))
+    assert "starts" not in failed(again)
+
+
+def test_the_worst_run_dropped_and_the_others_renumbered(copy):  # noqa: F811
+    """Fewer runs are another plan, with other seeds."""
+    worst = max(logs(copy), key=lambda path: runlog.read_run(path).loss)
+    seed = int(worst.stem.partition("-s")[2])
+    for arm in "ab":
+        (copy / "runs" / f"{arm}-s{seed}.jsonl").unlink()
+
+    def drop(r):
+        kept = [s for s in r["plan"]["seeds"] if s != seed]
+        r["plan"].update(seeds=kept, order=record.plan_order(kept, "ab"))
+        r["runs"] = {name: digest for name, digest in r["runs"].items() if f"-s{seed}." not in name}
+        r["plan"]["id"] = record.plan_id(r, copy.name)
+
+    edit_json(copy / "record.json", drop)
+    folder = record.load(copy)
+    for path in (copy / "runs").iterdir():
+        name = f"running/{record.log_name(folder, path.stem)}"
+        rewrite_log(path, lambda e: e[0]["settings"].update(log_dir=name))  # noqa: B023
+    assert "plan" in failed(copy) and "expected the seeds that follow from the plan" in said(copy, "plan")
+
+
+def test_n_grown_after_a_look(copy):  # noqa: F811
+    def grow(r):
+        more = [*r["plan"]["seeds"], 7]
+        r["plan"].update(seeds=more, order=record.plan_order(more, "ab"))
+        r["plan"]["id"] = record.plan_id(r, copy.name)
+
+    edit_json(copy / "record.json", grow)
+    assert {"plan", "settings", "runs"} <= failed(copy), "other seeds follow, and the logs carry the old id"
+
+
+def test_a_date_set_back(copy):  # noqa: F811
+    edit_json(copy / "record.json", lambda r: r.update(date="2020-01-01"))
+    back = copy.rename(copy.with_name("2020-01-01_child"))
+    assert failed(back) == {"name", "plan"}
+    edit_json(back / "record.json", lambda r: r["plan"].update(id=record.plan_id(r, back.name)))
+    assert {"name", "plan", "settings"} <= failed(back)
+
+
+def test_an_early_clock(copy):  # noqa: F811
+    """.4 s less than the steps took; 5 ms and .3 % are allowed."""
+    def stop_early(e, ms):
+        last = [line for line in e if line["kind"] == "clock"][-1]
+        last["end_ms"] -= ms
+        e[-1]["ms"] -= ms
+
+    log = first_log(copy)
+    rewrite_log(log, lambda e: stop_early(e, 10))
+    assert "clock" not in failed(copy)
+    rewrite_log(log, lambda e: stop_early(e, 390))
+    assert "clock" in failed(copy) and "expected steps that take about" in said(copy, "clock")
+
+
+def test_the_steps_of_real_logs_take_what_the_clock_says():
+    """Far within the tolerance: .02 % and 4 ms at most."""
+    for path in record.all_folders():
+        for run in record.load(path).runs("a"):
+            assert abs(1e3 * run.train[-1, 1] - run.ms) < 2e-4 * run.ms + 1 or abs(1e3 * run.train[-1, 1] - run.ms) < 5
+
+
+def test_a_slowed_parent_is_shown(copy):  # noqa: F811
+    """It makes a gain, and the record stands; the warning leads to a retime."""
+    assert "WARNING" not in said(copy, "gain")
+
+    def slow(e):
+        for line in e:
+            for name in {"ms_per_step", "ms"} & line.keys():
+                line[name] = round(line[name] * 1.2, 3)
+        first, second = [line for line in e if line["kind"] == "clock"]
+        middle = first["start_ms"] + 1.2 * (first["end_ms"] - first["start_ms"])
+        end = first["start_ms"] + 1.2 * (second["end_ms"] - first["start_ms"])
+        first["end_ms"] = second["start_ms"] = middle
+        second["end_ms"] = end
+
+    for path in logs(copy, "b"):
+        rewrite_log(path, slow)
+    assert failed(copy) == set() and re.search(r"WARNING: arm b took \+(19.9|20.0|20.1)% of the time in its own record", said(copy, "gain"))
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------
+def old_record(tmp_path):
+    """A copy of a record before the rule."""
+    source = ROOT / "records/2026-11-21_recall-1gpu"
+    (tmp_path / "records").mkdir()
+    return Path(shutil.copytree(source, tmp_path / "records" / source.name))
+
+
+def test_an_old_record_rewritten(tmp_path):
+    """Its losses lowered and every hash repaired: the list of records before the rule has another SHA-256. Nor can one be added."""
+    path = old_record(tmp_path)
+    assert "schema" not in failed(path)
+    rewrite_log(first_log(path), lambda e: (e[-1].update(loss=3.1), event([x for x in e if x.get("final")], "val").update(loss=3.1)))
+    assert failed(path) == {"schema"} and "expected schema 2, or a record as before-the-rule.sha256 lists it" in said(path, "schema")
+    other = path.rename(path.with_name("2026-11-21_other"))
+    assert failed(other) == {"schema"}
+
+
+def test_a_script_edited_after_its_runs(copy):  # noqa: F811
+    script = copy / "train_gpt.py"
+    script.write_text(script.read_text() + "# a harmless comment\n")
+    assert "script" in failed(copy)
+    edit_json(copy / "record.json", lambda r: r["scripts"].update(a=hashlib.sha256(script.read_bytes()).hexdigest()))
+    assert {"plan", "settings"} <= failed(copy)
+
+
+def test_seeds_that_were_chosen(copy):  # noqa: F811
+    def choose(r):
+        r["plan"].update(seeds=[1, 2, 3], order=record.plan_order([1, 2, 3], "ab"))
+        r["plan"]["id"] = record.plan_id(r, copy.name)
+
+    edit_json(copy / "record.json", choose)
+    assert "plan" in failed(copy) and "expected the seeds that follow from the plan" in said(copy, "plan")
+
+
+def test_a_record_copied_under_another_name(copy):  # noqa: F811
+    twin = Path(shutil.copytree(copy, copy.with_name(copy.name.replace("child", "twin"))))
+    assert failed(twin) == {"plan", "files"} and failed(copy) == set()
+
+
+@pytest.mark.parametrize("change", [lambda e: e[0]["settings"].update(length="0.5"), lambda e: e[0]["settings"].update(val_every="10"),
+                                    lambda e: e[0]["settings"].update(no_fp8="True")])
+def test_a_shortened_run_or_other_options(copy, change):  # noqa: F811
+    rewrite_log(first_log(copy), change)
+    assert failed(copy) == {"settings"}
+
+
+def test_a_systems_record_that_changes_the_model(copy):  # noqa: F811
+    edit_json(copy / "record.json", lambda r: r.update(kind="systems"))
+    assert verify.evaluate((verify.check_kind,), verify.Context(record.load(copy), {}))[0].ok
+    script = copy / "train_gpt.py"
+    script.write_text(script.read_text().replace("# 8. Model\n", "# 8. Model\n", 1).replace("RATE = 1.0", "RATE = 1.1"))
+    assert "kind" in failed(copy) and "found changes of RATE" in said(copy, "kind")
+
+
+# ---- what only a rerun tells -----------------------------------------------------------------------------------------
+def test_invented_losses_pass_verification_and_not_an_audit(copy, capsys):  # noqa: F811
+    data = ROOT / "data/sample"
+    shutil.copytree(data, copy.parents[1] / "data/sample", dirs_exist_ok=True)
+    log = logs(copy)[0]
+    seed = int(log.stem.partition("-s")[2])
+
+    def invent(e):
+        for line in e:
+            if line["kind"] == "step":
+                line["train_loss"] -= 0.06
+
+    real = log.read_bytes()
+    rewrite_log(log, invent)
+    assert failed(copy) == set()
+    log.write_bytes(real)
+    rewrite_log(log, lambda e: None)
+    assert failed(copy) == set()
+    assert audited(copy, seed) == 1, "other shards than the log's"
+    assert "expected the shards that the log names, found others" in capsys.readouterr().out
+
+
+def audited(path, seed, **options):
+    return audit.audit(path, options.get("data"), seed, options.get("arm", "a"), 50)
+
+
+def test_audit_compares_what_the_script_logs_now(finished, copy, capsys):  # noqa: F811
+    """To the last digit on equal GPUs, else within a tolerance, and it says so."""
+    shutil.copytree(finished[0] / "data", copy.parents[1] / "data")
+    log = logs(copy)[0]
+    seed = int(log.stem.partition("-s")[2])
+    assert audited(copy, seed) == 0
+    text = capsys.readouterr().out
+    assert "5 losses as logged" in text and "unequal hardware (a CPU, whose sums depend on its threads)" in text
+    rewrite_log(log, lambda e: [line.update(train_loss=line["train_loss"] - 0.06) for line in e if line["kind"] == "step"])
+    assert failed(copy) == set() and audited(copy, seed) == 1, "invented, all rechained: only a rerun tells"
+    assert "DIFFERS" in capsys.readouterr().out
+    assert audited(copy, record.load(copy).record["plan"]["seeds"][1], arm="b") == 0
+    with pytest.raises(runlog.Failure, match="expected one of arm a and seed 5, found none"):
+        audited(copy, 5)
+    assert not (copy / "running").exists() and failed(copy) == set(), "the record is as it was"
+
+
+@pytest.mark.parametrize("gpus, shift, ok", [(["x"], 0, True), (["x"], 1e-6, False), ([], 1e-6, True), ([], 0.06, False)])
+def test_equal_hardware_repeats_to_the_digit(gpus, shift, ok):
+    import numpy as np
+    head = {"device": "H200", "world": 1, "torch": "2", "triton": "3", "cuda": "13", "gpus": gpus}
+    logged, found = (runlog.Run(Path(), "ok", head, train=np.array([(1, 1.0, 10.0), (25, 2.0, 9.0 + more)])) for more in (0, shift))
+    exact = not audit.differences(logged.head, found.head)
+    rows = audit.compared(logged, found, exact)
+    assert exact == bool(gpus) and [row.step for row in rows] == [1, 25] and all(row.ok for row in rows) == ok
+    assert audit.differences(head, head | {"device": "H100"})[0] == "device H100 for H200"
+
+
+def test_the_tolerance_holds_between_numbers_of_gpus():
+    """Records that ran one script and seed on one, two and four GPUs: unequal hardware, as an audit compares it."""
+    found = {}
+    for path in record.all_folders():
+        folder = record.load(path)
+        for run in folder.runs("a"):
+            found.setdefault((folder.record["scripts"]["a"], run.head["seed"]), []).append(run)
+    pairs = [runs for runs in found.values() if len(runs) == 2]
+    rows = [row for a, b in pairs for row in audit.compared(a, b, False) if row.step <= 50]
+    assert len(pairs) > 8 and len(rows) > 24 and all(row.ok for row in rows)
+    assert max(abs(row.logged - row.found) for row in rows) > 1e-3, "and is needed"
+
+
+def test_invented_times_pass_verification(copy):  # noqa: F811
+    """All of a run's times shortened alike. Only a retime tells, and the README says so."""
+    def hurry(e):
+        for line in e:
+            for name in {"ms_per_step", "ms"} & line.keys():
+                line[name] = round(line[name] * 0.9, 4)
+        first, second = [line for line in e if line["kind"] == "clock"]
+        middle = first["start_ms"] + 0.9 * (first["end_ms"] - first["start_ms"])
+        first["end_ms"] = second["start_ms"] = middle
+        second["end_ms"] = first["start_ms"] + e[-1]["ms"]
+
+    for path in logs(copy):
+        rewrite_log(path, hurry)
+    assert failed(copy) == set()
+    assert "| invented times, all rechained | passes `verify`; needs a retime |" in (ROOT / "records/README.md").read_text()
+
+
+# ---- the base --------------------------------------------------------------------------------------------------------
+def git(root, *words, when=None):
+    date = {"GIT_AUTHOR_DATE": when, "GIT_COMMITTER_DATE": when} if when else {}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(root), "GIT_CONFIG_GLOBAL": "/dev/null", **date}
+    for name in ("AUTHOR", "COMMITTER"):
+        environment |= {f"GIT_{name}_NAME": "a", f"GIT_{name}_EMAIL": "a@b"}
+    subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, env=environment)
+
+
+@pytest.fixture
+def repository(copy):  # noqa: F811
+    """The finished records in git, on a branch main."""
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    root = copy.parents[1]
+    git(root, "init", "-q", "-b", "main")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "base")
+    git(root, "checkout", "-qb", "work")
+    return root
+
+
+def guarded(root, capsys):
+    status = guard.guard("main", root)
+    return status, capsys.readouterr().out
+
+
+def test_guard_lets_unchanged_records_pass(repository, copy, capsys):  # noqa: F811
+    readme = copy / "README.md"
+    readme.write_text(readme.read_text() + "\nMore of what failed.\n")
+    assert guarded(repository, capsys) == (0, f"2 records as in {head_of(repository)}, 0 new ones planned before they ran\n")
+
+
+def head_of(root):
+    return subprocess.run(["git", "rev-parse", "main"], cwd=root, capture_output=True, text=True, check=True).stdout[:12]
+
+
+@pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("rewrite, words", [
+    (lambda path: rewrite_log(first_log(path), lambda e: e[-1].update(ms=e[-1]["ms"] - 1)), "expected its runs and means as in the base"),
+    (lambda path: (path / "runs/a-s1.jsonl").write_text("{}\n"), "runs/a-s1.jsonl as in the base, found it added"),
+    (lambda path: first_log(path).unlink(), "as in the base, found it changed or removed"),
+    (lambda path: edit_json(path / "record.json", lambda r: r["plan"].update(seeds=[1, 2])), "expected the plan of the base"),
+    (lambda path: edit_json(path / "record.json", lambda r: r.update(date="2020-01-01")), "expected the plan of the base"),
+    (lambda path: (path / "train_gpt.py").write_text("x"), "train_gpt.py as in the base"),
+    (shutil.rmtree, "expected the record, found it removed or unreadable: abandoned plans stay"),
+])
+def test_guard_refuses_a_rewritten_record(repository, copy, capsys, rewrite, words, committed):  # noqa: F811
+    """What `verify` cannot see once every hash is repaired, the base branch shows: committed or not."""
+    rewrite(copy)
+    if committed:
+        git(repository, "add", "-A", "-f", ".")
+        git(repository, "commit", "-qm", "a small correction")
+    status, text = guarded(repository, capsys)
+    assert status == 1 and words in text and copy.name in text
+
+
+def planned(repository, finished):  # noqa: F811
+    """A plan in the repository, without runs and not yet committed."""
+    if not (repository / "data").exists():
+        shutil.copytree(finished[0] / "data", repository / "data")
+    (repository / "train_gpt.py").write_text(FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 96.0"))
+    return make(repository, "idea")
+
+
+LONG_AGO, LATER = "2020-01-01T00:00:00+00:00", "2099-01-01T00:00:00+00:00"
+
+
+def test_guard_wants_the_plan_before_the_runs(repository, finished, copy, capsys):  # noqa: F811
+    path = planned(repository, finished)
+    git(repository, "add", "records")
+    git(repository, "commit", "-qm", "plan", when=LONG_AGO)
+    assert guarded(repository, capsys)[0] == 0
+    runner.run_plan(path, None)
+    git(repository, "add", "records")
+    git(repository, "commit", "-qm", "runs")
+    assert guarded(repository, capsys)[0] == 0 and failed(path) == set()
+
+
+@pytest.mark.parametrize("when, together, words", [
+    (None, True, "expected the plan's commit before its runs, found both in"),
+    (LATER, False, "expected the plan's commit before its first run, found 2099"),
+    (None, None, "expected its plan in a commit of its own, found runs and no commit"),
+])
+def test_guard_refuses_a_plan_that_came_later(repository, finished, copy, capsys, when, together, words):  # noqa: F811
+    path = planned(repository, finished)
+    if together is False:
+        git(repository, "add", "records")
+        git(repository, "commit", "-qm", "plan", when=when)
+    runner.run_plan(path, None)
+    if together is not None:
+        git(repository, "add", "records")
+        git(repository, "commit", "-qm", "runs")
+    status, text = guarded(repository, capsys)
+    assert status == 1 and words in text
+
+
+def test_guard_refuses_a_plan_changed_between_its_commit_and_its_runs(repository, finished, copy, capsys):  # noqa: F811
+    path = planned(repository, finished)
+    git(repository, "add", "records")
+    git(repository, "commit", "-qm", "plan", when=LONG_AGO)
+    shutil.rmtree(path)
+    runner.run_plan(make(repository, "idea", n=2), None)
+    status, text = guarded(repository, capsys)
+    assert status == 1 and "expected the plan of" in text
+
+
+def test_a_dropped_plan(repository, finished, copy, capsys):  # noqa: F811
+    """A plan that the base has must stay, and be abandoned in sight; then its runs stay too."""
+    path = planned(repository, finished)
+    git(repository, "add", "records")
+    git(repository, "commit", "-qm", "plan", when=LONG_AGO)
+    git(repository, "branch", "-f", "main")
+    record.abandon(path, "it diverges")
+    assert guarded(repository, capsys)[0] == 0 and failed(path) == set()
+    git(repository, "commit", "-qam", "abandoned")
+    git(repository, "branch", "-f", "main")
+    edit_json(path / "record.json", lambda r: r.update(abandoned=None))
+    assert "expected it abandoned as in the base" in guarded(repository, capsys)[1]
+    shutil.rmtree(path)
+    assert "found it removed or unreadable" in guarded(repository, capsys)[1]
+
+
+def test_guard_names_a_base_that_is_not_there(repository):
+    with pytest.raises(runlog.Failure, match="^git merge-base .*expected a repository with that commit, found .*; fix: fetch the base"):
+        guard.guard("nowhere", repository)
+
+
+def test_ci_calls_guard():
+    text = (ROOT / ".ci/run").read_text()
+    assert re.search(r'records guard "\$base"', text)
+
+
+def test_the_readme_lists_eighteen():
+    text = (ROOT / "records/README.md").read_text()
+    table = text.partition("| forgery | found |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert len(table) == 18 and all(re.search("refused|shown|passes", row) for row in table)
