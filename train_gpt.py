@@ -2277,13 +2277,13 @@ class TokenStream:
 
 
 def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
-    """Cut tokens before each BOS and after `cap` tokens. Each piece carries one token more, its last target."""
-    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}  # of documents
-    pieces = []
-    for document, end in itertools.pairwise(sorted(bounds)):
-        for start in range(document, end, cap):
-            pieces.append(tokens[start:min(start + cap, end) + 1])
-    return pieces
+    """Cut tokens before each BOS and after `cap` tokens. Each document carries one token more, its last target."""
+    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}
+    documents = []
+    for first, end in itertools.pairwise(sorted(bounds)):
+        for start in range(first, end, cap):
+            documents.append(tokens[start:min(start + cap, end) + 1])
+    return documents
 
 
 # Primes, and no divisors of a vocabulary: their multiples meet every class once before any again. The second is the
@@ -2427,6 +2427,16 @@ class HostBatch:
         return Documents(**fields)
 
 
+def sort_ids(ids: np.ndarray, vocab_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(order, starts): the positions of id v are order[starts[v]:starts[v + 1]], ascending; ids are below 2^16.
+
+    With 16-bit keys NumPy's stable sort is a radix sort, half a millisecond for 65536 tokens. torch's embedding
+    backward would sort again for every table.
+    """
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    return order, np.append(0, np.cumsum(np.bincount(ids, minlength=vocab_rows)))
+
+
 def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None,
          digest: int = 0) -> HostBatch:
     """Pack batch chunks one after the other; with `pin` in pinned memory, which asynchronous copies to a GPU need.
@@ -2434,25 +2444,25 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
     `chunks` maps the number of each in the run to what cut_documents made of it. Without `sampled_classes` the softmax
     is over the whole vocabulary: `classes` and `num_always` are None.
     """
-    pieces = list(itertools.chain(*chunks.values()))
-    lengths = [len(piece) - 1 for piece in pieces]
-    tokens = np.concatenate([piece[:-1] for piece in pieces])
+    documents = list(itertools.chain(*chunks.values()))
+    lengths = [len(document) - 1 for document in documents]
+    tokens = np.concatenate([document[:-1] for document in documents])
     positions = np.concatenate([np.arange(length) for length in lengths])
     remaining = np.repeat(lengths, lengths) - 1 - positions
 
     order, starts = sort_ids(tokens, model.padded_vocabulary)
-    row_pieces = model.ngram_pieces
-    ngrams = np.empty((len(tokens) * row_pieces, 0), int)
+    pieces = model.ngram_pieces
+    ngrams = np.empty((len(tokens) * pieces, 0), int)
     if model.ngram_rows:
-        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, row_pieces)
+        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, pieces)
     if model.longest_suffix_match:
         matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
         # Hashed rows lie by piece, then by order; behind them the pieces of a match lie side by side.
-        first_pieces = row_pieces * (model.ngram_rows + matches)
-        ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(row_pieces)).ravel()])
+        first_pieces = pieces * (model.ngram_rows + matches)
+        ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(pieces)).ravel()])
 
     # What the head has to predict, see Targets: the next token's class, and a sampled softmax's classes.
-    targets = [np.concatenate([piece[1:] for piece in own]) for own in chunks.values()]
+    targets = [np.concatenate([document[1:] for document in own]) for own in chunks.values()]
     fields = {
         "tokens": tokens,
         "order": order,
@@ -2593,8 +2603,8 @@ def split_heads_reference(qkv, value, value_gates, positions, cos, sin, heads, k
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def visible_chunks(positions, window, chunk_queries, nearest=0, first=0):
-    """The mask of attention within documents, for `chunk_queries` queries at a time: (queries, keys, mask).
+def visible_blocks(positions, window, block_queries, nearest=0, first=0):
+    """The mask of attention within documents, for `block_queries` queries at a time: (queries, keys, mask).
 
     A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
     are those that the windows of these queries reach; mask [queries, keys] is True where a query
@@ -2602,31 +2612,31 @@ def visible_chunks(positions, window, chunk_queries, nearest=0, first=0):
     """
     index = torch.arange(len(positions), device=positions.device)
     first_visible = index - positions.clamp(max=window)
-    for start in range(first, len(index), chunk_queries):
-        queries = slice(start, start + chunk_queries)
+    for start in range(first, len(index), block_queries):
+        queries = slice(start, start + block_queries)
         keys = slice(max(start - window, 0), queries.stop)
         not_too_far = index[keys] >= first_visible[queries, None]
         not_too_near = index[keys] <= index[queries, None] - nearest
         yield slice(start - first, queries.stop - first), keys, not_too_far & not_too_near
 
 
-def attention_reference(q, k, v, positions, window, scale, gates=None, chunk_queries=512):
+def attention_reference(q, k, v, positions, window, scale, gates=None, block_queries=512):
     """Softmax attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given.
 
-    It takes a chunk of queries at a time, with the keys that their windows reach, so that the
-    scores are chunk_queries * (chunk_queries + window) * H numbers. The mask is visible_chunks'.
+    It takes a block of queries at a time, with the keys that their windows reach, so that the
+    scores are block_queries * (block_queries + window) * H numbers. The mask is visible_blocks'.
     Any device and dtype. q and gates may also be of the last tokens only, and then so is the output.
     """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    chunks = []
-    for queries, keys, visible in visible_chunks(positions, window, chunk_queries, first=k.size(1) - q.size(1)):
-        chunk = F.scaled_dot_product_attention(q[:, queries], k[:, keys], v[:, keys], attn_mask=visible, scale=scale)
-        chunks.append(chunk.transpose(0, 1))
-    out = torch.cat(chunks)
+    blocks = []
+    for queries, keys, visible in visible_blocks(positions, window, block_queries, first=k.size(1) - q.size(1)):
+        block = F.scaled_dot_product_attention(q[:, queries], k[:, keys], v[:, keys], attn_mask=visible, scale=scale)
+        blocks.append(block.transpose(0, 1))
+    out = torch.cat(blocks)
     return out if gates is None else (out * gates[..., None]).to(out.dtype)
 
 
-def pointer_reference(qk, ids, positions, window, scale, chunk_queries=512):
+def pointer_reference(qk, ids, positions, window, scale, block_queries=512):
     """log_copy [T]: the log-probability of the next token under the pointer, one part of a mixture.
 
     This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
@@ -2640,7 +2650,7 @@ def pointer_reference(qk, ids, positions, window, scale, chunk_queries=512):
     """
     q, k = qk.to(wide_dtype(qk)).unbind(1)
     log_copy = []
-    for queries, keys, visible in visible_chunks(positions, window, chunk_queries, nearest=1):
+    for queries, keys, visible in visible_blocks(positions, window, block_queries, nearest=1):
         scores = scale * (q[queries] @ k[keys].T)
         match = visible & (ids[keys] == ids[queries, None])
         visible_scores = scores.masked_fill(~visible, -torch.inf)
@@ -2671,14 +2681,14 @@ def log_importance_weights(num_always, num_classes, population):
     return torch.where(sampled, weight, 1).log()
 
 
-def head_loss_reference(x, weight, targets, cap, chunk_rows=4096):
+def head_loss_reference(x, weight, targets, cap, block_rows=4096):
     """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
 
     x [T, D], weight [V, D]. Only targets.classes take part in the softmax; if that is None, all V
-    do, padding too. The backward pass recomputes chunks of rows, so that few logits exist at a
+    do, padding too. The backward pass recomputes blocks of rows, so that few logits exist at a
     time.
     """
-    def chunk_loss(weight, log_weights, x, class_index, log_copy=None):
+    def block_loss(weight, log_weights, x, class_index, log_copy=None):
         logits = x @ weight.T
         logits = softcapped(logits.to(wide_dtype(logits)), cap)
         log_p = (logits + log_weights).log_softmax(-1)
@@ -2689,8 +2699,8 @@ def head_loss_reference(x, weight, targets, cap, chunk_rows=4096):
             log_p_targets = torch.cat([log_p_next[:, None], log_p_targets[:, 1:]], 1)
         return -(targets.weights.to(log_p.dtype) * log_p_targets * (class_index >= 0)).sum()
 
-    if len(x) > chunk_rows:
-        chunk_loss = functools.partial(checkpoint, chunk_loss, use_reentrant=False)
+    if len(x) > block_rows:
+        block_loss = functools.partial(checkpoint, block_loss, use_reentrant=False)
     total = 0.0
     for rows, part in targets.parts():
         part_weight = weight
@@ -2704,8 +2714,8 @@ def head_loss_reference(x, weight, targets, cap, chunk_rows=4096):
         operands = [x[rows], class_index]
         if part.log_copy is not None:
             operands.append(part.log_copy)
-        for chunk in zip(*(operand.split(chunk_rows) for operand in operands)):
-            total = total + chunk_loss(part_weight, log_weights, *chunk)
+        for block in zip(*(operand.split(block_rows) for operand in operands)):
+            total = total + block_loss(part_weight, log_weights, *block)
     return total
 
 
@@ -2847,8 +2857,8 @@ def orthogonalize_reference(matrices, method):
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
 # head. Every header names the reference in section 8, and has shapes, and operations or bytes; times are of one H200,
-# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches of more than eight operands name
-# them.
+# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches name their operands where there
+# are more than eight.
 
 # Kernels can read globals that are constexprs, and no others; in the interpreter such a one stands right of a tensor.
 LOG2_E = constexpr(1.4426950408889634)  # log2(e): kernels use exp2, because the hardware computes powers of 2
@@ -4169,13 +4179,13 @@ class HeadLoss(Function):
 
 
 @torch.no_grad()
-def head_loss_eval(x, weight, targets, cap, chunk_rows=8192):
+def head_loss_eval(x, weight, targets, cap, block_rows=8192):
     """Summed loss of the next tokens without FP8 or approximate functions, 0-d float64.
 
     It keeps 0.8 GB of bf16 logits alive at the default.
     """
     total = 0.0
-    for rows, part in targets.parts(chunk_rows):
+    for rows, part in targets.parts(block_rows):
         losses, *_ = row_losses(x[rows] @ weight.T, part, len(weight), cap)
         total = total + losses.sum(dtype=torch.float64)
     return total
@@ -4281,20 +4291,9 @@ class Fp8Mlp(Function):
 # ---- embedding gradient, sparse update -------------------------------------------------------------------------------
 # The gradient of a table's row is the sum over all positions that hold its id: sorted by id, a group of
 # neighbours. Some ids are very frequent (the comma: thousands of positions) and would keep one program busy
-# for long. So the sorted positions are cut into chunks of CHUNK_ROWS, and every chunk that lies within a group
-# is summed by a program of its own. At the two ends of a group at most 2 (CHUNK_ROWS - 1) positions are left.
-CHUNK_ROWS = 32
-
-
-def sort_ids(ids, vocab_rows):
-    """(order, starts): the positions of id v are order[starts[v]:starts[v + 1]], ascending.
-
-    For the loader: `ids` is a NumPy array, below vocab_rows and 2^16. With 16-bit keys NumPy's stable sort
-    is a radix sort, half a millisecond for 65536 tokens. torch's embedding backward would sort again for
-    every table.
-    """
-    order = np.argsort(ids.astype(np.uint16), kind="stable")
-    return order, np.append(0, np.cumsum(np.bincount(ids, minlength=vocab_rows)))
+# for long. So the sorted positions are cut into spans of SPAN positions, and every span that lies within a group
+# is summed by a program of its own. At the two ends of a group at most 2 (SPAN - 1) positions are left.
+SPAN = 32
 
 
 @jit
@@ -4317,37 +4316,37 @@ def sum_rows(x_ptr, order_ptr, begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
 
 
 @jit
-def chunk_sum_kernel(
+def span_sum_kernel(
     grad_ptr, ids_ptr, order_ptr, partial_ptr, width,
-    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    IDS_PER_ROW: constexpr, SPAN: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """partial[c] = the sum of the gradient rows of chunk c, [chunks, width] float32, if all its positions hold one id.
+    """partial[s] = the sum of the gradient rows of span s, [spans, width] float32, if all its positions hold one id.
 
-    Each program has one chunk. Sums of other chunks are not written, and sum_group does not read them.
+    Each program has one span. Sums of other spans are not written, and sum_group does not read them.
     """
-    begin = tl.program_id(0) * CHUNK_ROWS
+    begin = tl.program_id(0) * SPAN
     first_id = tl.load(ids_ptr + tl.load(order_ptr + begin))
-    last_id = tl.load(ids_ptr + tl.load(order_ptr + begin + CHUNK_ROWS - 1))
+    last_id = tl.load(ids_ptr + tl.load(order_ptr + begin + SPAN - 1))
     if first_id == last_id:
-        total = sum_rows(grad_ptr, order_ptr, begin, begin + CHUNK_ROWS, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
+        total = sum_rows(grad_ptr, order_ptr, begin, begin + SPAN, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
         column = tl.arange(0, BLOCK_N)
-        tl.store(partial_ptr + begin // CHUNK_ROWS * width + column, total, column < width)
+        tl.store(partial_ptr + begin // SPAN * width + column, total, column < width)
 
 
 @jit
-def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N):
+def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N):
     """The sum of the gradient rows of one id, at sorted positions begin ... end - 1.
 
-    It adds the rows before the first whole chunk, the partial sums of the whole chunks and the rows after
+    It adds the rows before the first whole span, the partial sums of the whole spans and the rows after
     the last.
     """
-    first_chunk = tl.cdiv(begin, CHUNK_ROWS)
-    end_chunk = end // CHUNK_ROWS  # no whole chunk if first_chunk >= end_chunk
-    head_end = tl.minimum(first_chunk * CHUNK_ROWS, end)
-    tail_begin = tl.maximum(end_chunk * CHUNK_ROWS, head_end)
+    first_span = tl.cdiv(begin, SPAN)
+    end_span = end // SPAN  # no whole span if first_span >= end_span
+    head_end = tl.minimum(first_span * SPAN, end)
+    tail_begin = tl.maximum(end_span * SPAN, head_end)
     total = sum_rows(grad_ptr, order_ptr, begin, head_end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
-    total += sum_rows(partial_ptr, None, first_chunk, end_chunk, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
+    total += sum_rows(partial_ptr, None, first_span, end_span, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
     total += sum_rows(grad_ptr, order_ptr, tail_begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
     return total
 
@@ -4355,7 +4354,7 @@ def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, 
 @jit
 def embedding_grad_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, vocab_rows, dense_ptr, width,
-    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    IDS_PER_ROW: constexpr, SPAN: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, ADD: constexpr,
 ):
     """dense[v] = the sum of the gradient rows of id v, zeros without any, for all v < vocab_rows; ADD: += instead.
@@ -4369,7 +4368,7 @@ def embedding_grad_kernel(
         begin = tl.load(starts_ptr + row)
         end = tl.load(starts_ptr + row + 1)
         total = sum_group(
-            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N)
+            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N)
         row_ptr = dense_ptr + tl.cast(row, tl.int64) * width + column
         inside = column < width
         if ADD:
@@ -4386,14 +4385,14 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, B
     ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are those of the kernel's
     own that follow, `options` others by name. A program gets `per_program` groups.
     """
-    chunks = len(order) // CHUNK_ROWS
+    spans = len(order) // SPAN
     grad = grad.contiguous()
     width = grad.size(1)
-    partial = grad.new_empty(max(chunks, 1), width, dtype=torch.float32)
-    shape = dict(IDS_PER_ROW=len(order) // len(grad), CHUNK_ROWS=CHUNK_ROWS, BLOCK_M=BLOCK_M,
+    partial = grad.new_empty(max(spans, 1), width, dtype=torch.float32)
+    shape = dict(IDS_PER_ROW=len(order) // len(grad), SPAN=SPAN, BLOCK_M=BLOCK_M,
                  BLOCK_N=triton.next_power_of_2(width), num_warps=2)
-    if chunks:
-        chunk_sum_kernel[(chunks,)](grad, ids, order, partial, width, **shape)
+    if spans:
+        span_sum_kernel[(spans,)](grad, ids, order, partial, width, **shape)
     kernel[(triton.cdiv(len(starts) - 1, per_program),)](
         grad, order, starts, partial, *arguments, width=width, **shape, **options)
 
@@ -4458,7 +4457,7 @@ def adam(weights, received, *arguments, cautious=True):
 def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
     step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, width,
-    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr, CAUTIOUS: constexpr,
+    IDS_PER_ROW: constexpr, SPAN: constexpr, CAUTIOUS: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
@@ -4478,7 +4477,7 @@ def sparse_adam_kernel(
         last_step = tl.load(last_step_ptr + row)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + row)
         grad = sum_group(
-            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N)
+            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N)
         grad = grad_scale * grad
 
         beta2_power = tl.exp2((step - last_step) * tl.log2(beta2))  # makes up for the steps that did not read the row

@@ -94,10 +94,10 @@ def test_rules_fit_the_launches_of_a_step(tiny, corpus, monkeypatch):
     weights = [cost for cost in found["quantize_kernel"] if cost.bytes == 4 * 64 * 32]
     assert len(weights) == 2 * sum(layer.mlp for layer in model.layers)
 
-    # Every row of the gradient is read once an id, whether chunk by chunk or in its group; rows of the table are read and written.
+    # Every row of the gradient is read once an id, whether span by span or in its group; rows of the table are read and written.
     width, ids = model.width // model.ngram_pieces, documents.ngrams
     rows = len(ids.unique())
-    table = found["sparse_adam_kernel"][0].bytes + found["chunk_sum_kernel"][-1].bytes
+    table = found["sparse_adam_kernel"][0].bytes + found["span_sum_kernel"][-1].bytes
     assert table == pytest.approx(2 * width * ids.numel() + 4 * width * rows + 16 * rows + 20 * ids.numel(), rel=0.1)
     table = costs.OWN["adam_kernel"](next(a for a in launches["adam_kernel"] if a["size"] == model.padded_vocabulary * model.width))
     assert table.bytes == 14 * model.padded_vocabulary * model.width + 8  # and two rates

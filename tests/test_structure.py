@@ -33,7 +33,7 @@ USES = {
     "Model": ["Reference operators", "Runtime"],
     "Optimizer": ["Triton kernels", "Runtime"],
     "Training": ["Schedule", "Model", "Optimizer", "Data", "Runtime", "Run log"],
-    "Data": ["Model", "Triton kernels", "Runtime"],
+    "Data": ["Model", "Runtime"],
     "Reference operators": [],
     "Triton kernels": ["Reference operators", "Runtime"],
     "Operator selection": ["Model", "Reference operators", "Triton kernels", "Runtime"],
