@@ -5375,9 +5375,11 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops):
     gpu = f"capability {version}" if any(version) else "no GPU"
     if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
         gpu += ", below the (8, 0) of the fast operators, so slow"
+    nodes = len(set(ranks.nodes))
+    place = f" on {nodes} nodes" if nodes > 1 else ""
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
-    print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts()['device']}, "
+    print(f"{preset.status}\n{ranks.world} rank(s){place}{sharing}, {machine_facts()['device']}, "
           f"{gpu}, {chosen}", flush=True)
 
 
