@@ -10,9 +10,9 @@ Launch
     python train_gpt.py --help                              all options; sample.py does what comes after a training
 
 Map
-    1 imports, constants     2 configuration     3 schedule        4 model            5 optimizer
-    6 training               7 data              8 reference operators                9 Triton kernels
-   10 operator selection    11 runtime          12 run log        13 model file      14 main
+    1 imports, constants     2 configuration, schedule     3 data           4 model        5 optimizer
+    6 training               7 Triton kernels              8 operator selection            9 runtime
+   10 main
 
 Comments call the N-th public record of modded-nanogpt "record N".
 """
@@ -126,7 +126,7 @@ FP8_PARTS = {
 }
 
 
-# ==== 2. Configuration ================================================================================================
+# ==== 2. Configuration, schedule ======================================================================================
 @dataclass(frozen=True)
 class Layer:
     """One layer of the network. The table of layers is the only place that knows which layer does what."""
@@ -222,7 +222,7 @@ class OptimizerConfig:
     orthogonalization: str = "polar-express"
     nesterov: bool = True  # orthogonalise the momentum with the gradient once more, or the momentum itself
     normuon: bool = True
-    normuon_lines: str = "long"  # NorMuon's variances are of the lines that a matrix's long side counts, or its "short"
+    normuon_long_lines: bool = True  # NorMuon's variances: of the lines that a matrix's long side counts, or its short
     scale_tall_updates: bool = False  # Muon's first rule: times max(1, rows / columns)^0.5
     # Decay a weight only where its update shrinks it too (records 43, 50); False: always, as AdamW. Of matrices and
     # tables alike.
@@ -449,7 +449,7 @@ PRESETS["seeds"] = replace(
     status="seeds: U-Net skips, value embeddings, NorMuon, DistAdam and Turbo-Muon alone")
 
 
-# ==== 3. Schedule: pure functions of the step =========================================================================
+# ---- schedule: pure functions of the step ----------------------------------------------------------------------------
 def stage_index(preset: Preset, step: int) -> int:
     """The index of the stage that holds a step (0-based); the number of stages after the last step."""
     return sum(end <= step for end in itertools.accumulate(stage.steps for stage in preset.stages))
@@ -522,7 +522,400 @@ def target_weights(preset: Preset, step: int) -> list[float]:
     return [start + passed * (end - start) for start, end in zip(*stage.targets)]
 
 
-# ==== 4. Model ========================================================================================================
+# ==== 3. Data =========================================================================================================
+# From disk to device: the shards are one TokenStream; stretches of it are the batch chunks; each
+# chunk is cut into documents; `pack` makes a HostBatch of some chunks, and `views` makes Documents
+# of its copy on the device. A thread does all of it up to HostBatch in NumPy, some batches ahead of
+# the training.
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A packed batch of T tokens on the device; every tensor is int32."""
+    tokens: Tensor  # [T], ids
+    order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
+    starts: Tensor  # [ids + 1], where each id's group starts in `order`
+    # [T * ngram_pieces, K], rows of the n-gram table's parameter for each token and piece: one for each of
+    # NGRAM_MULTIPLIERS, then the longest suffix match
+    ngrams: Tensor
+    class_index: Tensor  # see Targets, as `classes` and `num_always`
+    positions: Tensor  # [T], how many tokens of its document are before a token
+    remaining: Tensor  # [T], how many are after it; the batch may hold only a part of a document, which then counts
+    classes: Tensor | None
+    num_always: Tensor | None
+
+
+def open_shard(path: Path, vocabulary: int) -> np.ndarray:
+    """Memory-map the tokens (uint16) of a shard, after checking its header, size and content (data/README.md)."""
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=256)
+    if len(header) < 256:
+        fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
+    magic, version, count = map(int, header[:3])
+    if magic != SHARD_MAGIC:
+        fail(f"{path}: magic number", SHARD_MAGIC, magic, "fetch this file again")
+    if version != SHARD_VERSION:
+        fail(f"{path}: version", SHARD_VERSION, version, "fetch the llm.c version 1 shards")
+    expected_size = SHARD_HEADER_BYTES + 2 * max(count, 1)
+    if size != expected_size or count < 1:
+        fail(f"{path}: size of {count} tokens", f"{expected_size} bytes", f"{size} bytes", "fetch this file again")
+
+    tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES))
+    largest = int(tokens.max())
+    if largest >= vocabulary:
+        fail(f"{path}: largest token", f"below {vocabulary}", largest, "tokenise with the GPT-2 vocabulary")
+    if BOS not in tokens:
+        fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
+    return tokens
+
+
+def find_shards(folder: Path, kind: str) -> list[Path]:
+    """The shards of one kind ("train" or "val") in the order of their names. Fails if there are none."""
+    paths = sorted(folder.glob(f"*_{kind}_*.bin"))
+    if not paths:
+        fail(f"{kind} shards", f"{folder}/*_{kind}_*.bin", "none",
+             "python data/fineweb.py fetch (--shards 1 for a sprint), --data FOLDER, or --preset smoke")
+    return paths
+
+
+class TokenStream:
+    """The training shards as one stream of tokens, which training reads from its first BOS on.
+
+    offsets: where in the stream each shard begins, and where the last one ends. first: where the
+    first BOS is. length: how many tokens the shards hold.
+    """
+
+    def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
+        """Open and check shards in order until they hold `tokens_wanted` tokens."""
+        self.paths = []
+        self.offsets = [0]
+        self.length = 0
+        for path in find_shards(folder, "train"):
+            tokens = open_shard(path, vocabulary)
+            if not self.paths:
+                self.first = int((tokens == BOS).argmax())
+            self.paths.append(path)
+            self.length += len(tokens)
+            self.offsets.append(self.length)
+            if self.length >= tokens_wanted:
+                break
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens from position `start` on, across the borders of shards."""
+        parts = []
+        for path, (shard_start, shard_stop) in zip(self.paths, itertools.pairwise(self.offsets)):
+            first = max(start, shard_start)
+            wanted = min(start + count, shard_stop) - first
+            if wanted <= 0:
+                continue
+            offset = first - shard_start
+            # Not through the memory map: a file that was cut since it was checked would kill the process by a signal.
+            part = np.fromfile(path, "<u2", wanted, offset=SHARD_HEADER_BYTES + 2 * offset)
+            if len(part) != wanted:
+                fail(f"{path}: reading at token {offset:,}", f"{wanted:,} tokens as when it was checked", "its end",
+                     "fetch this file again")
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def consumed(self, stages: tuple[Stage, ...]) -> int:
+        """How many tokens of the stream the stages use up, those before the first BOS included."""
+        return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
+
+    def require(self, stages: tuple[Stage, ...]):
+        """Fail if the shards hold too few tokens for the stages."""
+        needed = self.consumed(stages) + 1  # the last target is one token further
+        if needed > self.length:
+            fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
+                 "python data/fineweb.py fetch --shards N with a larger N; "
+                 "for a longer schedule, also a larger train_tokens")
+
+
+def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
+    """Cut tokens before each BOS and after `cap` tokens. Each document carries one token more, its last target."""
+    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}
+    documents = []
+    for first, end in itertools.pairwise(sorted(bounds)):
+        for start in range(first, end, cap):
+            documents.append(tokens[start:min(start + cap, end) + 1])
+    return documents
+
+
+# Primes, and no divisors of a vocabulary: their multiples meet every class once before any again. The second is the
+# golden section of 50,304, so that classes take turns evenly, however many of them a chunk has.
+CLASS_STRIDE = 20_011
+CLASS_STEP = 31_091
+
+
+@functools.cache
+def strided_classes(vocabulary: int) -> np.ndarray:
+    """The classes in steps of CLASS_STRIDE, twice, so that a slice has all of them from any place on."""
+    return np.tile(np.arange(vocabulary) * CLASS_STRIDE % vocabulary, 2)
+
+
+def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_number: int,
+                   always: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
+    """The classes of a batch chunk's sampled softmax: (classes [count], num_always, class_index [T]).
+
+    The first num_always classes are always included: the ids in `always` (none of them a target),
+    then the targets in ascending order. The others are sampled: they are the next free ones of a
+    strided permutation of the vocabulary, whose offset moves on by CLASS_STEP from chunk to chunk. So
+    the classes take turns, and importance weights make up for those that are left out
+    (log_importance_weights). class_index says where in `classes` each of the targets [T] is, or -1
+    if there was no room for it.
+    """
+    taken = np.zeros(vocabulary, bool)
+    taken[targets] = True
+    included = np.concatenate([np.array(always, int), np.flatnonzero(taken)])[:count]
+    taken[included] = True
+
+    offset = chunk_number * CLASS_STEP % vocabulary
+    permutation = strided_classes(vocabulary)[offset:offset + vocabulary]
+    sampled = permutation[~taken[permutation]][:count - len(included)]
+
+    index_of = np.full(vocabulary, -1)
+    index_of[included] = np.arange(len(included))
+    return np.concatenate([included, sampled]), len(included), index_of[targets]
+
+
+# The orders of n-grams that hash_ngrams looks up, one row an order: here pairs and triples. A
+# further row is all that another order takes; ModelConfig.ngram_rows are then shared by more of
+# them, and models that were saved with other orders are refused. A row holds the multipliers of the
+# token itself, of the one before it, and so on: different odd numbers below 2^16, as tokens are below
+# 2^16 too, so that products fit into uint32. Which ones matters little.
+NGRAM_MULTIPLIERS = (
+    (36313, 27191),
+    (17351, 60961, 45259),
+)
+# Odd ones, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides in
+# one piece would often collide in all. Parts of 2^n rows, less one, are odd.
+HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
+
+
+def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: int) -> np.ndarray:
+    """Rows of the n-gram table's parameter for the n-grams that end at each token: int32 [T * pieces, orders], see
+    NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
+
+    There are `rows` rows for each piece, of which each order has an equal part. The hash is the xor of the
+    multiplied tokens, times the piece's multiplier, modulo the part's size less one. The last row of
+    a part stands for an n-gram that would begin before the document.
+    """
+    orders = len(NGRAM_MULTIPLIERS)
+    part_rows = rows // orders
+    last = part_rows - 1
+    tokens = tokens.astype(np.uint32)
+    found = np.empty((len(tokens), pieces, orders), np.int32)
+    for order, multipliers in enumerate(NGRAM_MULTIPLIERS):
+        key = np.zeros_like(tokens)
+        for distance, multiplier in enumerate(multipliers):
+            key[distance:] ^= multiplier * tokens[:len(tokens) - distance]
+        incomplete = positions < len(multipliers) - 1
+        for piece in range(pieces):
+            hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % last
+            hashes[incomplete] = last
+            found[:, piece, order] = hashes + part_rows * (piece * orders + order)
+    return found.reshape(-1, orders)
+
+
+def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
+    """What followed when the document last held the last three tokens, or else the last two, or one.
+
+    A suffix is the last one, two or three tokens up to and including a token. The result [T] is the
+    token that followed plus vocabulary * (matched tokens - 1): a row of this feature's part of the
+    n-gram table (ModelConfig.table_rows counts them). Tokens that are new to their document need a
+    row too. A single one would collect up to half of all gradients, which one program sums, so they
+    are spread over NEW_TOKEN_ROWS rows: by the position in the document, and not in the batch, so
+    that a document reads the same rows wherever it lies.
+
+    Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
+    and in text order where suffixes are equal; so neighbours in it with the same suffix are
+    consecutive occurrences. Moved on by one position, `ends` is sorted by the tokens before; a
+    stable sort by the token itself then sorts the longer suffixes. Longer matches overwrite shorter
+    ones.
+
+    Example: in "a b c a b" the first round sorts the ends to [0 3] [1 4] [2], by a, b, c. Position
+    3 (a) matches 0, which b followed; 4 (b) matches 1, which c followed. Moved on, the ends are 0 1
+    4 2 3, and the second round sorts them to [0] [3] [1 4] [2]: position 4 matches 1 again, now by
+    "a b".
+    """
+    count = len(tokens)
+    keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
+    ends = np.arange(count)
+    rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
+    suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
+    for length_before in range(SUFFIX_LENGTHS):  # this round matches one token more
+        ends = ends[np.argsort(keys[ends], kind="stable")]
+        prev, cur = ends[:-1], ends[1:]
+        same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
+        same_document = cur - prev <= positions[cur] - length_before
+        match = same_suffix & same_document  # the earlier suffix begins in this document too
+        rows[cur[match]] = tokens[prev[match] + 1].astype(int) + length_before * vocabulary
+
+        # Number the suffixes in their sorted order, then move on by one position, to the tokens that
+        # they precede. In the example the first round ends with longer_id [0 1 2 0 1], suffix_id
+        # [-1 0 1 2 0] and ends [0 1 4 2 3].
+        longer_id = np.empty(count, int)
+        longer_id[ends] = np.cumsum(np.append(False, ~same_suffix))
+        suffix_id = np.append(-1, longer_id[:-1])
+        ends = np.append(0, ends[ends < count - 1] + 1)
+    return rows
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """A micro-batch on the host: the fields of Documents one after the other in one int32 array, pinned for a GPU."""
+    data: Tensor
+    shapes: dict[str, tuple[int, ...]]  # field -> shape, in the order of `data`; a field that is missing is None
+    digest: int  # the sum of chunk_digest over the batch chunks
+
+    def to(self, device: torch.device) -> Documents:
+        return self.views(self.data.to(device, non_blocking=True))
+
+    def views(self, data: Tensor) -> Documents:
+        """The fields as views of `data`, which is self.data or a copy of it on some device."""
+        fields = dict.fromkeys(Documents.__annotations__)
+        start = 0
+        for name, shape in self.shapes.items():
+            size = math.prod(shape)
+            fields[name] = data[start:start + size].view(shape)
+            start += aligned(size)
+        return Documents(**fields)
+
+
+def sort_ids(ids: np.ndarray, vocab_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(order, starts): the positions of id v are order[starts[v]:starts[v + 1]], ascending; ids are below 2^16.
+
+    With 16-bit keys NumPy's stable sort is a radix sort, half a millisecond for 65536 tokens. torch's embedding
+    backward would sort again for every table.
+    """
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    return order, np.append(0, np.cumsum(np.bincount(ids, minlength=vocab_rows)))
+
+
+def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None,
+         digest: int = 0) -> HostBatch:
+    """Pack batch chunks one after the other; with `pin` in pinned memory, which asynchronous copies to a GPU need.
+
+    `chunks` maps the number of each in the run to what cut_documents made of it. Without `sampled_classes` the softmax
+    is over the whole vocabulary: `classes` and `num_always` are None.
+    """
+    documents = list(itertools.chain(*chunks.values()))
+    lengths = [len(document) - 1 for document in documents]
+    tokens = np.concatenate([document[:-1] for document in documents])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    remaining = np.repeat(lengths, lengths) - 1 - positions
+
+    order, starts = sort_ids(tokens, model.padded_vocabulary)
+    pieces = model.ngram_pieces
+    ngrams = np.empty((len(tokens) * pieces, 0), int)
+    if model.ngram_rows:
+        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, pieces)
+    if model.longest_suffix_match:
+        matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
+        # Hashed rows lie by piece, then by order; behind them the pieces of a match lie side by side.
+        first_pieces = pieces * (model.ngram_rows + matches)
+        ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(pieces)).ravel()])
+
+    # What the head has to predict, see Targets: the next token's class, and a sampled softmax's classes.
+    targets = [np.concatenate([document[1:] for document in own]) for own in chunks.values()]
+    fields = {
+        "tokens": tokens,
+        "order": order,
+        "starts": starts,
+        "ngrams": ngrams,
+        "class_index": np.concatenate(targets),
+        "positions": positions,
+        "remaining": remaining,
+    }
+    if sampled_classes:
+        always = [model.vocabulary] if model.pointer_width else []  # the copy token
+        samples = [sample_classes(ids, sampled_classes, model.padded_vocabulary, number, always)
+                   for number, ids in zip(chunks, targets)]
+        fields["classes"], fields["num_always"], class_index = map(np.array, zip(*samples))
+        fields["class_index"] = class_index.ravel()
+
+    data = torch.zeros(sum(aligned(array.size) for array in fields.values()), dtype=torch.int32, pin_memory=pin)
+    batch = HostBatch(data, {name: array.shape for name, array in fields.items()}, digest)
+    views = batch.views(data)
+    for name, array in fields.items():
+        getattr(views, name).numpy()[:] = array
+    return batch
+
+
+def chunk_digest(number: int, tokens: np.ndarray) -> int:
+    """64 bits that name the tokens of one batch chunk. A run's token hash is the sum over its chunks."""
+    content = f"{number}:".encode() + tokens.astype("<u2").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Stage, int],
+                     ranks: Ranks) -> Iterator[HostBatch]:
+    """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
+
+    The batch chunks follow each other in the stream without a gap. Of each step the rank takes the chunks rank,
+    rank + world, ... of CHUNKS. The shards must hold enough tokens (TokenStream.require).
+    """
+    own = range(ranks.rank, CHUNKS, ranks.world)
+    start = stream.first  # of a step's tokens in the stream
+    number = 0  # of the step's first batch chunk in the whole run
+    for stage in preset.stages:
+        size = micro_chunks[stage]
+        for _ in range(stage.steps):
+            for first in range(0, len(own), size):
+                chunks = {}
+                digest = 0
+                for chunk in own[first:first + size]:
+                    tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
+                    chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
+                    digest += chunk_digest(number + chunk, tokens)
+                yield pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes, digest)
+            start += stage.batch_tokens
+            number += CHUNKS
+
+
+def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
+    """Random documents of log-normal lengths (median 400, mean 690) for warm-up: no training data before the clock."""
+    random = np.random.default_rng(seed)
+    pieces = []
+    left = tokens
+    while left:
+        length = min(left, int(np.clip(random.lognormal(5.99, 1.04), 32, cap)))
+        piece = random.integers(0, BOS, length + 1, dtype=np.uint16)
+        piece[0] = BOS
+        pieces.append(piece)
+        left -= length
+    return pieces
+
+
+def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> tuple[list[list[np.ndarray]], str]:
+    """The first `tokens` tokens of a shard in contiguous windows, cut into documents, and their hash.
+
+    Each token is a target once."""
+    shard = open_shard(path, vocabulary)
+    if len(shard) < tokens + 1:
+        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(shard):,}",
+             "fetch this file again, or name the folder of another with --data")
+    shard = shard[:tokens + 1]
+    windows = [cut_documents(shard[start:start + window + 1], window) for start in range(0, tokens, window)]
+    return windows, hashlib.sha256(shard).hexdigest()[:16]
+
+
+def prefetched(items: Iterator, depth: int = 8) -> Iterator:
+    """The items, which a thread makes up to `depth` ahead. An error in the thread is raised here, in its turn.
+
+    Closing this generator, or its end, ends the thread.
+    """
+    thread = ThreadPoolExecutor(1, "prefetch")
+    try:
+        ahead = collections.deque(thread.submit(next, items, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(next, items, None))
+            yield item
+    finally:
+        # This waits for the item in the making. If its disk hangs, the watchdog ends the process.
+        thread.shutdown(cancel_futures=True)
+
+
+# ==== 4. Model, its operators in plain PyTorch ========================================================================
 class Targets(NamedTuple):
     """What the head has to predict for T tokens. A class index counts rows of lm_head or, if
     sampled, of `classes`.
@@ -570,22 +963,6 @@ class Targets(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Documents:
-    """A packed batch of T tokens on the device; every tensor is int32."""
-    tokens: Tensor  # [T], ids
-    order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
-    starts: Tensor  # [ids + 1], where each id's group starts in `order`
-    # [T * ngram_pieces, K], rows of the n-gram table's parameter for each token and piece: one for each of
-    # NGRAM_MULTIPLIERS, then the longest suffix match
-    ngrams: Tensor
-    class_index: Tensor  # see Targets, as `classes` and `num_always`
-    positions: Tensor  # [T], how many tokens of its document are before a token
-    remaining: Tensor  # [T], how many are after it; the batch may hold only a part of a document, which then counts
-    classes: Tensor | None
-    num_always: Tensor | None
-
-
-@dataclass(frozen=True)
 class Geometry:
     """What attention needs from the schedule."""
     windows: dict[str, int]  # "short" and "long", in tokens
@@ -605,6 +982,165 @@ class LayerScalars(NamedTuple):
     attn_scale: Tensor  # of attention's output
 
 
+# ---- operators in plain PyTorch: the fast ones must compute the same -------------------------------------------------
+def wide_dtype(x):
+    """The dtype of sums over x: float32, or float64 for float64 operands, as tests use them."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def norm(x):
+    """RMSNorm over the last dimension, without parameters."""
+    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON)
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x [T, H, D] by cos, sin [T, 1, D/2]: dims i and i + D/2 are a pair."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+
+
+def split_heads_reference(qkv, value, value_gates, positions, cos, sin, heads, key_offset=False):
+    """Queries, keys [T, H, Dk] and values [T, H, Dv] for attention from their projection qkv [T, H (2 Dk + Dv)].
+
+    q and k are normalised and rotated; positions [T]; cos, sin [positions, Dk / 2]. v gains the
+    value embedding, i.e. the first H Dv channels of value [T, H Dv or more], times value_gates
+    [T, H]; both may be None. With key_offset the stationary dims of k, which do not rotate, come from the token
+    before, if the document has one: induction in a single layer (record 49).
+    """
+    width = 2 * cos.size(1)
+    parts = qkv.tensor_split((heads * width, 2 * heads * width), 1)
+    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
+    if value is not None:
+        value = value[:, :v[0].numel()].reshape(v.shape)
+        v = v + value * value_gates[..., None]
+
+    q, k = norm(q), norm(k)
+    if key_offset:
+        # Rotation leaves the stationary dims as they are, so they can be taken before it.
+        stationary = torch.arange(width, device=k.device) % (width // 2) >= width // 4
+        has_previous = positions[:, None, None] > 0
+        k = torch.where(stationary & has_previous, k.roll(1, 0), k)
+    cos, sin = cos[positions, None], sin[positions, None]
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def visible_blocks(positions, window, block_queries, nearest=0, first=0):
+    """The mask of attention within documents, for `block_queries` queries at a time: (queries, keys, mask).
+
+    A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
+    are those that the windows of these queries reach; mask [queries, keys] is True where a query
+    sees a key. Queries are those of the tokens from `first` on, and counted from there.
+    """
+    index = torch.arange(len(positions), device=positions.device)
+    first_visible = index - positions.clamp(max=window)
+    for start in range(first, len(index), block_queries):
+        queries = slice(start, start + block_queries)
+        keys = slice(max(start - window, 0), queries.stop)
+        not_too_far = index[keys] >= first_visible[queries, None]
+        not_too_near = index[keys] <= index[queries, None] - nearest
+        yield slice(start - first, queries.stop - first), keys, not_too_far & not_too_near
+
+
+def attention_reference(q, k, v, positions, window, scale, gates=None, block_queries=512):
+    """Softmax attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given.
+
+    It takes a block of queries at a time, with the keys that their windows reach, so that the
+    scores are block_queries * (block_queries + window) * H numbers. The mask is visible_blocks'.
+    Any device and dtype. q and gates may also be of the last tokens only, and then so is the output.
+    """
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    blocks = []
+    for queries, keys, visible in visible_blocks(positions, window, block_queries, first=k.size(1) - q.size(1)):
+        block = F.scaled_dot_product_attention(q[:, queries], k[:, keys], v[:, keys], attn_mask=visible, scale=scale)
+        blocks.append(block.transpose(0, 1))
+    out = torch.cat(blocks)
+    return out if gates is None else (out * gates[..., None]).to(out.dtype)
+
+
+def pointer_reference(qk, ids, positions, window, scale, block_queries=512):
+    """log_copy [T]: the log-probability of the next token under the pointer, one part of a mixture.
+
+    This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
+    ids [T] are the class indices of the next tokens (-1: none, the loss does not ask there). They are
+    numbered by batch chunk, and no document crosses one: equal ones are equal tokens. Token t points at
+    tokens i of its document, t - window <= i < t, to copy what followed them: their scores are
+    s[t, i] = scale q[t].k[i]. The sentinel, which copies nothing, has score 0. So log_copy[t] is
+    the logarithm of sum_exp_match / sum_exp, where sum_exp = 1 + sum_i e^s[t, i], and sum_exp_match
+    is the sum of e^s[t, i] over those i with ids[i] = ids[t]; NEG_INF if there are none. In
+    float32, or float64 for float64 operands.
+    """
+    q, k = qk.to(wide_dtype(qk)).unbind(1)
+    log_copy = []
+    for queries, keys, visible in visible_blocks(positions, window, block_queries, nearest=1):
+        scores = scale * (q[queries] @ k[keys].T)
+        match = visible & (ids[keys] == ids[queries, None])
+        visible_scores = scores.masked_fill(~visible, -torch.inf)
+        log_sum_exp = F.pad(visible_scores, (0, 1)).logsumexp(1)  # with the sentinel's score, 0
+        log_sum_exp_match = scores.masked_fill(~match, NEG_INF).logsumexp(1)
+        log_copy.append(torch.where(match.any(1), log_sum_exp_match - log_sum_exp, NEG_INF))
+    return torch.cat(log_copy)
+
+
+def relu_squared_mlp(x, up, down):
+    """relu(x up^T)^2 down, of x [T, width] and up, down [mlp_width, width]."""
+    return F.linear(x, up).relu().square() @ down
+
+
+def softcapped(logits, cap):
+    """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
+    return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
+
+
+def log_importance_weights(num_always, num_classes, population):
+    """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function right on average.
+
+    The first n = num_always classes are always included and weigh 1. The other P - n are sampled
+    from the V - n classes left of the population V: each stands for (V - n) / (P - n) of them.
+    """
+    sampled = torch.arange(num_classes, device=num_always.device) >= num_always
+    weight = (population - num_always) / (num_classes - num_always).clamp_min(1)
+    return torch.where(sampled, weight, 1).log()
+
+
+def head_loss_reference(x, weight, targets, cap, block_rows=4096):
+    """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
+
+    x [T, D], weight [V, D]. Only targets.classes take part in the softmax; if that is None, all V
+    do, padding too. The backward pass recomputes blocks of rows, so that few logits exist at a
+    time.
+    """
+    def block_loss(weight, log_weights, x, class_index, log_copy=None):
+        logits = x @ weight.T
+        logits = softcapped(logits.to(wide_dtype(logits)), cap)
+        log_p = (logits + log_weights).log_softmax(-1)
+        log_p_targets = log_p.gather(1, class_index.clamp_min(0).long())
+        if log_copy is not None:
+            # The pointer gives a share of the copy token's probability to the next token.
+            log_p_next = torch.logaddexp(log_p_targets[:, 0], log_p[:, targets.copy_token] + log_copy)
+            log_p_targets = torch.cat([log_p_next[:, None], log_p_targets[:, 1:]], 1)
+        return -(targets.weights.to(log_p.dtype) * log_p_targets * (class_index >= 0)).sum()
+
+    if len(x) > block_rows:
+        block_loss = functools.partial(checkpoint, block_loss, use_reentrant=False)
+    total = 0.0
+    for rows, part in targets.parts():
+        part_weight = weight
+        log_weights = 0.0
+        if part.classes is not None:
+            part_weight = weight[part.classes.long()]
+            population = targets.population or len(weight)
+            log_weights = log_importance_weights(part.num_always, len(part_weight), population)
+
+        class_index = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)  # [rows, K]
+        operands = [x[rows], class_index]
+        if part.log_copy is not None:
+            operands.append(part.log_copy)
+        for block in zip(*(operand.split(block_rows) for operand in operands)):
+            total = total + block_loss(part_weight, log_weights, *block)
+    return total
+
+
+# ---- regions: what is compiled ---------------------------------------------------------------------------------------
 # Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
 # regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
 # The MLP's output, the n-grams' embedding, skip and value are None where a layer has none.
@@ -791,6 +1327,7 @@ def pointer_in(h, weight):
     return norm(F.linear(h, weight).view(len(h), 2, -1))
 
 
+# ---- parameters, layers, the model -----------------------------------------------------------------------------------
 class EmbeddingLookup(Function):
     """`EmbeddingLookup.apply(gather, table, ids, ...)` is gather(ids, table), [T, D].
 
@@ -1103,6 +1640,7 @@ class GPT(nn.Module):
             *self.predictions(documents, geometry, torch.ones(1, device=self.lm_head.device)))
 
 
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage.
 
@@ -1139,7 +1677,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
     return geometry_tables(frequency, scale, windows, positions, getattr(torch, preset.model.dtype), device)
 
 
-# ==== 5. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
+# ==== 5. Optimizer: Muon and NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars =====
 # One step of several ranks. Each line is a queue that works by itself, from left to right. The host only
 # fills the queues: it runs ahead and never waits for the device. "embed" stands for the tables that the
 # model reads before any matrix (gather_now).
@@ -1177,6 +1715,82 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 # CPU               There are no streams: everything happens as it is called.
 
 
+# ---- Muon: orthogonalisation -----------------------------------------------------------------------------------------
+class Orthogonalization(NamedTuple):
+    """How singular values are driven to 1: scale the matrix, then apply a s + b s^3 + c s^5 in each round.
+
+    The scale brings the largest singular value to 1 or below. With a `safety` it is 1 / (safety ||X||_F), where a
+    safety above 1 leaves room for rounding. Without one it is AOL's, see aol_scale, which takes no pass over X and is
+    tighter, so that a polynomial fitted to small singular values is not needed."""
+    coefficients: tuple[tuple[float, float, float], ...]  # (a, b, c) of each round
+    safety: float | None
+
+
+# Minimax on [1e-3, 1], each round fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932),
+# with a margin of 2 % as in the public records.
+POLAR_EXPRESS_FIVE = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+# A fourth is a row here, and works everywhere. docs/systems.md compares their errors and what they do to a training.
+ORTHOGONALIZATIONS = {
+    # The same for four rounds, on [3e-3, 1]. It diverges above 1.02.
+    "polar-express": Orthogonalization((
+        (8.089256959191, -22.297789245261, 15.747758400660),
+        (3.943378132484, -2.784615046554, 0.503808707390),
+        (3.472945650518, -2.500502056079, 0.478927524824),
+        (2.552322205513, -1.886821974398, 0.442619509006),
+    ), safety=1.02),
+    "polar-express-5": Orthogonalization(POLAR_EXPRESS_FIVE, safety=1.02),
+    # Turbo-Muon (modded-nanogpt PR 155): AOL takes the place of the first round.
+    "turbo": Orthogonalization(POLAR_EXPRESS_FIVE[1:], safety=None),
+    # Muon's first polynomial (Keller Jordan, 2024-10): steep at 0, it never settles at 1.
+    "quintic": Orthogonalization(((3.4445, -4.7750, 2.0315),) * 5, safety=1.0),
+}
+
+
+def frobenius_scale(X, safety, dtype):
+    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
+
+    The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
+    harm, while a float32 copy of X would cost two passes over it.
+    """
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
+    divisor = (safety * norm).clamp_min(torch.finfo(X.dtype).tiny)
+    return (X / divisor.to(X.dtype)).to(dtype)
+
+
+def aol_scale(X, A):
+    """D X and its Gram matrix D A D, where A = X X^T [..., M, M] and D_ii = (sum_j |A_ij|)^-1/2; zero rows stay zero.
+
+    By Gershgorin's circles no singular value of D X is above 1 (almost orthogonal layers, arXiv 2208.03160). The
+    second result takes no product. D is rounded to X's dtype first, so that both are of the same matrix."""
+    sums = torch.linalg.vector_norm(A, ord=1, dim=-1, keepdim=True, dtype=wide_dtype(A))
+    d = sums.clamp_min(torch.finfo(torch.float32).tiny).rsqrt().to(X.dtype)
+    return d * X, A * (d * d.mT)  # d_i d_j is formed first, so that the result is symmetric
+
+
+def orthogonalize_reference(matrices, method):
+    """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
+    if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
+        return orthogonalize_reference(matrices.mT, method).mT
+
+    X = matrices
+    if method.safety is not None:
+        X = frobenius_scale(X, method.safety, X.dtype)
+    for number, (a, b, c) in enumerate(method.coefficients):
+        A = X @ X.mT
+        if number == 0 and method.safety is None:
+            X, A = aol_scale(X, A)
+        X = a * X + (b * A + c * A @ A) @ X
+    return X
+
+
+# ---- Muon: momentum, NorMuon -----------------------------------------------------------------------------------------
 def join_float32(high, low_bits):
     """The float32 that rounds to `high` (bfloat16); its other bits, a signed difference, are `low_bits` (int16).
 
@@ -1249,6 +1863,77 @@ def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weig
         high, low = split_float32(value)
         weight.copy_(high)
         low_bits.copy_(low)
+
+
+# ---- Adam ------------------------------------------------------------------------------------------------------------
+def embedding_grad_reference(grad, tokens, vocab_rows):
+    """Dense gradient [vocab_rows, D] of `table[tokens]` from grad [T, D]: float32 (or wider) sums, rounded once."""
+    wide = grad.to(wide_dtype(grad))
+    return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
+
+
+def adam_step(weights, grad, second_moment, lr, wd, epsilon, cautious):
+    """The weights after one Adam step. `lr` is the learning rate with both bias corrections, see step_rates. The share
+    `wd` of a weight decays: everywhere (AdamW), or if `cautious` only where the update shrinks the weight too (record
+    50)."""
+    update = lr * grad / (second_moment.sqrt() + epsilon)
+    decay = wd * weights
+    if cautious:
+        decay = decay * (update * weights > 0)
+    return weights - update - decay
+
+
+def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon, *, cautious=True):
+    """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...]."""
+    g = received.float().mean(0)
+    m = exp_avg.float().lerp(g, 1 - beta1)
+    v = exp_avg_sq.float().lerp(g * g, 1 - beta2)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon, cautious))
+
+
+def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, *,
+                          pooling=0.0, cautious=True):
+    """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
+
+    ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
+    and grad [T, D] is that of these sums. g, the gradient of a row, is `scale` times the sum of
+    grad over the tokens that read it. There is one second moment a row, v in exp_avg_sq [rows],
+    which also decays over the steps since last_step [rows], the row's last update:
+
+        v <- beta2^(step - last_step) v + (1 - beta2) mean(g^2)
+
+    The step divides by its root, with the share `pooling` of it replaced by (1 - beta2) mean((scale grad)^2), the mean
+    over tokens: a row that is read rarely and with small gradients then takes small steps.
+
+    lr, wd and cautious: see adam_step.
+    """
+    ids = lookup[0]
+    rows, group = ids.flatten().unique(return_inverse=True)
+    wide = wide_dtype(grad)
+    wide_grad = grad.to(wide)
+    g = scale * embedding_grad_reference(wide_grad.repeat_interleave(ids.size(1), 0), group, len(rows))
+
+    v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
+    typical = (1 - beta2) * (scale * wide_grad).square().mean()
+    pooled = (1 - pooling) * v + pooling * typical
+    stepped = adam_step(weights[rows].to(wide), g, pooled[:, None], lr, wd, epsilon, cautious)
+    weights[rows] = stepped.to(weights.dtype)
+    exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
+    last_step[rows] = step
+
+
+# ---- owners: who holds, sends and updates which parameters -----------------------------------------------------------
+def memory_for_grad(weight):
+    """Where to write a gradient of a parameter: for a step's first backward pass, where the optimizer collects it.
+
+    Other memory, if there is no such place or if it holds a gradient already. A backward pass may ask once for each
+    parameter: until `weight.grad` is set, it would get the same memory again.
+    """
+    view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
+    # A new view: autograd keeps a gradient's memory only where nothing else holds that very tensor, else it copies.
+    return torch.empty_like(weight) if view is None or weight.grad is not None else view.view_as(weight)
 
 
 class Owner:
@@ -1418,7 +2103,7 @@ class MatrixBank(Owner):
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
         self.second_moment = None
         if config.normuon:
-            by_row = (rows >= columns) == (config.normuon_lines == "long")
+            by_row = (rows >= columns) == config.normuon_long_lines
             lines = (rows, 1) if by_row else (1, columns)
             self.second_moment = torch.zeros(*self.shard.shape[:2], *lines, device=ranks.device)
         self.look_ahead = ops.compile(nesterov_momentum if config.nesterov else plain_momentum)
@@ -1496,7 +2181,7 @@ class AdamTable(Adam):
         add = table.grad is not None
         if not add:
             table.grad = memory_for_grad(table)
-        launch_groups(embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=add)
+        self.ops.embedding_grad(grad, lookup, table.grad, add)
 
     def reduce_(self):
         grad = self.parameter.grad
@@ -1550,7 +2235,7 @@ class SparseTable(Adam):
 
         def sort_rows():
             wait()
-            self.lookup = group_ids(full)
+            self.lookup = self.ops.group_ids(full)
 
         self.wait_sorted = self.ranks.on_side_stream(sort_rows)
 
@@ -1590,10 +2275,9 @@ class Optimizer:
     """All owners, and the order of their phases: the timeline at the head of this section."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        choices = {"orthogonalization": tuple(ORTHOGONALIZATIONS), "normuon_lines": ("long", "short")}
-        for name, known in choices.items():
-            if getattr(config, name) not in known:
-                fail(name, f"one of {', '.join(known)}", getattr(config, name), "choose one of them in OptimizerConfig")
+        if config.orthogonalization not in ORTHOGONALIZATIONS:
+            fail("orthogonalization", f"one of {', '.join(ORTHOGONALIZATIONS)}", config.orthogonalization,
+                 "choose one of them in OptimizerConfig")
 
         self.ranks = ranks
         rules = dict(config.rules)
@@ -2184,679 +2868,94 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     return loss
 
 
-# ==== 7. Data =========================================================================================================
-# From disk to device: the shards are one TokenStream; stretches of it are the batch chunks; each
-# chunk is cut into documents; `pack` makes a HostBatch of some chunks, and `views` makes Documents
-# of its copy on the device. A thread does all of it up to HostBatch in NumPy, some batches ahead of
-# the training.
+# ---- model file: the weights and what they mean, for sample.py -------------------------------------------------------
+# A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
+# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, the
+# SHA-256 of each tensor, and that of the header, so that whoever reads it need not ask whether settings are possible.
+#
+# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
+# their numbers, `ngram.ids` [N].
+MODEL_FORMAT = "train_gpt model 4"
+# Which rows of the table a text reads follows from these too, and no weight's shape would show it.
+LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
 
 
-def open_shard(path: Path, vocabulary: int) -> np.ndarray:
-    """Memory-map the tokens (uint16) of a shard, after checking its header, size and content (data/README.md)."""
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype="<i4", count=256)
-    if len(header) < 256:
-        fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
-    magic, version, count = map(int, header[:3])
-    if magic != SHARD_MAGIC:
-        fail(f"{path}: magic number", SHARD_MAGIC, magic, "fetch this file again")
-    if version != SHARD_VERSION:
-        fail(f"{path}: version", SHARD_VERSION, version, "fetch the llm.c version 1 shards")
-    expected_size = SHARD_HEADER_BYTES + 2 * max(count, 1)
-    if size != expected_size or count < 1:
-        fail(f"{path}: size of {count} tokens", f"{expected_size} bytes", f"{size} bytes", "fetch this file again")
-
-    tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES))
-    largest = int(tokens.max())
-    if largest >= vocabulary:
-        fail(f"{path}: largest token", f"below {vocabulary}", largest, "tokenise with the GPT-2 vocabulary")
-    if BOS not in tokens:
-        fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
-    return tokens
+def header_hash(header: dict) -> str:
+    return hashlib.sha256(json.dumps(header).encode()).hexdigest()
 
 
-def find_shards(folder: Path, kind: str) -> list[Path]:
-    """The shards of one kind ("train" or "val") in the order of their names. Fails if there are none."""
-    paths = sorted(folder.glob(f"*_{kind}_*.bin"))
-    if not paths:
-        fail(f"{kind} shards", f"{folder}/*_{kind}_*.bin", "none",
-             "python data/fineweb.py fetch (--shards 1 for a sprint), --data FOLDER, or --preset smoke")
-    return paths
+def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: dict[str, str]) -> bytes:
+    """The first bytes of a model file, of a format `form`, with the names, dtypes and shapes of `likes`."""
+    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
+    metadata = {"format": form, "content": json.dumps(content), "tensors": json.dumps(digests)}
+    header = {"__metadata__": metadata}
+    end = 0
+    for name, like in likes.items():
+        start = end
+        end += like.nbytes
+        header[name] = {"dtype": names[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
+    metadata["sha256"] = header_hash(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
 
 
-class TokenStream:
-    """The training shards as one stream of tokens, which training reads from its first BOS on.
+def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], parts: Iterable[tuple[str, Tensor]]):
+    """Write a model file aside, then rename it. `parts` are the tensors in the order of `likes`, (name, values), each
+    whole or in pieces that follow each other, because a device may have no room for a large one once more."""
+    sums = {name: hashlib.sha256() for name in likes}
 
-    offsets: where in the stream each shard begins, and where the last one ends. first: where the
-    first BOS is. length: how many tokens the shards hold.
-    """
+    def header():
+        return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
 
-    def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
-        """Open and check shards in order until they hold `tokens_wanted` tokens."""
-        self.paths = []
-        self.offsets = [0]
-        self.length = 0
-        for path in find_shards(folder, "train"):
-            tokens = open_shard(path, vocabulary)
-            if not self.paths:
-                self.first = int((tokens == BOS).argmax())
-            self.paths.append(path)
-            self.length += len(tokens)
-            self.offsets.append(self.length)
-            if self.length >= tokens_wanted:
-                break
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from position `start` on, across the borders of shards."""
-        parts = []
-        for path, (shard_start, shard_stop) in zip(self.paths, itertools.pairwise(self.offsets)):
-            first = max(start, shard_start)
-            wanted = min(start + count, shard_stop) - first
-            if wanted <= 0:
-                continue
-            offset = first - shard_start
-            # Not through the memory map: a file that was cut since it was checked would kill the process by a signal.
-            part = np.fromfile(path, "<u2", wanted, offset=SHARD_HEADER_BYTES + 2 * offset)
-            if len(part) != wanted:
-                fail(f"{path}: reading at token {offset:,}", f"{wanted:,} tokens as when it was checked", "its end",
-                     "fetch this file again")
-            parts.append(part)
-        return np.concatenate(parts)
-
-    def consumed(self, stages: tuple[Stage, ...]) -> int:
-        """How many tokens of the stream the stages use up, those before the first BOS included."""
-        return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
-
-    def require(self, stages: tuple[Stage, ...]):
-        """Fail if the shards hold too few tokens for the stages."""
-        needed = self.consumed(stages) + 1  # the last target is one token further
-        if needed > self.length:
-            fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
-                 "python data/fineweb.py fetch --shards N with a larger N; "
-                 "for a longer schedule, also a larger train_tokens")
-
-
-def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
-    """Cut tokens before each BOS and after `cap` tokens. Each document carries one token more, its last target."""
-    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}
-    documents = []
-    for first, end in itertools.pairwise(sorted(bounds)):
-        for start in range(first, end, cap):
-            documents.append(tokens[start:min(start + cap, end) + 1])
-    return documents
-
-
-# Primes, and no divisors of a vocabulary: their multiples meet every class once before any again. The second is the
-# golden section of 50,304, so that classes take turns evenly, however many of them a chunk has.
-CLASS_STRIDE = 20_011
-CLASS_STEP = 31_091
-
-
-@functools.cache
-def strided_classes(vocabulary: int) -> np.ndarray:
-    """The classes in steps of CLASS_STRIDE, twice, so that a slice has all of them from any place on."""
-    return np.tile(np.arange(vocabulary) * CLASS_STRIDE % vocabulary, 2)
-
-
-def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_number: int,
-                   always: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
-    """The classes of a batch chunk's sampled softmax: (classes [count], num_always, class_index [T]).
-
-    The first num_always classes are always included: the ids in `always` (none of them a target),
-    then the targets in ascending order. The others are sampled: they are the next free ones of a
-    strided permutation of the vocabulary, whose offset moves on by CLASS_STEP from chunk to chunk. So
-    the classes take turns, and importance weights make up for those that are left out
-    (log_importance_weights). class_index says where in `classes` each of the targets [T] is, or -1
-    if there was no room for it.
-    """
-    taken = np.zeros(vocabulary, bool)
-    taken[targets] = True
-    included = np.concatenate([np.array(always, int), np.flatnonzero(taken)])[:count]
-    taken[included] = True
-
-    offset = chunk_number * CLASS_STEP % vocabulary
-    permutation = strided_classes(vocabulary)[offset:offset + vocabulary]
-    sampled = permutation[~taken[permutation]][:count - len(included)]
-
-    index_of = np.full(vocabulary, -1)
-    index_of[included] = np.arange(len(included))
-    return np.concatenate([included, sampled]), len(included), index_of[targets]
-
-
-# The orders of n-grams that hash_ngrams looks up, one row an order: here pairs and triples. A
-# further row is all that another order takes; ModelConfig.ngram_rows are then shared by more of
-# them, and models that were saved with other orders are refused. A row holds the multipliers of the
-# token itself, of the one before it, and so on: different odd numbers below 2^16, as tokens are below
-# 2^16 too, so that products fit into uint32. Which ones matters little.
-NGRAM_MULTIPLIERS = (
-    (36313, 27191),
-    (17351, 60961, 45259),
-)
-# Odd ones, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides in
-# one piece would often collide in all. Parts of 2^n rows, less one, are odd.
-HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
-
-
-def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: int) -> np.ndarray:
-    """Rows of the n-gram table's parameter for the n-grams that end at each token: int32 [T * pieces, orders], see
-    NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
-
-    There are `rows` rows for each piece, of which each order has an equal part. The hash is the xor of the
-    multiplied tokens, times the piece's multiplier, modulo the part's size less one. The last row of
-    a part stands for an n-gram that would begin before the document.
-    """
-    orders = len(NGRAM_MULTIPLIERS)
-    part_rows = rows // orders
-    last = part_rows - 1
-    tokens = tokens.astype(np.uint32)
-    found = np.empty((len(tokens), pieces, orders), np.int32)
-    for order, multipliers in enumerate(NGRAM_MULTIPLIERS):
-        key = np.zeros_like(tokens)
-        for distance, multiplier in enumerate(multipliers):
-            key[distance:] ^= multiplier * tokens[:len(tokens) - distance]
-        incomplete = positions < len(multipliers) - 1
-        for piece in range(pieces):
-            hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % last
-            hashes[incomplete] = last
-            found[:, piece, order] = hashes + part_rows * (piece * orders + order)
-    return found.reshape(-1, orders)
-
-
-def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """What followed when the document last held the last three tokens, or else the last two, or one.
-
-    A suffix is the last one, two or three tokens up to and including a token. The result [T] is the
-    token that followed plus vocabulary * (matched tokens - 1): a row of this feature's part of the
-    n-gram table (ModelConfig.table_rows counts them). Tokens that are new to their document need a
-    row too. A single one would collect up to half of all gradients, which one program sums, so they
-    are spread over NEW_TOKEN_ROWS rows: by the position in the document, and not in the batch, so
-    that a document reads the same rows wherever it lies.
-
-    Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
-    and in text order where suffixes are equal; so neighbours in it with the same suffix are
-    consecutive occurrences. Moved on by one position, `ends` is sorted by the tokens before; a
-    stable sort by the token itself then sorts the longer suffixes. Longer matches overwrite shorter
-    ones.
-
-    Example: in "a b c a b" the first round sorts the ends to [0 3] [1 4] [2], by a, b, c. Position
-    3 (a) matches 0, which b followed; 4 (b) matches 1, which c followed. Moved on, the ends are 0 1
-    4 2 3, and the second round sorts them to [0] [3] [1 4] [2]: position 4 matches 1 again, now by
-    "a b".
-    """
-    count = len(tokens)
-    keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
-    ends = np.arange(count)
-    rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
-    suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
-    for length_before in range(SUFFIX_LENGTHS):  # this round matches one token more
-        ends = ends[np.argsort(keys[ends], kind="stable")]
-        prev, cur = ends[:-1], ends[1:]
-        same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
-        same_document = cur - prev <= positions[cur] - length_before
-        match = same_suffix & same_document  # the earlier suffix begins in this document too
-        rows[cur[match]] = tokens[prev[match] + 1].astype(int) + length_before * vocabulary
-
-        # Number the suffixes in their sorted order, then move on by one position, to the tokens that
-        # they precede. In the example the first round ends with longer_id [0 1 2 0 1], suffix_id
-        # [-1 0 1 2 0] and ends [0 1 4 2 3].
-        longer_id = np.empty(count, int)
-        longer_id[ends] = np.cumsum(np.append(False, ~same_suffix))
-        suffix_id = np.append(-1, longer_id[:-1])
-        ends = np.append(0, ends[ends < count - 1] + 1)
-    return rows
-
-
-@dataclass(frozen=True)
-class HostBatch:
-    """A micro-batch on the host: the fields of Documents one after the other in one int32 array, pinned for a GPU."""
-    data: Tensor
-    shapes: dict[str, tuple[int, ...]]  # field -> shape, in the order of `data`; a field that is missing is None
-    digest: int  # the sum of chunk_digest over the batch chunks
-
-    def to(self, device: torch.device) -> Documents:
-        return self.views(self.data.to(device, non_blocking=True))
-
-    def views(self, data: Tensor) -> Documents:
-        """The fields as views of `data`, which is self.data or a copy of it on some device."""
-        fields = dict.fromkeys(Documents.__annotations__)
-        start = 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape)
-            fields[name] = data[start:start + size].view(shape)
-            start += aligned(size)
-        return Documents(**fields)
-
-
-def sort_ids(ids: np.ndarray, vocab_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(order, starts): the positions of id v are order[starts[v]:starts[v + 1]], ascending; ids are below 2^16.
-
-    With 16-bit keys NumPy's stable sort is a radix sort, half a millisecond for 65536 tokens. torch's embedding
-    backward would sort again for every table.
-    """
-    order = np.argsort(ids.astype(np.uint16), kind="stable")
-    return order, np.append(0, np.cumsum(np.bincount(ids, minlength=vocab_rows)))
-
-
-def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None,
-         digest: int = 0) -> HostBatch:
-    """Pack batch chunks one after the other; with `pin` in pinned memory, which asynchronous copies to a GPU need.
-
-    `chunks` maps the number of each in the run to what cut_documents made of it. Without `sampled_classes` the softmax
-    is over the whole vocabulary: `classes` and `num_always` are None.
-    """
-    documents = list(itertools.chain(*chunks.values()))
-    lengths = [len(document) - 1 for document in documents]
-    tokens = np.concatenate([document[:-1] for document in documents])
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    remaining = np.repeat(lengths, lengths) - 1 - positions
-
-    order, starts = sort_ids(tokens, model.padded_vocabulary)
-    pieces = model.ngram_pieces
-    ngrams = np.empty((len(tokens) * pieces, 0), int)
-    if model.ngram_rows:
-        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, pieces)
-    if model.longest_suffix_match:
-        matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
-        # Hashed rows lie by piece, then by order; behind them the pieces of a match lie side by side.
-        first_pieces = pieces * (model.ngram_rows + matches)
-        ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(pieces)).ravel()])
-
-    # What the head has to predict, see Targets: the next token's class, and a sampled softmax's classes.
-    targets = [np.concatenate([document[1:] for document in own]) for own in chunks.values()]
-    fields = {
-        "tokens": tokens,
-        "order": order,
-        "starts": starts,
-        "ngrams": ngrams,
-        "class_index": np.concatenate(targets),
-        "positions": positions,
-        "remaining": remaining,
-    }
-    if sampled_classes:
-        always = [model.vocabulary] if model.pointer_width else []  # the copy token
-        samples = [sample_classes(ids, sampled_classes, model.padded_vocabulary, number, always)
-                   for number, ids in zip(chunks, targets)]
-        fields["classes"], fields["num_always"], class_index = map(np.array, zip(*samples))
-        fields["class_index"] = class_index.ravel()
-
-    data = torch.zeros(sum(aligned(array.size) for array in fields.values()), dtype=torch.int32, pin_memory=pin)
-    batch = HostBatch(data, {name: array.shape for name, array in fields.items()}, digest)
-    views = batch.views(data)
-    for name, array in fields.items():
-        getattr(views, name).numpy()[:] = array
-    return batch
-
-
-def chunk_digest(number: int, tokens: np.ndarray) -> int:
-    """64 bits that name the tokens of one batch chunk. A run's token hash is the sum over its chunks."""
-    content = f"{number}:".encode() + tokens.astype("<u2").tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Stage, int],
-                     ranks: Ranks) -> Iterator[HostBatch]:
-    """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
-
-    The batch chunks follow each other in the stream without a gap. Of each step the rank takes the chunks rank,
-    rank + world, ... of CHUNKS. The shards must hold enough tokens (TokenStream.require).
-    """
-    own = range(ranks.rank, CHUNKS, ranks.world)
-    start = stream.first  # of a step's tokens in the stream
-    number = 0  # of the step's first batch chunk in the whole run
-    for stage in preset.stages:
-        size = micro_chunks[stage]
-        for _ in range(stage.steps):
-            for first in range(0, len(own), size):
-                chunks = {}
-                digest = 0
-                for chunk in own[first:first + size]:
-                    tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
-                    chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
-                    digest += chunk_digest(number + chunk, tokens)
-                yield pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes, digest)
-            start += stage.batch_tokens
-            number += CHUNKS
-
-
-def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
-    """Random documents of log-normal lengths (median 400, mean 690) for warm-up: no training data before the clock."""
-    random = np.random.default_rng(seed)
-    pieces = []
-    left = tokens
-    while left:
-        length = min(left, int(np.clip(random.lognormal(5.99, 1.04), 32, cap)))
-        piece = random.integers(0, BOS, length + 1, dtype=np.uint16)
-        piece[0] = BOS
-        pieces.append(piece)
-        left -= length
-    return pieces
-
-
-def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> tuple[list[list[np.ndarray]], str]:
-    """The first `tokens` tokens of a shard in contiguous windows, cut into documents, and their hash.
-
-    Each token is a target once."""
-    shard = open_shard(path, vocabulary)
-    if len(shard) < tokens + 1:
-        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(shard):,}",
-             "fetch this file again, or name the folder of another with --data")
-    shard = shard[:tokens + 1]
-    windows = [cut_documents(shard[start:start + window + 1], window) for start in range(0, tokens, window)]
-    return windows, hashlib.sha256(shard).hexdigest()[:16]
-
-
-def prefetched(items: Iterator, depth: int = 8) -> Iterator:
-    """The items, which a thread makes up to `depth` ahead. An error in the thread is raised here, in its turn.
-
-    Closing this generator, or its end, ends the thread.
-    """
-    thread = ThreadPoolExecutor(1, "prefetch")
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        ahead = collections.deque(thread.submit(next, items, None) for _ in range(depth))
-        while (item := ahead.popleft().result()) is not None:
-            ahead.append(thread.submit(next, items, None))
-            yield item
-    finally:
-        # This waits for the item in the making. If its disk hangs, the watchdog ends the process.
-        thread.shutdown(cancel_futures=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            file.write(header())  # of the same length as the final one
+            for name, part in parts:
+                values = part.cpu().reshape(-1).view(torch.uint8).numpy()
+                sums[name].update(values)
+                file.write(values)
+            file.seek(0)
+            file.write(header())
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        fail(f"saving {path}", "a writable folder with space", error, "choose another place")
 
 
-# ==== 8. Reference operators: what the fast ones must compute, on any device and in any dtype =========================
-def wide_dtype(x):
-    """The dtype of sums over x: float32, or float64 for float64 operands, as tests use them."""
-    return torch.promote_types(x.dtype, torch.float32)
+def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
+    """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
+    preset = trainer.preset
+    frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
+    content = {
+        "model": asdict(preset.model),
+        "lookups": LOOKUPS,
+        "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
+        "validation": {
+            "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
+            "window": preset.val_window_tokens, "loss": loss},
+        "provenance": {
+            "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]), "data": trainer.data_hash,
+            **machine_facts()},
+    }
+    tensors = trainer.model.state_dict()
+    table = tensors.pop("ngram", torch.zeros(1, 2))
+    ids = table.any(1).nonzero().flatten()
+    tensors["ngram.ids"] = ids.int()
+    rows = (("ngram.rows", table[part]) for part in ids.split(2**16))
+    like = torch.empty(len(ids), table.size(1), dtype=table.dtype, device="meta")
+    write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
 
 
-def norm(x):
-    """RMSNorm over the last dimension, without parameters."""
-    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON)
-
-
-def rotate(x, cos, sin):
-    """Rotary embedding of x [T, H, D] by cos, sin [T, 1, D/2]: dims i and i + D/2 are a pair."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
-
-
-def split_heads_reference(qkv, value, value_gates, positions, cos, sin, heads, key_offset=False):
-    """Queries, keys [T, H, Dk] and values [T, H, Dv] for attention from their projection qkv [T, H (2 Dk + Dv)].
-
-    q and k are normalised and rotated; positions [T]; cos, sin [positions, Dk / 2]. v gains the
-    value embedding, i.e. the first H Dv channels of value [T, H Dv or more], times value_gates
-    [T, H]; both may be None. With key_offset the stationary dims of k, which do not rotate, come from the token
-    before, if the document has one: induction in a single layer (record 49).
-    """
-    width = 2 * cos.size(1)
-    parts = qkv.tensor_split((heads * width, 2 * heads * width), 1)
-    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
-    if value is not None:
-        value = value[:, :v[0].numel()].reshape(v.shape)
-        v = v + value * value_gates[..., None]
-
-    q, k = norm(q), norm(k)
-    if key_offset:
-        # Rotation leaves the stationary dims as they are, so they can be taken before it.
-        stationary = torch.arange(width, device=k.device) % (width // 2) >= width // 4
-        has_previous = positions[:, None, None] > 0
-        k = torch.where(stationary & has_previous, k.roll(1, 0), k)
-    cos, sin = cos[positions, None], sin[positions, None]
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-def visible_blocks(positions, window, block_queries, nearest=0, first=0):
-    """The mask of attention within documents, for `block_queries` queries at a time: (queries, keys, mask).
-
-    A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
-    are those that the windows of these queries reach; mask [queries, keys] is True where a query
-    sees a key. Queries are those of the tokens from `first` on, and counted from there.
-    """
-    index = torch.arange(len(positions), device=positions.device)
-    first_visible = index - positions.clamp(max=window)
-    for start in range(first, len(index), block_queries):
-        queries = slice(start, start + block_queries)
-        keys = slice(max(start - window, 0), queries.stop)
-        not_too_far = index[keys] >= first_visible[queries, None]
-        not_too_near = index[keys] <= index[queries, None] - nearest
-        yield slice(start - first, queries.stop - first), keys, not_too_far & not_too_near
-
-
-def attention_reference(q, k, v, positions, window, scale, gates=None, block_queries=512):
-    """Softmax attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given.
-
-    It takes a block of queries at a time, with the keys that their windows reach, so that the
-    scores are block_queries * (block_queries + window) * H numbers. The mask is visible_blocks'.
-    Any device and dtype. q and gates may also be of the last tokens only, and then so is the output.
-    """
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    blocks = []
-    for queries, keys, visible in visible_blocks(positions, window, block_queries, first=k.size(1) - q.size(1)):
-        block = F.scaled_dot_product_attention(q[:, queries], k[:, keys], v[:, keys], attn_mask=visible, scale=scale)
-        blocks.append(block.transpose(0, 1))
-    out = torch.cat(blocks)
-    return out if gates is None else (out * gates[..., None]).to(out.dtype)
-
-
-def pointer_reference(qk, ids, positions, window, scale, block_queries=512):
-    """log_copy [T]: the log-probability of the next token under the pointer, one part of a mixture.
-
-    This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
-    ids [T] are the class indices of the next tokens (-1: none, the loss does not ask there). They are
-    numbered by batch chunk, and no document crosses one: equal ones are equal tokens. Token t points at
-    tokens i of its document, t - window <= i < t, to copy what followed them: their scores are
-    s[t, i] = scale q[t].k[i]. The sentinel, which copies nothing, has score 0. So log_copy[t] is
-    the logarithm of sum_exp_match / sum_exp, where sum_exp = 1 + sum_i e^s[t, i], and sum_exp_match
-    is the sum of e^s[t, i] over those i with ids[i] = ids[t]; NEG_INF if there are none. In
-    float32, or float64 for float64 operands.
-    """
-    q, k = qk.to(wide_dtype(qk)).unbind(1)
-    log_copy = []
-    for queries, keys, visible in visible_blocks(positions, window, block_queries, nearest=1):
-        scores = scale * (q[queries] @ k[keys].T)
-        match = visible & (ids[keys] == ids[queries, None])
-        visible_scores = scores.masked_fill(~visible, -torch.inf)
-        log_sum_exp = F.pad(visible_scores, (0, 1)).logsumexp(1)  # with the sentinel's score, 0
-        log_sum_exp_match = scores.masked_fill(~match, NEG_INF).logsumexp(1)
-        log_copy.append(torch.where(match.any(1), log_sum_exp_match - log_sum_exp, NEG_INF))
-    return torch.cat(log_copy)
-
-
-def relu_squared_mlp(x, up, down):
-    """relu(x up^T)^2 down, of x [T, width] and up, down [mlp_width, width]."""
-    return F.linear(x, up).relu().square() @ down
-
-
-def softcapped(logits, cap):
-    """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
-    return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
-
-
-def log_importance_weights(num_always, num_classes, population):
-    """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function right on average.
-
-    The first n = num_always classes are always included and weigh 1. The other P - n are sampled
-    from the V - n classes left of the population V: each stands for (V - n) / (P - n) of them.
-    """
-    sampled = torch.arange(num_classes, device=num_always.device) >= num_always
-    weight = (population - num_always) / (num_classes - num_always).clamp_min(1)
-    return torch.where(sampled, weight, 1).log()
-
-
-def head_loss_reference(x, weight, targets, cap, block_rows=4096):
-    """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
-
-    x [T, D], weight [V, D]. Only targets.classes take part in the softmax; if that is None, all V
-    do, padding too. The backward pass recomputes blocks of rows, so that few logits exist at a
-    time.
-    """
-    def block_loss(weight, log_weights, x, class_index, log_copy=None):
-        logits = x @ weight.T
-        logits = softcapped(logits.to(wide_dtype(logits)), cap)
-        log_p = (logits + log_weights).log_softmax(-1)
-        log_p_targets = log_p.gather(1, class_index.clamp_min(0).long())
-        if log_copy is not None:
-            # The pointer gives a share of the copy token's probability to the next token.
-            log_p_next = torch.logaddexp(log_p_targets[:, 0], log_p[:, targets.copy_token] + log_copy)
-            log_p_targets = torch.cat([log_p_next[:, None], log_p_targets[:, 1:]], 1)
-        return -(targets.weights.to(log_p.dtype) * log_p_targets * (class_index >= 0)).sum()
-
-    if len(x) > block_rows:
-        block_loss = functools.partial(checkpoint, block_loss, use_reentrant=False)
-    total = 0.0
-    for rows, part in targets.parts():
-        part_weight = weight
-        log_weights = 0.0
-        if part.classes is not None:
-            part_weight = weight[part.classes.long()]
-            population = targets.population or len(weight)
-            log_weights = log_importance_weights(part.num_always, len(part_weight), population)
-
-        class_index = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)  # [rows, K]
-        operands = [x[rows], class_index]
-        if part.log_copy is not None:
-            operands.append(part.log_copy)
-        for block in zip(*(operand.split(block_rows) for operand in operands)):
-            total = total + block_loss(part_weight, log_weights, *block)
-    return total
-
-
-def embedding_grad_reference(grad, tokens, vocab_rows):
-    """Dense gradient [vocab_rows, D] of `table[tokens]` from grad [T, D]: float32 (or wider) sums, rounded once."""
-    wide = grad.to(wide_dtype(grad))
-    return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
-
-
-def adam_step(weights, grad, second_moment, lr, wd, epsilon, cautious):
-    """The weights after one Adam step. `lr` is the learning rate with both bias corrections, see step_rates. The share
-    `wd` of a weight decays: everywhere (AdamW), or if `cautious` only where the update shrinks the weight too (record
-    50)."""
-    update = lr * grad / (second_moment.sqrt() + epsilon)
-    decay = wd * weights
-    if cautious:
-        decay = decay * (update * weights > 0)
-    return weights - update - decay
-
-
-def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon, *, cautious=True):
-    """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...]."""
-    g = received.float().mean(0)
-    m = exp_avg.float().lerp(g, 1 - beta1)
-    v = exp_avg_sq.float().lerp(g * g, 1 - beta2)
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
-    weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon, cautious))
-
-
-def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, *,
-                          pooling=0.0, cautious=True):
-    """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
-
-    ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
-    and grad [T, D] is that of these sums. g, the gradient of a row, is `scale` times the sum of
-    grad over the tokens that read it. There is one second moment a row, v in exp_avg_sq [rows],
-    which also decays over the steps since last_step [rows], the row's last update:
-
-        v <- beta2^(step - last_step) v + (1 - beta2) mean(g^2)
-
-    The step divides by its root, with the share `pooling` of it replaced by (1 - beta2) mean((scale grad)^2), the mean
-    over tokens: a row that is read rarely and with small gradients then takes small steps.
-
-    lr, wd and cautious: see adam_step.
-    """
-    ids = lookup[0]
-    rows, group = ids.flatten().unique(return_inverse=True)
-    wide = wide_dtype(grad)
-    wide_grad = grad.to(wide)
-    g = scale * embedding_grad_reference(wide_grad.repeat_interleave(ids.size(1), 0), group, len(rows))
-
-    v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
-    typical = (1 - beta2) * (scale * wide_grad).square().mean()
-    pooled = (1 - pooling) * v + pooling * typical
-    stepped = adam_step(weights[rows].to(wide), g, pooled[:, None], lr, wd, epsilon, cautious)
-    weights[rows] = stepped.to(weights.dtype)
-    exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
-    last_step[rows] = step
-
-
-class Orthogonalization(NamedTuple):
-    """How singular values are driven to 1: scale the matrix, then apply a s + b s^3 + c s^5 in each round.
-
-    The scale brings the largest singular value to 1 or below. With a `safety` it is 1 / (safety ||X||_F), where a
-    safety above 1 leaves room for rounding. Without one it is AOL's, see aol_scale, which takes no pass over X and is
-    tighter, so that a polynomial fitted to small singular values is not needed."""
-    coefficients: tuple[tuple[float, float, float], ...]  # (a, b, c) of each round
-    safety: float | None
-
-
-# Minimax on [1e-3, 1], each round fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932),
-# with a margin of 2 % as in the public records.
-POLAR_EXPRESS_FIVE = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-
-# A fourth is a row here, and works everywhere. docs/systems.md compares their errors and what they do to a training.
-ORTHOGONALIZATIONS = {
-    # The same for four rounds, on [3e-3, 1]. It diverges above 1.02.
-    "polar-express": Orthogonalization((
-        (8.089256959191, -22.297789245261, 15.747758400660),
-        (3.943378132484, -2.784615046554, 0.503808707390),
-        (3.472945650518, -2.500502056079, 0.478927524824),
-        (2.552322205513, -1.886821974398, 0.442619509006),
-    ), safety=1.02),
-    "polar-express-5": Orthogonalization(POLAR_EXPRESS_FIVE, safety=1.02),
-    # Turbo-Muon (modded-nanogpt PR 155): AOL takes the place of the first round.
-    "turbo": Orthogonalization(POLAR_EXPRESS_FIVE[1:], safety=None),
-    # Muon's first polynomial (Keller Jordan, 2024-10): steep at 0, it never settles at 1.
-    "quintic": Orthogonalization(((3.4445, -4.7750, 2.0315),) * 5, safety=1.0),
-}
-
-
-def frobenius_scale(X, safety, dtype):
-    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
-
-    The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
-    harm, while a float32 copy of X would cost two passes over it.
-    """
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
-    divisor = (safety * norm).clamp_min(torch.finfo(X.dtype).tiny)
-    return (X / divisor.to(X.dtype)).to(dtype)
-
-
-def aol_scale(X, A):
-    """D X and its Gram matrix D A D, where A = X X^T [..., M, M] and D_ii = (sum_j |A_ij|)^-1/2; zero rows stay zero.
-
-    By Gershgorin's circles no singular value of D X is above 1 (almost orthogonal layers, arXiv 2208.03160). The
-    second result takes no product. D is rounded to X's dtype first, so that both are of the same matrix."""
-    sums = torch.linalg.vector_norm(A, ord=1, dim=-1, keepdim=True, dtype=wide_dtype(A))
-    d = sums.clamp_min(torch.finfo(torch.float32).tiny).rsqrt().to(X.dtype)
-    return d * X, A * (d * d.mT)  # d_i d_j is formed first, so that the result is symmetric
-
-
-def orthogonalize_reference(matrices, method):
-    """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
-    if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
-        return orthogonalize_reference(matrices.mT, method).mT
-
-    X = matrices
-    if method.safety is not None:
-        X = frobenius_scale(X, method.safety, X.dtype)
-    for number, (a, b, c) in enumerate(method.coefficients):
-        A = X @ X.mT
-        if number == 0 and method.safety is None:
-            X, A = aol_scale(X, A)
-        X = a * X + (b * A + c * A @ A) @ X
-    return X
-
-
-# ==== 9. Triton kernels, each with its wrapper ========================================================================
+# ==== 7. Triton kernels, each with its wrapper ========================================================================
 # Kernels end in _kernel; device functions say what they do or return (load_tile, visible_reach). x_ptr is a pointer,
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
-# head. Every header names the reference in section 8, and has shapes, and operations or bytes; times are of one H200,
+# head. Every header names its reference, and has shapes, and operations or bytes; times are of one H200,
 # by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches name their operands where there
 # are more than eight.
 
@@ -3628,17 +3727,6 @@ def linear_backward(grad, grad_t, x, weight, scales, out=None):
     dx = fp8_matmul_nt(grad, weight, scales.grad, scales.weight, fast_accum=False)
     dweight = fp8_matmul_nt(grad_t, x, scales.grad, scales.x, fast_accum=False, out=out)
     return dx, dweight
-
-
-def memory_for_grad(weight):
-    """Where to write a gradient of a parameter: for a step's first backward pass, where the optimizer collects it.
-
-    Other memory, if there is no such place or if it holds a gradient already. A backward pass may ask once for each
-    parameter: until `weight.grad` is set, it would get the same memory again.
-    """
-    view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
-    # A new view: autograd keeps a gradient's memory only where nothing else holds that very tensor, else it copies.
-    return torch.empty_like(weight) if view is None or weight.grad is not None else view.view_as(weight)
 
 
 # ---- from the projection to attention --------------------------------------------------------------------------------
@@ -4516,7 +4604,7 @@ def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True):
                   CAUTIOUS=cautious)
 
 
-# ==== 10. Operator selection ==========================================================================================
+# ==== 8. Operator selection ===========================================================================================
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The operators of this run. Model and optimizer call them and never ask what hardware they are on.
@@ -4687,7 +4775,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         names=names)
 
 
-# ==== 11. Runtime =====================================================================================================
+# ==== 9. Runtime: ranks, watchdog, clock, log =========================================================================
 class Failure(Exception):
     """An error that the user can act on, in one line: what, expected, found and the fix. `code` is the exit status."""
 
@@ -5102,7 +5190,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-# ==== 12. Run log =====================================================================================================
+# ---- run log ---------------------------------------------------------------------------------------------------------
 class RunLog:
     """One JSON line an event, with a hash of itself and the line before. A thread writes, so the clock never waits.
 
@@ -5204,89 +5292,7 @@ def files_hash(paths: Sequence[Path]) -> str:
     return combined.hexdigest()
 
 
-# ==== 13. Model file: the weights and what they mean, for sample.py ===================================================
-# A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
-# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, the
-# SHA-256 of each tensor, and that of the header, so that whoever reads it need not ask whether settings are possible.
-#
-# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
-# their numbers, `ngram.ids` [N].
-MODEL_FORMAT = "train_gpt model 4"
-# Which rows of the table a text reads follows from these too, and no weight's shape would show it.
-LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
-
-
-def header_hash(header: dict) -> str:
-    return hashlib.sha256(json.dumps(header).encode()).hexdigest()
-
-
-def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: dict[str, str]) -> bytes:
-    """The first bytes of a model file, of a format `form`, with the names, dtypes and shapes of `likes`."""
-    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
-    metadata = {"format": form, "content": json.dumps(content), "tensors": json.dumps(digests)}
-    header = {"__metadata__": metadata}
-    end = 0
-    for name, like in likes.items():
-        start = end
-        end += like.nbytes
-        header[name] = {"dtype": names[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
-    metadata["sha256"] = header_hash(header)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], parts: Iterable[tuple[str, Tensor]]):
-    """Write a model file aside, then rename it. `parts` are the tensors in the order of `likes`, (name, values), each
-    whole or in pieces that follow each other, because a device may have no room for a large one once more."""
-    sums = {name: hashlib.sha256() for name in likes}
-
-    def header():
-        return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
-
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
-            file.write(header())  # of the same length as the final one
-            for name, part in parts:
-                values = part.cpu().reshape(-1).view(torch.uint8).numpy()
-                sums[name].update(values)
-                file.write(values)
-            file.seek(0)
-            file.write(header())
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        fail(f"saving {path}", "a writable folder with space", error, "choose another place")
-
-
-def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
-    """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
-    preset = trainer.preset
-    frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
-    content = {
-        "model": asdict(preset.model),
-        "lookups": LOOKUPS,
-        "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
-        "validation": {
-            "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
-            "window": preset.val_window_tokens, "loss": loss},
-        "provenance": {
-            "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]), "data": trainer.data_hash,
-            **machine_facts()},
-    }
-    tensors = trainer.model.state_dict()
-    table = tensors.pop("ngram", torch.zeros(1, 2))
-    ids = table.any(1).nonzero().flatten()
-    tensors["ngram.ids"] = ids.int()
-    rows = (("ngram.rows", table[part]) for part in ids.split(2**16))
-    like = torch.empty(len(ids), table.size(1), dtype=table.dtype, device="meta")
-    write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
-
-
-# ==== 14. Main ========================================================================================================
+# ==== 10. Main ========================================================================================================
 def within(kind: type, least: float, most: float = math.inf) -> Callable:
     """A reader of option values: numbers of a kind, from `least` to `most`."""
     def number(text):
