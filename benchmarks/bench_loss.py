@@ -24,7 +24,7 @@ from timing import DEVICE, DRY, host_milliseconds, milliseconds
 V, D = (160, 48) if DRY else (50304, 768)
 CAP, SCALES = tg.Softcap(), tg.HeadScales()
 CEILINGS = {"GB/s": 4270.0, "bf16 TFLOP/s": 790.0, "fp8 TFLOP/s": 1500.0}
-# One slot of each of the sprint's last stages, the extension aside: tokens, candidates, weights of the targets.
+# One batch chunk of each of the sprint's last stages, the extension aside: tokens, candidates, weights of the targets.
 CHUNKS = [(32, 64, (1.0, 0.5))] if DRY else [(stage.chunk_tokens, stage.sampled_classes, stage.targets[0]) for stage in tg.PRESETS["sprint"].stages[-4:-1]]
 
 

@@ -26,7 +26,7 @@ import train_gpt as tg
 BOS, VOCABULARY = 508, 509
 CPU = torch.device("cpu")
 L = tg.Layer
-# An empty slot, every feature at least once, and the three kinds of layers: both halves, attention only, MLP only.
+# An empty layer, every feature at least once, and the three kinds of layers: both halves, attention only, MLP only.
 MODEL = tg.ModelConfig(
     width=32, heads=2, key_width=16, head_width=16, mlp_width=64, value_embeddings=2, ngram_rows=1024, ngram_pieces=2, pointer_width=16, vocabulary=VOCABULARY,
     padded_vocabulary=512, mlp_taps=True, final_values=True, dtype="float32",

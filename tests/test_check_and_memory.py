@@ -148,16 +148,16 @@ FAST = replace(tg.select_ops(CPU), names={"attention": "triton", "mlp": "bf16"})
 LARGE = replace(tg.PRESETS["sprint"], stages=helpers.three_stages((2, 2, 2), 1, rates=(1.0, 1.0, 1.0)))
 
 
-@pytest.mark.parametrize("room_gb, recompute, slots", [
+@pytest.mark.parametrize("room_gb, recompute, chunks", [
     (90, False, [4, 2, 2, 2]), (60, False, [4, 2, 2, 2]), (40, False, [4, 2, 1, 1]), (28, False, [2, 1, 1, 1]),
     (26, True, [4, 2, 2, 2]), (13, True, [2, 1, 1, 1])])
 @pytest.mark.fast
-def test_what_fits_beside_the_model(room_gb, recompute, slots):
-    """The whole schedule in each memory: fewer slots at a time, and below one slot layers recomputed."""
+def test_what_fits_beside_the_model(room_gb, recompute, chunks):
+    """The whole schedule in each memory: fewer batch chunks at a time, and below one chunk layers recomputed."""
     found, tokens = tg.memory_plan(LARGE, FAST, room_gb * GB)
     assert found == recompute
     assert all(393_216 // 8 <= most <= tg.USEFUL_MICRO_BATCH_TOKENS for most in tokens.values())
-    assert [tg.micro_batch_chunks(stage, tg.Ranks(0, 1, CPU), most) for stage, most in tokens.items()] == slots
+    assert [tg.micro_batch_chunks(stage, tg.Ranks(0, 1, CPU), most) for stage, most in tokens.items()] == chunks
 
 
 @pytest.mark.fast

@@ -64,10 +64,10 @@ TABLES = {"tiny": MODEL.layers, "record's": tg.LAYERS, "key offset": (L(key_offs
 @pytest.mark.parametrize("layers", TABLES.values(), ids=TABLES)
 @pytest.mark.fast
 def test_no_attention_across_documents_or_into_the_future(tiny, layers):
-    """Two slots in one micro-batch, cut documents at both ends: exactly the earlier tokens of one's own document count."""
-    slots = [[13, 1, 18], [9, 2, 21]]  # the first document of slot 1 follows directly on the last of slot 0
-    seen = influence(replace(DOUBLE, layers=layers, value_embeddings=5), sum(slots, []), windows=(60, 60))
-    owner = torch.repeat_interleave(torch.arange(6), torch.tensor(sum(slots, [])))
+    """Two batch chunks in one micro-batch, cut documents at both ends: exactly the earlier tokens of one's own document count."""
+    chunks = [[13, 1, 18], [9, 2, 21]]  # the first document of chunk 1 follows directly on the last of chunk 0
+    seen = influence(replace(DOUBLE, layers=layers, value_embeddings=5), sum(chunks, []), windows=(60, 60))
+    owner = torch.repeat_interleave(torch.arange(6), torch.tensor(sum(chunks, [])))
     position = torch.arange(64)
     allowed = (owner[:, None] == owner[None]) & (position[:, None] >= position[None])
     assert not (seen & ~allowed).any(), "leaks from (to, from): " + str((seen & ~allowed).nonzero().tolist()[:5])
@@ -172,10 +172,10 @@ def plain_features(model, documents, geometry):
     x = x0 = norm(model.embedding[tokens])
     ngram = model.ngram[documents.ngrams.long()].sum(1).view(len(tokens), -1)
     sources = [x0, ngram]  # of the final states
-    for slot, layer in enumerate(config.layers):
-        if str(slot) not in model.blocks:
+    for index, layer in enumerate(config.layers):
+        if str(index) not in model.blocks:
             continue
-        block = model.blocks[str(slot)]
+        block = model.blocks[str(index)]
         if layer.skip_from is not None:
             x = x + block.skip_weight.sigmoid() * after[layer.skip_from]
         x = block.scalars[0] * (x + block.scalars[1] * x0 + block.scalars[2] * ngram)
@@ -193,7 +193,7 @@ def plain_features(model, documents, geometry):
             x = x + ((block.scalars[3].abs() * gates[:, :heads])[:, :, None] * y).flatten(1) @ block.out
         if layer.mlp:
             x = x + (mixed(norm(x), block.mlp_taps) @ block.up.T).relu().square() @ block.down
-        after[slot] = x
+        after[index] = x
     weights = norm(x)[:, :config.gate_inputs] @ model.final_gate.to(x.dtype).T
     for weight, source in zip(weights.T, sources, strict=True):
         x = x + weight[:, None] * torch.nn.functional.pad(source, (0, x.size(1) - source.size(1)))
@@ -237,7 +237,7 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="step {}".format)
 def plain_gradients(corpus, request):
-    """A step, and the mean over its slots of each slot's summed loss by plain autograd, one slot at a time in float64: several
+    """A step, and the mean over its batch chunks of each one's summed loss by plain autograd, one chunk at a time in float64: several
     targets and drawn candidates, of both stages; one target and all columns."""
     step, losses = request.param, []
     with pytest.MonkeyPatch.context() as patch:
@@ -245,21 +245,21 @@ def plain_gradients(corpus, request):
         index, stream, model = tg.stage_index(PRESET, step), tg.TokenStream(corpus, 8000, helpers.VOCABULARY), random_model(DOUBLE)
         stage, starts = PRESET.stages[index], np.concatenate(helpers.chunk_starts(stream, PRESET.stages))[step]
         weights, geometry = torch.tensor(tg.target_weights(PRESET, step)), tg.rotary_geometry(replace(PRESET, model=DOUBLE), index, 97, CPU)
-        for slot, start in enumerate(starts, step * tg.CHUNKS):
+        for chunk, start in enumerate(starts, step * tg.CHUNKS):
             pieces = tg.cut_documents(stream.read(start, stage.chunk_tokens + 1), stage.document_cap_tokens)
-            batch = tg.pack({slot: pieces}, DOUBLE, pin=False, sampled_classes=stage.sampled_classes)
+            batch = tg.pack({chunk: pieces}, DOUBLE, pin=False, sampled_classes=stage.sampled_classes)
             losses.append(model(batch.to(CPU), geometry, weights))
         return step, float(sum(losses).detach()), plain_gradients_of(model, sum(losses) / 8)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
 @pytest.mark.fast
-def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_gradients, slots):
-    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: slots)
+def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_gradients, chunks):
+    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: chunks)
     trainer, (step, expected_loss, expected) = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE)), plain_gradients
     helpers.randomise(trainer.model)
     batches = helpers.all_batches(trainer)[step]
-    assert len(batches) == 8 // slots
+    assert len(batches) == 8 // chunks
     loss, found = gradients(trainer, monkeypatch, step, batches)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     errors = {name: relative(found[name], gradient) for name, gradient in expected.items()}
@@ -271,12 +271,12 @@ def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_
 def test_accumulation_trains_the_same_table(corpus, tiny, monkeypatch):
     """The n-grams' gradients lie where they would without accumulation: all steps leave the same weights, second moments and steps."""
     ends = []
-    for slots in (8, 4, 1):
-        monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: slots)
+    for chunks in (8, 4, 1):
+        monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: chunks)
         trainer = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE))
         helpers.randomise(trainer.model)
         for step, batches in enumerate(helpers.all_batches(trainer)):
-            assert len(batches) == 8 // slots
+            assert len(batches) == 8 // chunks
             trainer.training_step(step, batches)
         ends.append(sparse_table(trainer).state())
     errors = [relative(end[name], ends[0][name]) for end in ends for name in ends[0]]
@@ -352,12 +352,12 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
     assert max(errors.values()) < 1e-12, {name: error for name, error in errors.items() if error > 1e-12}
 
 
-@pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.parametrize("chunks", [2, 8])
 @pytest.mark.fast
-def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monkeypatch, slots):
+def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monkeypatch, chunks):
     """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed: the n-grams' before the
     embedding's; the scalars' after all else."""
-    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: slots)
+    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: chunks)
     trainer = helpers.make_trainer(corpus)
     helpers.randomise(trainer.model)
     events, later, passes, backward, final = [], [], [], torch.Tensor.backward, {}
@@ -389,12 +389,12 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
     for step, batches in enumerate(helpers.all_batches(trainer)[:2]):
         events.clear(), later.clear(), passes.clear()
         trainer.training_step(step, batches)
-        assert [(count, state) for _, count, state, _, _ in events] == [(8 // slots, "running")] * len(tables)
+        assert [(count, state) for _, count, state, _, _ in events] == [(8 // chunks, "running")] * len(tables)
         assert {id(table) for table, *_ in events} == {id(table) for table in tables}
         assert all(grads.equal(final[table]) for table, _, _, _, grads in events), "what left was complete"
         (embedding,) = [grads for table, grads in final.items() if table.role == "embedding"]
         assert events[0][0].role == "lm_head", "the head's left before the embedding's was there"
-        assert slots == 8 and events[0][3] is None or slots == 2 and not events[0][3].equal(embedding)
+        assert chunks == 8 and events[0][3] is None or chunks == 2 and not events[0][3].equal(embedding)
         assert later == [(tg.SparseTable, len(tables) - 1, "running"), *[(tg.AdamScalars, len(tables), "done")] * 2], "the n-grams' before the embedding's"
         assert not sparse_table(trainer).lookup_grads
 

@@ -83,7 +83,7 @@ def test_log_is_complete(run, corpus):
 
 
 def test_hashes_follow_from_the_data(run, corpus):
-    """What a log says of its tokens, computed anew: all slots of all steps, all of the validation, and the files as records name them."""
+    """What a log says of its tokens, computed anew: all batch chunks of all steps, all of the validation, and the files as records name them."""
     (log,) = run("--seed", 3).logs
     head, end = log[0], log[-1]
     stream, shard = tg.TokenStream(corpus, 8000, helpers.VOCABULARY), corpus / "tiny_val_000000.bin"
