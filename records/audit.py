@@ -1,5 +1,4 @@
-"""`audit DIR`: runs the first steps of one seed again with the record's own script and compares the losses with its
-log."""
+"""`audit DIR`: runs the first steps of one seed again with the record's script and compares the losses with the log."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from record import Folder, load
 from runlog import EXIT_HARDWARE, Run, fail, read_run
 from starts import environment, remove_caches
 
-STEPS = 50
 # Runs repeat to the last digit where these agree, on GPUs. Elsewhere sums round otherwise: one, two and four H200
 # differ by 2e-6 in the first step's loss and by up to .013 within 50 steps.
 EQUAL_HARDWARE = ("device", "world", "torch", "triton", "cuda")

@@ -179,7 +179,7 @@ def check_result(folder: Folder, key: str) -> None:
              "restore the file, for example with git, or plan anew with `new`")
     if not runs[key].ok:
         fail(f"run {key}", "a finite loss", runs[key].state,
-             "this plan has failed; change the script and plan anew with `new`", EXIT_NUMERICS)
+             "python records abandon DIR WHY, then change the script and plan anew with `new`", EXIT_NUMERICS)
     for check in evaluate(EACH_RUN, Context(folder, runs)):
         if not check.ok:
             fail(f"run {key}, {check.name}", "a log that verifies", check.text,

@@ -4,6 +4,7 @@ which."""
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import shutil
 import subprocess
@@ -196,6 +197,32 @@ def test_the_steps_of_real_logs_take_what_the_clock_says():
     for path in record.all_folders():
         for run in record.load(path).runs("a"):
             assert abs(1e3 * run.train[-1, 1] - run.ms) < 2e-4 * run.ms + 1 or abs(1e3 * run.train[-1, 1] - run.ms) < 5
+
+
+@pytest.mark.parametrize("more, ok", [(0.05, True), (0.1, False), (-0.1, False)])
+def test_the_intervals_sum_to_the_total(copy, more, ok):  # noqa: F811
+    """Within the rounding of both to .1 ms."""
+    rewrite_log(first_log(copy), lambda e: e[-1].update(ms=e[-1]["ms"] + more))
+    assert ("clock" not in failed(copy)) == ok
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_a_loss_without_end(copy, loss):  # noqa: F811
+    """A log may hold it, and is no run of a record."""
+    log = first_log(copy)
+    rewrite_log(log, lambda e: [line.update(loss=loss) for line in e if line["kind"] in ("val", "end")])
+    assert not runlog.read_run(log).ok and "end" in failed(copy)
+
+
+def test_the_first_validation_shard_is_the_tracks(finished):  # noqa: F811
+    """Not the last one of the folder."""
+    folder = finished[0] / "data/sample"
+    other = folder / "sample_val_000001.bin"
+    other.write_bytes((folder / "sample_val_000000.bin").read_bytes())
+    try:
+        assert list(record.data_manifest(record.TRACKS["smoke"], folder)) == ["sample_train_000001.bin", "sample_val_000000.bin"]
+    finally:
+        other.unlink()
 
 
 def test_a_slowed_parent_is_shown(copy):  # noqa: F811
