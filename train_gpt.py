@@ -9,6 +9,20 @@ Launch
     python train_gpt.py --preset smoke                      any computer, no network: a minute or two on two CPU cores
     python train_gpt.py --help                              all options; sample.py does what comes after a training
 
+Model card: GPT-2-small class, 768 wide, 12 layers of which two are empty, GPT-2's 50,257 tokens
+    input   x0 = norm(embedding[token]);  g = sum of the table's rows for the last two and three tokens, and for what
+            last followed them in the document
+    layer   x   <- r (x + mlp + σ(s) skip + a x0 + b g)         r, s, a, b are scalars, skip an earlier layer's x
+            x   <- x + c gate attention(norm(x)) W_out          q and k normed and rotated; v gains a value embedding
+            mlp <- relu(taps(norm(x)) W_up)^2 W_down            taps mix in the two tokens before, by channel
+    output  h = norm(x + w0 x0 + w1 g + w2 v2 + ...)            the w follow from x, the v are the value embeddings
+            p = softmax(23 σ((h W_head + 5) / 7.5)), where one class is shared out to the tokens that a pointer finds
+    sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2816, 2^25 rows; sprint: 3 heads, MLPs of 2304
+    train   matrices by Muon and NorMuon, tables and scalars by Adam, rows by Adam without a first moment; steps of
+            65,536 to 196,608 tokens; a sample of the classes; averaged weights; FP8 products, bf16 weights + 16 bits
+    names   DistAdam is Adam with AdamTable; smear is taps; bigram hash is ngram; sparse attention gate is gate;
+            backout and MUDD are final_states; YaRN is in rotary_frequencies; value embeddings keep their name
+
 Map
     1 imports, constants     2 configuration, schedule     3 data           4 model        5 optimizer
     6 training               7 Triton kernels              8 operator selection            9 runtime
@@ -5389,35 +5403,13 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops):
           f"{gpu}, {chosen}", flush=True)
 
 
-def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps: int) -> float:
-    """One run under a watchdog, with a log that says how it ended. Returns the validation loss."""
-    ranks = trainer.ranks
-    name = f"{trainer.preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
-    defaults = vars(parse_arguments([]))
-    settings = {option: str(value) for option, value in vars(arguments).items() if value != defaults[option]}
-
-    log = RunLog(arguments.log_dir / f"{name}.jsonl" if ranks.rank == 0 else None)
-    watchdog = Watchdog(ranks, arguments.stall_limit, log)
-    try:
-        return train(trainer, seed, log, steps, arguments.val_every, settings)
-    except BaseException as error:
-        cause = explained(error, ranks) or error
-        state = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}"
-        log.line("end", state=state, code=getattr(cause, "code", None))
-        raise
-    finally:
-        watchdog.done.set()
-        log.close()
-
-
-def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    """Build the trainer, which checks what can be checked beforehand; then train. Returns the exit code."""
+def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
+    """The trainer that the options ask for. Whatever can be checked before the GPU works has then been checked."""
     preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
-    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    seed = ranks.gather_objects(seed)[0]  # each rank may have drawn its own
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
     ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {files_hash([Path(__file__)])[:8]}",
                 "start every node with the same --nproc_per_node, options and files")
+
     fast = capability(ranks.device) >= (8, 0) and not arguments.reference
     bfloat16 = preset.model.dtype == "bfloat16"
     fp8 = [part for part in preset.fp8 if bfloat16 and arguments.no_fp8 not in (part, "all")]
@@ -5428,47 +5420,81 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
     check_versions(ranks)
     if arguments.save:
         check_model_file(arguments.save, preset.model)
+    folder = arguments.data or Path(preset.data)
+    return Trainer(preset, ranks, ops, Clock(ranks.device), folder, arguments.micro_batch_tokens)
 
-    trainer = Trainer(preset, ranks, ops, Clock(ranks.device), arguments.data or Path(preset.data),
-                      arguments.micro_batch_tokens)
-    if arguments.check:
-        if ranks.rank == 0:
-            print(ready(trainer), flush=True)
-        return 0
 
-    steps = min(preset.steps, arguments.stop_after or preset.steps)
-    loss = train_once(arguments, trainer, seed, steps)
-    if arguments.save and ranks.rank == 0:
-        save_model(arguments.save, trainer, loss, seed)
-    trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses
-    return 0
+@contextlib.contextmanager
+def watched_log(trainer: Trainer, name: str, arguments: argparse.Namespace) -> Iterator[RunLog]:
+    """The log of a run, which says how it ended, while a watchdog watches."""
+    ranks = trainer.ranks
+    log = RunLog(arguments.log_dir / f"{name}.jsonl" if ranks.rank == 0 else None)
+    watchdog = Watchdog(ranks, arguments.stall_limit, log)
+    try:
+        yield log
+    except BaseException as error:
+        cause = explained(error, ranks) or error
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}"
+        log.line("end", state=state, code=getattr(cause, "code", None))
+        raise
+    finally:
+        watchdog.done.set()
+        log.close()
+
+
+class Ending:
+    """Ends a process: an error that a user can act on becomes a line and an exit code, and the ranks part.
+
+    A bug goes on as the exception that it is."""
+    ranks: Ranks | None = None  # once they have met
+    code = 0
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(self, kind, error, _) -> bool:
+        message = ""
+        if isinstance(error, KeyboardInterrupt):
+            self.code = 130
+            message = "interrupted"
+        elif isinstance(error, Exception):
+            failure = explained(error, self.ranks)
+            self.code = failure.code if failure else EXIT_BUG
+            message = str(failure or "")
+
+        if message:
+            rank = f"{self.ranks.name(self.ranks.rank)}: " if self.ranks and self.ranks.world > 1 else ""
+            print(f"train_gpt: {rank}{message}", file=sys.stderr)
+        if self.ranks:
+            self.ranks.finish(self.code)
+        return bool(message)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train as the options say. Returns the exit code."""
     arguments = parse_arguments(argv)
-    ranks = None
-    code = 0
-    message = ""
-    try:
-        ranks = Ranks.start(arguments.stall_limit)
-        code = train_all(arguments, ranks)
-    except KeyboardInterrupt:
-        code = 130
-        message = "interrupted"
-    except Exception as error:
-        failure = explained(error, ranks)
-        if failure is None:
-            code = EXIT_BUG
-            raise
-        code = failure.code
-        message = str(failure)
-    finally:
-        if message:
-            rank = f"{ranks.name(ranks.rank)}: " if ranks and ranks.world > 1 else ""
-            print(f"train_gpt: {rank}{message}", file=sys.stderr)
-        if ranks:
-            ranks.finish(code)
-    return code
+    with Ending() as ending:
+        ranks = ending.ranks = Ranks.start(arguments.stall_limit)
+        seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+        seed = ranks.gather_objects(seed)[0]  # each rank may have drawn its own
+        trainer = build_trainer(arguments, ranks)
+        if arguments.check:
+            if ranks.rank == 0:
+                print(ready(trainer), flush=True)
+            return ending.code
+
+        preset = trainer.preset
+        steps = min(preset.steps, arguments.stop_after or preset.steps)
+        defaults = vars(parse_arguments([]))
+        settings = {option: str(value) for option, value in vars(arguments).items() if value != defaults[option]}
+        name = f"{preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
+        with watched_log(trainer, name, arguments) as log:
+            loss = train(trainer, seed, log, steps, arguments.val_every, settings)
+
+        if arguments.save and ranks.rank == 0:
+            save_model(arguments.save, trainer, loss, seed)
+        trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses
+    return ending.code
 
 
 if __name__ == "__main__":
