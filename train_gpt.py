@@ -351,8 +351,10 @@ GPT_SMALL = ModelConfig(
 # One pass over 94 M tokens wants less: half the heads, layers 3, 5 and 8 empty, and no attention in layer 1, which the
 # rows of the n-gram table pay for. A card of 40 GB holds 2^24 rows in four pieces, with the same loss in 1 % more time.
 GPT_SPRINT = replace(
-    GPT_SMALL, heads=3, mlp_width=2304, ngram_pieces=1,
-    layers=(EMPTY, MLP_ONLY, LAYERS[2], EMPTY, LAYERS[4], EMPTY, *LAYERS[6:8], EMPTY, *LAYERS[9:]))
+    GPT_SMALL, heads=3, mlp_width=2304, ngram_pieces=1, final_values=False, importance_weights=True,
+    layers=(
+        EMPTY, MLP_ONLY, LAYERS[2], EMPTY, LAYERS[4], EMPTY, *LAYERS[6:8], EMPTY,
+        replace(LAYERS[9], attention_from=None), EMPTY, replace(LAYERS[11], attention_from=None)))
 
 # The U-Net of the public records up to 2025: the second half of the layers takes what the first half had, in the
 # opposite order, and the last three layers share the value embeddings of the first three.
@@ -1694,7 +1696,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 # ==== 5. Optimizer: Muon and NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars =====
 # One step of several ranks. Each line is a queue that works by itself, from left to right. The host only
 # fills the queues: it runs ahead and never waits for the device. "embed" stands for the tables that the
-# model reads before any matrix (gather_now).
+# model reads before any matrix.
 #
 #            start_step       forward pass                backward pass               step
 #   host     phases 1, 2      wait_gather at a layer      phase 3, from hooks         phases 3, 4
@@ -1727,6 +1729,16 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 #                   version of a gradient is copied, and the kernel that reads them takes the mean. A barrier
 #                   precedes each exchange; start_step has one for all its gathers of weights. Scalars use NCCL.
 # CPU               There are no streams: everything happens as it is called.
+#
+# Five ways home: how a gradient comes to its update. "In place" is memory_for_grad: a kernel writes where the optimizer
+# collects, so that nothing is copied.
+#
+#   of                 made by                     collected in         leaves                what a rank updates
+#   matrices           autograd, FP8 in place      the group's buffer   hook, reduce-scatter  its own
+#   embeddings         EmbeddingLookup.backward    .grad, receive_grad  hook, reduce-scatter  its rows
+#   head               HeadLoss, sampled in place  .grad                hook, reduce-scatter  its rows
+#   rows of n-grams    EmbeddingLookup.backward    a list, receive_grad hook, all-gather      all that the step read
+#   scalars and gates  autograd                    one flat buffer      step, all-reduce      all
 
 
 # ---- Muon: orthogonalisation -----------------------------------------------------------------------------------------
@@ -1951,30 +1963,25 @@ def memory_for_grad(weight):
 
 
 class Owner:
-    """Parameters that live in one tensor, `weights`, and are gathered, reduced and updated together.
-
-    For tables and scalars one object does all of it. Matrices have two kinds: a MatrixGroup travels (phases 1 and 3),
-    and the MatrixBank of several groups updates them at once (phase 4) and holds the state.
+    """Parameters that live in one tensor, `weights`, and travel together: their gradients, and their weights.
 
     Each step takes every owner through the same four phases. A phase only queues work, and an owner does without
-    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step.
+    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step. Tables and
+    scalars do all of it; of matrices a MatrixGroup travels (phases 1 and 3), and the MatrixBank of several groups
+    updates them at once (phase 4).
 
-    Phase 1  gather_()        asks for the shards that other ranks have updated, on the communication stream.
-                              Optimizer.start_step calls it; Optimizer.step does for the tables of gather_now.
+    Phase 1  gather_()        asks for the shards that other ranks have updated, on the communication stream: as a step
+                              starts, or if the owner `gathers_at_once` after its update.
              wait_gather()    makes the current stream wait for them. The model calls it, through `gathered`.
     Phase 2  start_step(ids)  exchanges the numbers of the rows to be read, on the communication stream, and sorts
                               them on side stream 0. Optimizer.start_step calls it.
     Phase 3  reduce_()        sends the gradient to the rank that needs it, on the communication stream. The hook
                               Optimizer._ready calls it, or else Optimizer.step.
-    Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates. Optimizer.step calls it
-                              on one of three streams.
+    Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates: see Updated.
     """
-    # Subclasses set `parameters`, `ranks` and `weights`, and if they update a part of the weights that part, `shard`.
-    # flatten needs `grads`, shaped as the weights. reduce_ leaves in `pending_reduce` what compute_ waits for.
-    # The attributes that training changes; every owner has some of them.
-    state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
-    low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
-    average = None  # of matrices and dense tables, see average_
+    # Subclasses set `parameters`, `ranks` and `weights`. flatten needs `grads`, shaped as the weights. reduce_ leaves in
+    # `pending_reduce` what compute_ waits for.
+    gathers_at_once = False
     pending_gather = None  # the wait for what gather_ has asked for
 
     def flatten(self):
@@ -2001,6 +2008,18 @@ class Owner:
         if self.pending_gather:
             self.pending_gather()
             self.pending_gather = None
+
+
+class Updated:
+    """Weights that are updated at once, by compute_(rates), with the state that this takes.
+
+    Subclasses set `weights`, and if a rank updates a part of them that part, `shard`.
+    """
+    side = None  # the side stream on which Optimizer.step queues compute_; None: the compute stream
+    # The attributes that training changes; every one has some of them.
+    state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
+    low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
+    average = None  # of matrices and dense tables, see average_
 
     def state(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in vars(self).items()
@@ -2067,7 +2086,7 @@ def group_size(counts: list[int], world: int) -> int:
     return per_rank * world
 
 
-class MatrixBank(Owner):
+class MatrixBank(Updated):
     """All hidden matrices of one shape, in the order of the layers, with one update for all.
 
     Zero matrices fill them up to a multiple of the ranks. They lie as [groups, ranks, per_rank, rows, columns]: of each
@@ -2077,6 +2096,7 @@ class MatrixBank(Owner):
     Example: 15 matrices in 4 groups on 2 ranks are [4, 2, 2, rows, columns], the last one zero. Matrix 6 is the
     third of group 1, hence the first one there of rank 1.
     """
+    side = 0
 
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig,
                  ranks: Ranks, ops: Ops):
@@ -2138,7 +2158,7 @@ class MatrixBank(Owner):
 
 
 @dataclass(eq=False)
-class Adam(Owner):
+class Adam(Owner, Updated):
     """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates.
 
     With AdamTable it is what modded-nanogpt calls DistAdam: sharded Adam, whose gradients leave from backward hooks."""
@@ -2207,6 +2227,14 @@ class AdamTable(Adam):
         self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
 
 
+@dataclass
+class SparseStep:
+    """What a SparseTable knows between the start of a step and its update."""
+    grads: list[Tensor]  # of the lookups so far, [T * pieces, columns] for each micro-batch
+    lookup: tuple[Tensor, ...] | None = None  # of all ranks, see group_ids
+    wait_sorted: Callable | None = None  # makes the current stream wait for it
+
+
 class SparseTable(Adam):
     """One table [rows, columns] of which a step reads few rows, for the n-grams [table_rows * pieces, width / pieces].
     Every rank has all of it.
@@ -2229,7 +2257,7 @@ class SparseTable(Adam):
         self.buffer = functools.cache(new_buffer) if ranks.copy_stream else new_buffer
 
     def receive_grad(self, grad: Tensor, *_: Tensor):
-        self.lookup_grads.append(grad)
+        self.under_way.grads.append(grad)
 
     def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable]:
         """What all ranks have for the micro-batches of a step, [tokens of the step, ...], and the wait for it."""
@@ -2244,25 +2272,24 @@ class SparseTable(Adam):
         """Exchange the rows `ids` [T * pieces, K] that each micro-batch will read, and sort them while the model
         works."""
         full, wait = self.all_gather(ids)
-        self.lookup_grads = []  # [T * pieces, columns] of each micro-batch; drops those of a step that was broken off
-        self.lookup = None  # frees the memory of the last step's before this one's is made
+        step = self.under_way = SparseStep([])  # frees the memory of the last one before this one's is made
 
         def sort_rows():
             wait()
-            self.lookup = self.ops.group_ids(full)
+            step.lookup = self.ops.group_ids(full)
 
-        self.wait_sorted = self.ranks.on_side_stream(sort_rows)
+        step.wait_sorted = self.ranks.on_side_stream(sort_rows)
 
     def reduce_(self):
-        self.pending_reduce = self.all_gather(self.lookup_grads)
-        self.lookup_grads = []
+        self.pending_reduce = self.all_gather(self.under_way.grads)
+        self.under_way.grads = []
 
     def compute_(self, rates):
         grads, wait = self.pending_reduce
         self.pending_reduce = None  # so that the memory of `grads` is given back
         wait()
-        self.wait_sorted()
-        self.ops.sparse_adam(grads, self.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
+        self.under_way.wait_sorted()
+        self.ops.sparse_adam(grads, self.under_way.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
                              rates[self.role], rates[f"{self.role} decay"], self.rule.betas[1],
                              self.config.adam_epsilon, 1 / self.ranks.world,  # the gradient is the mean of the ranks'
                              pooling=self.config.ngram_pooling, cautious=self.config.cautious_decay)
@@ -2317,7 +2344,7 @@ class Optimizer:
         for owner in self.averaged:
             owner.average = torch.zeros_like(owner.shard, dtype=torch.float32)
 
-        # What owns parameters and hears from their hooks during the backward pass: all but scalars.
+        # What travels and hears from hooks during the backward pass: all but scalars.
         self.groups = [group for bank in self.banks for group in bank.groups]
         self.hooked = [*self.groups, *self.dense, *self.sparse]
         for owner in self.hooked:
@@ -2325,11 +2352,12 @@ class Optimizer:
                 parameter.info.owner = owner
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
-        # Sharded owners, in the order in which the model reads them. Tables that come before any matrix are gathered
-        # as soon as they are updated, because the next step starts with them; the others when that step starts.
-        owners = list(dict.fromkeys(p.info.owner for p in model.in_order() if p.info.owner))
-        self.gather_now = list(itertools.takewhile(lambda owner: owner in self.dense, owners))
-        self.gather_lazy = owners[len(self.gather_now):]
+        # What is gathered, in the order in which the model reads it. Tables that come before any matrix are updated on
+        # a stream of their own and gathered at once, because the next step starts with them.
+        self.sharded = list(dict.fromkeys(p.info.owner for p in model.in_order() if p.info.owner))
+        for table in itertools.takewhile(lambda owner: owner in self.dense, self.sharded):
+            table.side = 1
+            table.gathers_at_once = True
 
     def start_step(self, ids: list[Tensor]):
         """Start a step, given the rows [T * pieces, K] of the sparse table that each of its micro-batches will read."""
@@ -2338,7 +2366,8 @@ class Optimizer:
         self.reduced = []  # the owners whose gradients have left, in that order
 
         # Phase 1: gather. Only the first needs a barrier: after it every rank has updated all its shards.
-        for number, owner in enumerate(self.gather_lazy):
+        waiting = [owner for owner in self.sharded if not owner.gathers_at_once]
+        for number, owner in enumerate(waiting):
             owner.gather_(barrier=not number)
 
         # Phase 2: exchange row numbers.
@@ -2357,7 +2386,7 @@ class Optimizer:
     def step(self, rates: dict[str, Tensor]):
         """Update everything after the last backward pass. `rates` holds 0-dimensional tensors, see step_rates."""
         # Phase 1 ends: no gather may stay under way. That of a table which no layer reads has not been waited for yet.
-        for owner in self.gather_lazy:
+        for owner in self.sharded:
             owner.wait_gather()
 
         # Phase 3 ends: scalars have no hook, and a group is not complete if one of its layers had no gradient.
@@ -2365,37 +2394,33 @@ class Optimizer:
             if owner not in self.reduced:
                 owner.reduce_()
 
-        # Phase 4: update, on three streams.
-        first_tables = [owner for owner in self.reduced if owner in self.gather_now]
-        other_tables = [owner for owner in self.reduced if owner in self.dense and owner not in first_tables]
+        # Phase 4: update on three streams, in the order in which gradients left; tables only if they had one.
+        tables = [owner for owner in self.reduced if owner in self.dense]
+        due = [*reversed(self.banks), *tables, *self.scalars, *self.sparse]
+        by_side = {side: [each for each in due if each.side == side] for side in (0, 1, None)}
 
-        def update_matrices():
-            for bank in reversed(self.banks):  # the order in which their gradients left
-                bank.compute_(rates)
-
-        def update_first_tables():
-            for table in first_tables:
-                table.compute_(rates)
-                table.gather_()
+        def update(side):
+            for each in by_side[side]:
+                each.compute_(rates)
+                if each in tables and each.gathers_at_once:
+                    each.gather_()
 
         # compute_ drops a table's gradient on the host before side stream 1 has read it. Without a reference, the
         # allocator would give its memory to the kernels that the compute stream gets next.
-        grads_in_use = [table.parameter.grad for table in first_tables]
-        wait_matrices = self.ranks.on_side_stream(update_matrices)
-        wait_first_tables = self.ranks.on_side_stream(update_first_tables, side=1)
-        for owner in (*other_tables, *self.scalars, *self.sparse):
-            owner.compute_(rates)
+        grads_in_use = [table.parameter.grad for table in by_side[1]]
+        waits = [self.ranks.on_side_stream(functools.partial(update, side), side) for side in (0, 1)]
+        update(None)
 
         # The compute stream waits for the rest.
-        wait_matrices()
-        wait_first_tables()
-        for table in first_tables:
+        for wait in waits:
+            wait()
+        for table in by_side[1]:
             table.wait_gather()
         del grads_in_use
 
     def gather(self):
         """Give every rank all weights, before anything but a training step reads them."""
-        for owner in (*self.gather_now, *self.gather_lazy):
+        for owner in self.sharded:
             owner.gather_()
             owner.wait_gather()
 
