@@ -1,32 +1,37 @@
-"""Train variants ("arms") of a preset one after another on each GPU, and print a line of results for each; not a test, and no records.
+"""Train variants ("arms") of a preset one after another on each GPU, and print a line of results for each;
+not a test, and no records.
 
     python benchmarks/arms.py arms.json --preset sprint --data FOLDER --gpus 0,1 --out arms.jsonl
-    python benchmarks/arms.py arms.json --effects --out arms.jsonl                 # of a screening: what each factor changes
-    python benchmarks/arms.py arms.json --preset smoke --gpus cpu                  # on a CPU: proves that it runs through
+    python benchmarks/arms.py arms.json --effects --out arms.jsonl            # of a screening: what each factor changes
+    python benchmarks/arms.py arms.json --preset smoke --gpus cpu             # on a CPU: proves that it runs through
 
 arms.json is a list of arms. All keys but the name are optional:
 
     {"name": "larger-table", "seed": 1, "length": 1.0, "val_tokens": 4194304, "fp8": ["attention", "head", "mlp"],
-     "model": {"ngram_rows": 33554432}, "layers": {"3": {"attention": false}}, "optimizer": {"muon_learning_rate": 0.016},
-     "stages": {"batch_tokens": [65536, 131072, 196608, 196608]}, "rules": {"embedding": {"learning_rate_multiplier": 50}},
+     "model": {"ngram_rows": 33554432}, "layers": {"3": {"attention": false}},
+     "optimizer": {"muon_learning_rate": 0.016}, "rules": {"embedding": {"learning_rate_multiplier": 50}},
+     "stages": {"batch_tokens": [65536, 131072, 196608, 196608]},
      "averages": [[0.03, 0.65]], "edits": [["text of train_gpt.py that occurs once", "what stands there instead"]],
      "steps": 1000, "watch_every": 25, "preset": "sprint", "data": "FOLDER", "script": "another/train_gpt.py"}
 
-`preset`, `data` and `script` take the place of the options and of this repository's train_gpt.py. A result has the loss on the track's validation
-tokens, which judge, and as `choose` that on the tokens of the same shard behind them: constants are chosen by the latter.
+`preset`, `data` and `script` take the place of the options and of this repository's train_gpt.py. A result has the loss
+on the track's validation tokens, which judge, and as `choose` that on the tokens of the same shard behind them:
+constants are chosen by the latter.
 
-`layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate, share]: the run is validated with
-each of them besides the preset's own and none, so they cost no run. With `steps` the run ends early, and is validated without averages. With
-`watch_every` a line each so many steps in OUT.NAME.watch.jsonl says which entry of each matrix of a layer is largest, as [magnitude, row, column],
-what the scalars are, and how much of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While
-one arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the later stages count. With
-`"alone": true` an arm waits until the GPU is free, where two would not fit into its memory. The file is read again before each arm, so arms may be
-appended while it runs. `--seconds` ends the search in time.
+`layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate,
+share]: the run is validated with each of them besides the preset's own and none, so they cost no run. With `steps` the
+run ends early, and is validated without averages. With `watch_every` a line each so many steps in OUT.NAME.watch.jsonl
+says which entry of each matrix of a layer is largest, as [magnitude, row, column], what the scalars are, and how much
+of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While one
+arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the
+later stages count. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory.
+The file is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time.
 
-An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows": {arm}, ...}}, each factor
-being what it changes. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11
-or 19 factors, half of the runs with a factor and half without, all else in balance. So every effect is a difference of two means over all runs,
-where pairs of single runs would need several times as many. Interactions of two factors are spread over the other effects. Fewer factors than
+An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows":
+{arm}, ...}}, each factor being what it changes. Its arms, named after the base's name and numbered, are a
+Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11 or 19 factors, half of the runs with a factor and half
+without, all else in balance. So every effect is a difference of two means over all runs, where pairs of single runs
+would need several times as many. Interactions of two factors are spread over the other effects. Fewer factors than
 there is room for show how large chance is.
 """
 
@@ -49,7 +54,8 @@ import numpy as np
 import torch
 
 SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
-FIRST_ROWS = {4: "++-", 8: "+++-+--", 12: "++-+++---+-", 20: "++--++++-+-+----++-"}  # Plackett and Burman, 1946, Biometrika 33
+# Plackett and Burman, 1946, Biometrika 33
+FIRST_ROWS = {4: "++-", 8: "+++-+--", 12: "++-+++---+-", 20: "++--++++-+-+----++-"}
 
 
 def load_trainer(edits: list[list[str]], path: Path = SCRIPT):
@@ -70,14 +76,16 @@ def load_trainer(edits: list[list[str]], path: Path = SCRIPT):
 
 # ---- arms and screenings ---------------------------------------------------------------------------------------------
 def design(factors: int) -> np.ndarray:
-    """Plackett and Burman's smallest design with a column for each factor, entries +1 and -1, [runs, runs - 1]. The last run has no factor."""
+    """Plackett and Burman's smallest design with a column for each factor, entries +1 and -1, [runs, runs - 1].
+    The last run has no factor."""
     runs = next(n for n in FIRST_ROWS if n > factors)
     first = np.array([1 if sign == "+" else -1 for sign in FIRST_ROWS[runs]])
     return np.array([*(np.roll(first, shift) for shift in range(runs - 1)), -np.ones(runs - 1, int)])
 
 
 def merged(*arms: dict) -> dict:
-    """One arm with the changes of all: objects are united, edits follow one another, and of other values the last one counts."""
+    """One arm with the changes of all:
+    objects are united, edits follow one another, and of other values the last one counts."""
     result = {}
     for arm in arms:
         for key, value in arm.items():
@@ -113,8 +121,8 @@ def read_arms(path: Path) -> list[dict]:
 def print_effects(screening: dict, results: Path) -> None:
     """What each factor of a screening changes, a line each, by least squares over the runs that have ended.
 
-    Over all runs that is the difference of the means with and without the factor. Where runs are lost, one more than there are factors still
-    tell the effects, and each further one tells their standard error better."""
+    Over all runs that is the difference of the means with and without the factor. Where runs are lost,
+    one more than there are factors still tell the effects, and each further one tells their standard error better."""
     factors = list(screening["factors"])
     ended = {line["name"]: line for line in map(json.loads, results.read_text().splitlines())}
     signs = design(len(factors))[:, :len(factors)]
@@ -127,7 +135,11 @@ def print_effects(screening: dict, results: Path) -> None:
     outcomes = np.array([[*(line["loss"][label] for label in labels), line["seconds"]] for _, line in found])
     inverse = np.linalg.pinv(matrix)
     effects = inverse @ outcomes
-    print(f"{f'{len(found)} of {len(signs)} runs':20}" + "".join(f"{label:>16}" for label in labels) + f"{'seconds':>10}")
+    print(
+        f"{f'{len(found)} of {len(signs)} runs':20}"
+        + "".join(f"{label:>16}" for label in labels)
+        + f"{'seconds':>10}"
+    )
     for name, values in zip(["mean", *factors], effects):
         sign = "" if name == "mean" else "+"
         print(f"{name:20}" + "".join(f"{loss:{sign}16.5f}" for loss in values[:-1]) + f"{values[-1]:{sign}10.2f}")
@@ -135,7 +147,8 @@ def print_effects(screening: dict, results: Path) -> None:
     spare = len(found) - len(effects)
     if spare:
         scatter = np.sqrt(((outcomes - matrix @ effects) ** 2).sum(0) / spare)  # the standard deviation of a run
-        errors = scatter * np.linalg.norm(inverse[1:], axis=1).max()  # of the effect that the lost runs leave least certain
+        # of the effect that the lost runs leave least certain
+        errors = scatter * np.linalg.norm(inverse[1:], axis=1).max()
         print(f"{'standard error':20}" + "".join(f"{error:16.5f}" for error in errors[:-1]) + f"{errors[-1]:10.2f}")
 
 
@@ -147,10 +160,16 @@ def frozen(value):
 def arm_preset(tg, arm: dict, name: str):
     """The preset with what the arm changes in it."""
     preset = tg.scaled_preset(tg.PRESETS[name], arm.get("length", 1.0))
-    rules = [(role, dataclasses.replace(rule, **arm.get("rules", {}).get(role, {}))) for role, rule in preset.optimizer.rules]
+    rules = [
+        (role, dataclasses.replace(rule, **arm.get("rules", {}).get(role, {})))
+        for role, rule in preset.optimizer.rules
+    ]
     stages = list(preset.stages)
     for field, values in arm.get("stages", {}).items():
-        stages = [dataclasses.replace(stage, **{field: frozen(value)}) for stage, value in zip(stages, values, strict=True)]
+        stages = [
+            dataclasses.replace(stage, **{field: frozen(value)})
+            for stage, value in zip(stages, values, strict=True)
+        ]
     layers = list(preset.model.layers)
     for index, fields in arm.get("layers", {}).items():
         layers[int(index)] = tg.Layer(**fields)
@@ -253,7 +272,9 @@ def largest_channels(trainer) -> dict[str, tuple]:
 
     def measure(block, _, output):
         x, mlp_out, _ = output
-        shares, channels, signs = [], [], []
+        shares = []
+        channels = []
+        signs = []
         for start in range(0, len(x), 8192):
             rows = slice(start, start + 8192)
             stream = x[rows] if mlp_out is None else x[rows] + mlp_out[rows]
@@ -282,7 +303,11 @@ def largest_channels(trainer) -> dict[str, tuple]:
 def watch(trainer, every: int, path: Path) -> None:
     """From now on write what largest_entries and largest_channels find, and all scalars, after each `every` steps."""
     training_step = trainer.training_step
-    scalars = {name: parameter for name, parameter in trainer.model.named_parameters() if parameter.info.role == "scalar"}
+    scalars = {
+        name: parameter
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.info.role == "scalar"
+    }
 
     def watched(step, micro_batches):
         loss = training_step(step, micro_batches)
@@ -340,7 +365,8 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     starts = [line["step"] for line in lines if line["kind"] == "stage"]
     times = [[] for _ in starts]
     for line in lines:
-        if line["kind"] == "step" and line["step"] > 1:  # the first one waits for data; a stage's last is logged after the next has begun
+        # the first one waits for data; a stage's last is logged after the next has begun
+        if line["kind"] == "step" and line["step"] > 1:
             times[bisect.bisect_left(starts, line["step"]) - 1].append(line["ms_per_step"])
     fp8_kinds = {kind for ranges in tg.FP8_PARTS.values() for kind in ranges}
     largest = {}
@@ -349,8 +375,15 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
         largest[kind] = max(largest.get(kind, 0.0), round(magnitude, 2))
     judging = {label: found[0] for label, found in losses.items()}
     choosing = {label: found[1] for label, found in losses.items() if len(found) > 1}
-    return {"name": arm["name"], "loss": judging, "choose": choosing, "seconds": round(seconds, 2), "ms": [round(statistics.median(t), 2) if t else None for t in times],
-            "mib": tg.peak_memory_mib(ranks), "largest_weights": largest}
+    return {
+        "name": arm["name"],
+        "loss": judging,
+        "choose": choosing,
+        "seconds": round(seconds, 2),
+        "ms": [round(statistics.median(t), 2) if t else None for t in times],
+        "mib": tg.peak_memory_mib(ranks),
+        "largest_weights": largest,
+    }
 
 
 # ---- all arms --------------------------------------------------------------------------------------------------------
@@ -358,7 +391,8 @@ def search(options: argparse.Namespace) -> None:
     """Give each GPU the next arm that nobody has taken, as soon as the one before it on that GPU trains."""
     end = time.monotonic() + options.seconds
     arms = read_arms(options.arms)
-    taken, running = set(), {gpu: [] for gpu in options.gpus}
+    taken = set()
+    running = {gpu: [] for gpu in options.gpus}
     while time.monotonic() < end:
         try:
             arms = read_arms(options.arms)
@@ -375,7 +409,8 @@ def search(options: argparse.Namespace) -> None:
             environment = os.environ | ({} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu})
             with open(f"{options.out}.{arm['name']}.txt", "w") as output:
                 command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm["name"]]
-                processes.append((arm["name"], subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)))
+                process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                processes.append((arm["name"], process))
         if all(process.poll() is not None for processes in running.values() for _, process in processes):
             failed = [name for processes in running.values() for name, process in processes if process.returncode]
             if failed:
@@ -395,7 +430,11 @@ if __name__ == "__main__":
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
     parser.add_argument("--seconds", type=float, default=1e9, help="kill what still runs then")
     parser.add_argument("--out", default="arms.jsonl", help="results, a line an arm; logs beside it")
-    parser.add_argument("--effects", action="store_true", help="train nothing: what the results in --out say of a screening's factors")
+    parser.add_argument(
+        "--effects",
+        action="store_true",
+        help="train nothing: what the results in --out say of a screening's factors",
+    )
     parser.add_argument("--arm", help=argparse.SUPPRESS)  # of a process that this script has started
     options = parser.parse_args()
     if options.effects:

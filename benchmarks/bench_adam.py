@@ -3,9 +3,9 @@
     python benchmarks/bench_adam.py                    under 30 s on an H200
     python benchmarks/bench_adam.py --cpu-dry-run      tiny tables: proves that it runs through
 
-Milliseconds, medians over replays of a CUDA graph. An element moves 14 bytes: a gradient read, a weight and two moments read and
-written, all bf16; the ceiling is their time at 4.27 TB/s. Errors are Frobenius norms relative to float64 after one step that
-starts from moments of training's size; each tensor's own rounding to bf16 leaves about 2^-9.2 = 0.0017.
+Milliseconds, medians over replays of a CUDA graph. An element moves 14 bytes: a gradient read, a weight and two moments
+read and written, all bf16; the ceiling is their time at 4.27 TB/s. Errors are Frobenius norms relative to float64 after
+one step that starts from moments of training's size; each tensor's own rounding to bf16 leaves about 2^-9.2 = 0.0017.
 """
 
 import argparse
@@ -55,7 +55,10 @@ def report(name, rows, width, rates):
     ms = milliseconds(lambda: tg.adam(*state, *rates, *BETAS, EPSILON))
     reference = milliseconds(lambda: tg.adam_reference(*state, *rates, *BETAS, EPSILON))
     size = BYTES * rows * width
-    cells = [name, f"{rows} x {width}", f"{ms:.3f}", f"{size / ms / 1e6:.0f}", f"{size / 4.27e9:.3f}", f"{reference:.3f}"]
+    cells = [
+        name, f"{rows} x {width}", f"{ms:.3f}", f"{size / ms / 1e6:.0f}",
+        f"{size / 4.27e9:.3f}", f"{reference:.3f}",
+    ]
     cells += [f"{error:.1e}" for error in found]
     print("| " + " | ".join(cells) + " |")
 

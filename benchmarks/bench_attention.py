@@ -1,13 +1,15 @@
-"""Windowed document attention on one GPU: times, errors, and the sweep that chose the tiles in train_gpt.attention_tiles.
+"""Windowed document attention on one GPU:
+times, errors, and the sweep that chose the tiles in train_gpt.attention_tiles.
 
-    python benchmarks/bench_attention.py                 times and errors of the fixed tiles, beside torch's varlen_attn and FlashAttention-3
-    python benchmarks/bench_attention.py --sweep         also times every tile of TILES on every cell and ranks them
-    python benchmarks/bench_attention.py --sprint        with the heads of that preset, narrower in q and k than in v; --speedrun likewise
-    python benchmarks/bench_attention.py --cpu-dry-run   both, at toy sizes in Triton's interpreter: proves that the script runs
+    python benchmarks/bench_attention.py                the fixed tiles, beside torch's varlen_attn and FlashAttention-3
+    python benchmarks/bench_attention.py --sweep        also times every tile of TILES on every cell and ranks them
+    python benchmarks/bench_attention.py --sprint       heads as that preset has them, q and k narrower; also --speedrun
+    python benchmarks/bench_attention.py --cpu-dry-run  both, tiny, in Triton's interpreter: proves that the script runs
 
-Times are microseconds, medians over replays of a CUDA graph of several calls (operands of a big cell exceed the L2, so calls do not warm it
-for each other); backward is delta plus all three gradients. Width 128 and 6 heads unless a preset is named, normalised q and k, scale 0.12. Ours
-includes the gates of the heads' outputs and their gradient, as in training; the others know none, and their errors are beside outputs without.
+Times are microseconds, medians over replays of a CUDA graph of several calls (operands of a big cell exceed the L2, so
+calls do not warm it for each other); backward is delta plus all three gradients. Width 128 and 6 heads unless a preset
+is named, normalised q and k, scale 0.12. Ours includes the gates of the heads' outputs and their gradient, as in
+training; the others know none, and their errors are beside outputs without.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ import torch.nn.functional as F
 import timing  # before train_gpt: it chooses between interpreter and GPU
 import train_gpt as tg
 
-SCALE, MODELS = 0.12, {"--sprint": tg.GPT_SPRINT, "--speedrun": tg.GPT_SMALL}
-MODEL = next((model for option, model in MODELS.items() if option in sys.argv), None)  # also in the processes that compile
+SCALE = 0.12
+MODELS = {"--sprint": tg.GPT_SPRINT, "--speedrun": tg.GPT_SMALL}
+# also in the processes that compile
+MODEL = next((model for option, model in MODELS.items() if option in sys.argv), None)
 SHAPE = (MODEL.heads, MODEL.key_width, MODEL.head_width) if MODEL else (6, 128, 128)  # heads, width of q and k, of v
-# tokens, documents (all of one length, or "<" their cap), window, FlashAttention-3 forward / backward as measured on an H200
+# tokens, documents (all of one length, or "<" their cap), window,
+# FlashAttention-3 forward / backward as measured on an H200
 CELLS = [
     (16384, "896", 128, 68, 147), (16384, "896", 384, 68, 173), (16384, "896", 768, 68, 196),
     (32768, "<2048", 384, 114, 338), (32768, "<2048", 896, 131, 419),
@@ -40,17 +45,22 @@ CELLS = [
 DRY_CELLS = [(96, "40", 20, 1, 1), (150, "<64", 50, 1, 1)]
 
 
-# Tokens a program owns x tokens a step, warps, stages. Compiled for sm_90 at width 128 (Triton 3.6.0 and 3.7.1) none of these spills more than
-# 16 bytes. Left out because they spill hundreds: 64x128w4 and 128x128w8 for the backward, 128x64w4 everywhere.
+# Tokens a program owns x tokens a step, warps, stages. Compiled for sm_90 at width 128 (Triton 3.6.0 and 3.7.1) none of
+# these spills more than 16 bytes. Left out because they spill hundreds: 64x128w4 and 128x128w8 for the backward,
+# 128x64w4 everywhere.
 TILES = {
-    "forward": "64x128w4s2 64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 128x64w8s2 128x64w8s3 128x32w8s2 128x128w8s2".split(),
+    "forward": (
+        "64x128w4s2 64x64w4s1 64x64w4s2 64x64w4s3 64x32w4s2 64x32w4s3 "
+        "128x64w8s2 128x64w8s3 128x32w8s2 128x128w8s2"
+    ).split(),
     "backward": "64x64w4s1 64x64w4s2 64x32w4s2 64x32w4s3 128x64w8s2 128x32w8s2".split(),
 }
 DRY_TILES = {name: ["32x32w4s2", "16x32w4s2"] for name in TILES}
 
 
 def with_tile(word, call):
-    """A call that takes this tile instead of the fixed one: 64x32w4s2 is 64 tokens a program, 32 a step, 4 warps, 2 stages."""
+    """A call that takes this tile instead of the fixed one:
+    64x32w4s2 is 64 tokens a program, 32 a step, 4 warps, 2 stages."""
     tile = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), map(int, re.split("[xws]", word))))
 
     def run():
@@ -68,17 +78,25 @@ class Context:
 
 
 def distances(tokens, documents, device):
-    """(positions, remaining) as in Documents, and the number, of documents of one length, or log-normal (median 391, mean 570, 32 to the cap)."""
+    """(positions, remaining) as in Documents, and the number, of documents of one length,
+    or log-normal (median 391, mean 570, 32 to the cap)."""
     generator = torch.Generator().manual_seed(tokens)
     cap = int(documents.lstrip("<"))
     lengths = torch.full((tokens // 32 + 1,), float(cap))
     if documents.startswith("<"):
         spread = (2 * torch.tensor(570 / 391).log()).sqrt()
-        lengths = (torch.randn(len(lengths), generator=generator) * spread + torch.tensor(391.0).log()).exp().clamp(32, cap)
+        lengths = (
+            (torch.randn(len(lengths), generator=generator) * spread + torch.tensor(391.0).log())
+            .exp()
+            .clamp(32, cap)
+        )
     ends = lengths.long().cumsum(0).clamp(max=tokens).unique()
-    lengths, at = ends.diff(prepend=torch.zeros(1, dtype=torch.long)), torch.arange(tokens)
+    lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.long))
+    at = torch.arange(tokens)
     ends = ends.repeat_interleave(lengths)
-    return [x.to(device, torch.int32) for x in (at - ends + lengths.repeat_interleave(lengths), ends - 1 - at)], len(lengths)
+    return [
+        x.to(device, torch.int32) for x in (at - ends + lengths.repeat_interleave(lengths), ends - 1 - at)
+    ], len(lengths)
 
 
 class Cell:
@@ -90,24 +108,35 @@ class Cell:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16  # the interpreter's bf16 products are wrong
         normal = lambda width: torch.randn(tokens, heads, width, generator=generator, device=device)
         self.q, self.k = (F.rms_norm(normal(keys), (keys,)).to(dtype) for _ in range(2))
-        self.v, self.dout = normal(values).to(dtype), normal(values).to(dtype)
+        self.v = normal(values).to(dtype)
+        self.dout = normal(values).to(dtype)
         self.gates = torch.rand(tokens, heads, generator=generator, device=device).to(dtype) / 2 + 2.0**-8
         self.distances, self.documents = distances(tokens, documents, device)
-        self.tokens, self.window, self.device = tokens, window, device
+        self.tokens = tokens
+        self.window = window
+        self.device = device
         self.context = Context()
         self.forward(self.context)
 
     def forward(self, context):
-        return tg.PackedAttention.forward(context, self.q, self.k, self.v, *self.distances, self.window, SCALE, self.gates)
+        return tg.PackedAttention.forward(
+            context, self.q, self.k, self.v, *self.distances, self.window, SCALE, self.gates
+        )
 
     def call(self, name, tile=None):
-        call = (lambda: self.forward(Context())) if name == "forward" else lambda: tg.PackedAttention.backward(self.context, self.dout)
+        call = (
+            (lambda: self.forward(Context()))
+            if name == "forward"
+            else lambda: tg.PackedAttention.backward(self.context, self.dout)
+        )
         return with_tile(tile, call) if tile else call
 
     def ceilings(self):
-        """Least microseconds of (forward, backward): the products of visible scores at 790 TFLOP/s, or the operands at 4.27 TB/s."""
+        """Least microseconds of (forward, backward):
+        the products of visible scores at 790 TFLOP/s, or the operands at 4.27 TB/s."""
         visible = int((self.distances[0].clamp(max=self.window) + 1).sum())
-        k, v = self.k[0].numel(), self.v[0].numel()
+        k = self.k[0].numel()
+        v = self.v[0].numel()
         return [max(2 * visible * products / 790e6, self.tokens * operands * self.v.itemsize / 4.27e6)
                 for products, operands in ((k + v, 2 * k + 2 * v), (3 * k + 2 * v, 4 * k + 3 * v))]
 
@@ -116,13 +145,16 @@ class Cell:
 
 
 def varlen(cell):
-    """torch's varlen_attn as (forward, backward) calls, or None where it is missing. Its times include autograd's launches."""
+    """torch's varlen_attn as (forward, backward) calls, or None where it is missing.
+    Its times include autograd's launches."""
     try:
         from torch.nn.attention.varlen import varlen_attn
 
         leaves = cell.leaves()
         positions = cell.distances[0]
-        ends = torch.cat([(positions == 0).nonzero()[:, 0], torch.tensor([len(positions)], device=positions.device)]).int()
+        ends = torch.cat(
+            [(positions == 0).nonzero()[:, 0], torch.tensor([len(positions)], device=positions.device)]
+        ).int()
         longest = int(positions.max()) + 1
         attend = lambda: varlen_attn(*leaves, ends, ends, longest, longest, scale=SCALE, window_size=(cell.window, 0))
         out = attend()
@@ -174,14 +206,21 @@ def compile_all(table, workers):
 
 
 def report_fixed(cells, device):
-    print("tokens docs window | forward: ours  ceiling  varlen  FA3  ours/FA3 | backward: ours  ceiling  varlen  FA3  ours/FA3")
+    print(
+        "tokens docs window | forward: ours  ceiling  varlen  FA3  ours/FA3 "
+        "| backward: ours  ceiling  varlen  FA3  ours/FA3"
+    )
     for tokens, documents, window, *flash in cells:
         cell = Cell(tokens, documents, window, device)
         rival = varlen(cell)
         rivals = [1e3 * timing.eager_milliseconds(call) for call in rival] if rival else [float("nan")] * 2
         ours = [1e3 * timing.milliseconds(cell.call(name), calls=6) for name in TILES]
-        columns = [f"{own:7.1f} {floor:7.1f} {other:7.1f} {fa3:4.0f} {own / fa3:6.2f}"
-                   for own, floor, other, fa3 in zip(ours, cell.ceilings(), rivals, [float("nan")] * 2 if MODEL else flash, strict=True)]
+        columns = [
+            f"{own:7.1f} {floor:7.1f} {other:7.1f} {fa3:4.0f} {own / fa3:6.2f}"
+            for own, floor, other, fa3 in zip(
+                ours, cell.ceilings(), rivals, [float("nan")] * 2 if MODEL else flash, strict=True
+            )
+        ]
         print(f"{tokens:6d} {cell.documents:3d} {window:5d} | {' | '.join(columns)}", flush=True)
     print("fixed tiles:", *tg.attention_tiles(torch.device(device), SHAPE[1]))
 
@@ -192,7 +231,11 @@ def report_errors(cells, device):
     for arguments in last_of_each_size.values():
         cell = Cell(*arguments, device)
         for name, row in errors(cell, varlen(cell)).items():
-            print(f"{arguments[0]:6d} window {arguments[2]:5d} {name:>12}   " + " ".join(f"{x:.1e}" for x in row), flush=True)
+            print(
+                f"{arguments[0]:6d} window {arguments[2]:5d} {name:>12}   "
+                + " ".join(f"{x:.1e}" for x in row),
+                flush=True,
+            )
 
 
 def sweep(cells, table, device):
@@ -217,7 +260,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every tile of TILES")
     for option in MODELS:
-        parser.add_argument(option, action="store_true", help="heads as that preset has them (no figures of FlashAttention-3)")
+        parser.add_argument(
+            option, action="store_true", help="heads as that preset has them (no figures of FlashAttention-3)"
+        )
     parser.add_argument("--cpu-dry-run", action="store_true", help="toy sizes in Triton's interpreter")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
     arguments = parser.parse_args()

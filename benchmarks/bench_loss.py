@@ -5,8 +5,9 @@
     python benchmarks/bench_loss.py --tokens 16384        one size
     python benchmarks/bench_loss.py --cpu-dry-run         tiny sizes, interpreted kernels: proves that it runs through
 
-Medians over replays of a CUDA graph. Ceilings: 4.27 TB/s for kernels, 790 TFLOP/s for bf16 products, 1500 for FP8; of a whole path the products and
-the bytes of its elementwise kernels. Errors are Frobenius norms relative to a float64 result of the same bf16 operands.
+Medians over replays of a CUDA graph. Ceilings: 4.27 TB/s for kernels, 790 TFLOP/s for bf16 products, 1500 for FP8; of a
+whole path the products and the bytes of its elementwise kernels. Errors are Frobenius norms relative to a float64
+result of the same bf16 operands.
 """
 
 import argparse
@@ -22,10 +23,18 @@ import train_gpt as tg
 from timing import DEVICE, DRY, host_milliseconds, milliseconds
 
 V, D = (160, 48) if DRY else (50304, 768)
-CAP, SCALES = tg.Softcap(), tg.HeadScales()
+CAP = tg.Softcap()
+SCALES = tg.HeadScales()
 CEILINGS = {"GB/s": 4270.0, "bf16 TFLOP/s": 790.0, "fp8 TFLOP/s": 1500.0}
 # One batch chunk of each of the sprint's last stages, the extension aside: tokens, candidates, weights of the targets.
-CHUNKS = [(32, 64, (1.0, 0.5))] if DRY else [(stage.chunk_tokens, stage.sampled_classes, stage.targets[0]) for stage in tg.PRESETS["sprint"].stages[-4:-1]]
+CHUNKS = (
+    [(32, 64, (1.0, 0.5))]
+    if DRY
+    else [
+        (stage.chunk_tokens, stage.sampled_classes, stage.targets[0])
+        for stage in tg.PRESETS["sprint"].stages[-4:-1]
+    ]
+)
 
 
 def plain_loss(x, weight, targets, scales=None):
@@ -43,7 +52,8 @@ def zipf(T):
 
 
 def make_operands(T, count=None, weights=(1.0,)):
-    """x as RMS-normed features that know a little about their target, so that probabilities are not all tiny; weight; targets."""
+    """x as RMS-normed features that know a little about their target,
+    so that probabilities are not all tiny; weight; targets."""
     generator = torch.Generator(DEVICE).manual_seed(T)
     weight = torch.randn(V, D, device=DEVICE, generator=generator) * 0.08
     ids = columns = zipf(T)
@@ -66,7 +76,8 @@ def exact_head(x, weight, targets):
 
 def time_pieces(T, x, weight, targets):
     """{name: (ms, work, unit)} of every kernel and matrix product; work in 10^9 bytes or 10^12 operations."""
-    x, weight = x.detach(), weight.detach()
+    x = x.detach()
+    weight = weight.detach()
     one = torch.ones((), device=DEVICE)
     logits = x @ weight.T
     _, *rows = tg.row_losses(logits, targets, V, CAP)
@@ -113,7 +124,8 @@ def time_pieces(T, x, weight, targets):
 def time_paths(operands, paths, exactly=True):
     """Prints a row a path, forward and what the backward adds; paths: {name: (function, scales)}."""
     x, weight, targets = operands
-    T, P = len(x), V if targets.classes is None else targets.classes.shape[1]
+    T = len(x)
+    P = V if targets.classes is None else targets.classes.shape[1]
     want = exact_head(*operands) if exactly else None
     for name, (function, scales) in paths.items():
         def both():
@@ -123,35 +135,57 @@ def time_paths(operands, paths, exactly=True):
             torch.cuda.reset_peak_memory_stats()
         got = both()
         peak = 0 if DRY else torch.cuda.max_memory_allocated() / 1e9
-        errors = [f"{((a.double() - b).norm() / b.norm()).item():.1e}" for a, b in zip(got, want)] if exactly else [""] * 3
+        errors = (
+            [f"{((a.double() - b).norm() / b.norm()).item():.1e}" for a, b in zip(got, want)]
+            if exactly
+            else [""] * 3
+        )
         del got
         with torch.no_grad():
             forward = milliseconds(lambda: function(x, weight, targets, scales))
         whole = milliseconds(both)
         product = 2 * T * P * D / 1e9 / CEILINGS["fp8 TFLOP/s" if scales else "bf16 TFLOP/s"]
-        floors = [products * product + size * T * P / 1e6 / CEILINGS["GB/s"] for products, size in ((1, 2), (2, 5 if scales else 4))]
-        print(f"| {T} | {P} | {len(targets.weights)} | {name} | {forward:.3f} | {floors[0]:.3f} | {whole - forward:.3f} | {floors[1]:.3f} | "
-              + " | ".join(errors) + f" | {peak:.1f} |", flush=True)
+        floors = [
+            products * product + size * T * P / 1e6 / CEILINGS["GB/s"]
+            for products, size in ((1, 2), (2, 5 if scales else 4))
+        ]
+        times = (forward, floors[0], whole - forward, floors[1])
+        cells = [T, P, len(targets.weights), name, *(f"{ms:.3f}" for ms in times), *errors, f"{peak:.1f}"]
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def time_embedding(T):
     """Prints a row a method: one table's gradient for Zipf-like ids."""
-    ids, rows = zipf(T), V
+    ids = zipf(T)
+    rows = V
     start = time.perf_counter()
     sort = tg.sort_ids(ids, rows)
     host = (time.perf_counter() - start) * 1e3
     tokens, order, starts = lookup = [torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in (ids, *sort)]
-    grad, dense = torch.randn(T, D, device=DEVICE).bfloat16(), torch.empty(rows, D, dtype=torch.bfloat16, device=DEVICE)
-    exactly, counts = tg.embedding_grad_reference(grad.double(), tokens, rows), starts.diff()
-    runs = {"ours": lambda: (tg.launch_groups(tg.embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=False), dense)[1],
-            "torch embedding_dense_backward": lambda: torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False)}
+    grad = torch.randn(T, D, device=DEVICE).bfloat16()
+    dense = torch.empty(rows, D, dtype=torch.bfloat16, device=DEVICE)
+    exactly = tg.embedding_grad_reference(grad.double(), tokens, rows)
+    counts = starts.diff()
+    runs = {
+        "ours": lambda: (
+            tg.launch_groups(tg.embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=False),
+            dense,
+        )[1],
+        "torch embedding_dense_backward": lambda: torch.ops.aten.embedding_dense_backward(
+            grad, tokens, rows, -1, False
+        ),
+    }
     case = f"{T} | {rows} ({int((counts > 0).sum())}, {int(counts.max())})"
     print(f"| {case} | sort_ids (host) | {host:.3f} | | | |")
     for name, run in runs.items():
         error = ((run().double() - exactly).norm() / exactly.norm()).item()
         timed = milliseconds if name == "ours" else host_milliseconds  # torch's waits for the device
-        ms, size = timed(lambda: (run(), DRY or name == "ours" or torch.cuda.synchronize())), 2 * (T + rows) * D / 1e6
-        print(f"| {case} | {name} | {ms:.3f} | {size / ms:.0f} | {size / CEILINGS['GB/s']:.3f} | {error:.1e} |", flush=True)
+        ms = timed(lambda: (run(), DRY or name == "ours" or torch.cuda.synchronize()))
+        size = 2 * (T + rows) * D / 1e6
+        print(
+            f"| {case} | {name} | {ms:.3f} | {size / ms:.0f} | {size / CEILINGS['GB/s']:.3f} | {error:.1e} |",
+            flush=True,
+        )
 
 
 def compile_plain():
@@ -189,9 +223,15 @@ def main():
     options = parser.parse_args()
     timing.require_gpu()
 
-    columns, paths = {}, {"**fp8**": (head_loss, SCALES), "bf16": (head_loss, None)}
+    columns = {}
+    paths = {"**fp8**": (head_loss, SCALES), "bf16": (head_loss, None)}
     print(f"{timing.machine()}, V = {V}, D = {D}\n")
-    print("| tokens | columns | K | path | forward ms | ceiling | backward ms | ceiling | loss error | dx | dW | peak GB |\n" + "|---" * 12 + "|")
+    print(
+        "| tokens | columns | K | path | forward ms | ceiling | backward ms | ceiling "
+        "| loss error | dx | dW | peak GB |\n"
+        + "|---" * 12
+        + "|"
+    )
     for T, count, weights in CHUNKS:
         time_paths(make_operands(T, count, weights), paths)
         time_paths(make_operands(T, None, weights), {"**fp8**": paths["**fp8**"]}, exactly=False)
@@ -201,7 +241,11 @@ def main():
         print(f"{T} tokens done after {timing.seconds():.0f} s", file=sys.stderr)
 
     print_pieces(columns)
-    print("\n| tokens | rows (ids, most frequent) | embedding gradient | ms | GB/s | ceiling ms | error |\n" + "|---" * 7 + "|")
+    print(
+        "\n| tokens | rows (ids, most frequent) | embedding gradient | ms | GB/s | ceiling ms | error |\n"
+        + "|---" * 7
+        + "|"
+    )
     for T in options.tokens:
         time_embedding(T)
     print(f"\n{timing.seconds():.0f} s in all")

@@ -1,14 +1,15 @@
 """Train on a large GPU as a smaller or older one would: whether a preset fits, with which loss; not a test.
 
-    python benchmarks/bench_memory.py 11 8.6 --preset sprint-small --data FOLDER      with 11 GiB, and the operators of an RTX 3060
-    python benchmarks/bench_memory.py 15 8.9 --preset sprint-small --data FOLDER      with 15 GiB, and those of an RTX 4080
-    python benchmarks/bench_memory.py 70 9.0 --preset speedrun-webmix --data FOLDER   with what an H100 of 80 GB has beside other programs
-    python benchmarks/bench_memory.py 1 8.6 --preset smoke --stop-after 2             on a CPU: proves that it runs through
+    python benchmarks/bench_memory.py 11 8.6 --preset sprint-small --data FOLDER      11 GiB, operators of an RTX 3060
+    python benchmarks/bench_memory.py 15 8.9 --preset sprint-small --data FOLDER      15 GiB, those of an RTX 4080
+    python benchmarks/bench_memory.py 70 9.0 --preset speedrun-webmix --data FOLDER   what an H100 has free
+    python benchmarks/bench_memory.py 1 8.6 --preset smoke --stop-after 2             on a CPU: it runs through
 
-Takes the GiB that are free, a compute capability, and the options of train_gpt.py. The allocator refuses what lies beyond the limit, as a full card
-does, and micro-batches are chosen by it. The kernels are those that train_gpt.py chooses for that capability, compiled for the GPU that is there:
-so the time says how they compare on this GPU, and not how long the other one takes. The last line has the largest memory in use, the largest that
-the allocator held, and how often it had to give some back before it could go on.
+Takes the GiB that are free, a compute capability, and the options of train_gpt.py. The allocator refuses what lies
+beyond the limit, as a full card does, and micro-batches are chosen by it. The kernels are those that train_gpt.py
+chooses for that capability, compiled for the GPU that is there: so the time says how they compare on this GPU, and not
+how long the other one takes. The last line has the largest memory in use, the largest that the allocator held, and how
+often it had to give some back before it could go on.
 """
 
 import sys
@@ -34,7 +35,8 @@ def hold_to(limit_bytes: int) -> None:
 
 def main() -> int:
     try:
-        gib, capability = float(sys.argv[1]), tuple(map(int, sys.argv[2].split(".")))
+        gib = float(sys.argv[1])
+        capability = tuple(map(int, sys.argv[2].split(".")))
     except (IndexError, ValueError):
         sys.exit(__doc__)
     if torch.cuda.is_available():
@@ -43,8 +45,9 @@ def main() -> int:
     code = tg.main(sys.argv[3:])
     if torch.cuda.is_available():
         held = torch.cuda.memory_stats()
-        print(f"in use {held['allocated_bytes.all.peak'] / 2**30:.2f} GiB, held {held['reserved_bytes.all.peak'] / 2**30:.2f}"
-              f" of {gib:g} GiB, given back {held['num_alloc_retries']} times")
+        used, reserved = (held[f"{kind}_bytes.all.peak"] / 2**30 for kind in ("allocated", "reserved"))
+        retries = held["num_alloc_retries"]
+        print(f"in use {used:.2f} GiB, held {reserved:.2f} of {gib:g} GiB, given back {retries} times")
     return code
 
 

@@ -1,16 +1,17 @@
-"""Times and errors of the MLP on one GPU, FP8 against bf16, as markdown tables; and the ranges its FP8 scales must cover.
+"""Times and errors of the MLP on one GPU, FP8 against bf16, as markdown tables;
+and the ranges its FP8 scales must cover.
 
     python benchmarks/bench_mlp.py                       under 40 s on an H200
     python benchmarks/bench_mlp.py --tokens 16384        one size
-    python benchmarks/bench_mlp.py --cpu-dry-run         tiny sizes, interpreted kernels (whose FP8 casts are coarse): it runs through
+    python benchmarks/bench_mlp.py --cpu-dry-run         tiny sizes, interpreted kernels: proves that it runs through
     python benchmarks/bench_mlp.py --diagnose 0,20,111,339 --preset sprint --data DIR --seed 1
-        trains with the options that follow and prints, for the first micro-batch of those steps and every layer, how large
-        what is rounded to FP8 is, in the QKV projections too (add --no-fp8 mlp or attention to see it in a bf16 training)
+        trains with the options that follow and prints, for the first micro-batch of those steps and every layer, how
+        large what is rounded to FP8 is, in the QKV projections too (add --no-fp8 mlp or attention to see it in bf16)
 
-Device times are those of CUDA graphs replayed (medians), which also proves that the operators can be captured; host times are
-what it takes to enqueue the same work without a graph. Errors are Frobenius norms relative to a float64 result of the same
-bf16 operands. Ceilings: 4.27 TB/s (rates above it come from the L2 cache), 790 TFLOP/s in bf16 and 1500 in FP8. The bytes of a product
-with an epilogue are the epilogue's.
+Device times are those of CUDA graphs replayed (medians), which also proves that the operators can be captured; host
+times are what it takes to enqueue the same work without a graph. Errors are Frobenius norms relative to a float64
+result of the same bf16 operands. Ceilings: 4.27 TB/s (rates above it come from the L2 cache), 790 TFLOP/s in bf16 and
+1500 in FP8. The bytes of a product with an epilogue are the epilogue's.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from timing import DEVICE, DRY, host_milliseconds, milliseconds
 D, H = (48, 64) if DRY else (768, 3072)
 LAYERS = sum(layer.mlp for layer in tg.LAYERS)
 SCALES = tg.MlpScales()
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 STEP_TOKENS = 131_072
 
 
@@ -43,10 +45,15 @@ def make_operands(T):
 def time_pieces(T, operands, grad):
     """{name: (ms, {unit: work})} of every kernel and matrix product of Fp8Mlp, in its order, and for comparison."""
     h, up, down = (operand.detach() for operand in operands)
-    table, one, multiprocessors = {}, torch.ones((), device=DEVICE), tg.multiprocessors
+    table = {}
+    one = torch.ones((), device=DEVICE)
+    multiprocessors = tg.multiprocessors
 
     def piece(name, run, size=0, flop=0):
-        table[name] = milliseconds(run), {unit: work for unit, work in (("TFLOP/s", flop / 1e12), ("GB/s", size / 1e9)) if work}
+        table[name] = (
+            milliseconds(run),
+            {unit: work for unit, work in (("TFLOP/s", flop / 1e12), ("GB/s", size / 1e9)) if work},
+        )
         return run()
 
     def product(name, run, size=0):
@@ -56,7 +63,9 @@ def time_pieces(T, operands, grad):
         return product(name, lambda: tg.fp8_matmul_nt(a, b, one, 1.0, fast))
 
     h8, h8_t = piece("quantise h, both layouts", lambda: tg.quantize_both(h, SCALES.x), 4 * T * D)
-    up8, up8_t = piece("quantise up, both layouts (down the same)", lambda: tg.quantize_both(up, SCALES.weight), 4 * H * D)
+    up8, up8_t = piece(
+        "quantise up, both layouts (down the same)", lambda: tg.quantize_both(up, SCALES.weight), 4 * H * D
+    )
     down8, down8_t = tg.quantize_both(down, SCALES.weight)
     hidden = lambda: tg.mlp_product(h8, up8, (SCALES.x * SCALES.weight) ** 2 / SCALES.hidden)
     hidden8, hidden8_t = product("hidden = relu(h up^T)^2, both layouts", hidden, 2 * T * H)
@@ -71,7 +80,8 @@ def time_pieces(T, operands, grad):
     piece("x + mlp", lambda: out + grad, 6 * T * D)
     matmul("(cuBLAS) h up^T in bf16", h8, up8, True)
     matmul("(cuBLAS) g down^T in bf16", g8, down8)
-    tg.multiprocessors = lambda device: 3 * multiprocessors(device)  # of use where communication holds some multiprocessors
+    # of use where communication holds some multiprocessors
+    tg.multiprocessors = lambda device: 3 * multiprocessors(device)
     product("(3 programs a multiprocessor) hidden", hidden, 2 * T * H)
     product("(3 programs a multiprocessor) dpre", gradient, 3 * T * H)
     tg.multiprocessors = multiprocessors
@@ -101,23 +111,33 @@ def time_paths(paths, operands, grad):
         errors = [((got.double() - want).norm() / want.norm()).item() for got, want in zip(both(apply), exactly)]
         both(apply)
         peak = 0 if DRY else (torch.cuda.max_memory_allocated() - before) / 1e9
-        forward, whole = milliseconds(lambda: apply(*operands)), milliseconds(lambda: both(apply))
+        forward = milliseconds(lambda: apply(*operands))
+        whole = milliseconds(lambda: both(apply))
         rows[name] = forward, whole, host_milliseconds(lambda: both(apply)), peak, errors
     return rows
 
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
 def spread(values, scale, dtype):
-    """(rms, 99.9th percentile, amax, fraction saturated, fraction of the non-zero flushed to zero, their share of the norm)."""
+    """(rms, 99.9th percentile, amax, fraction saturated,
+    fraction of the non-zero flushed to zero, their share of the norm)."""
     values = values.detach().float().abs().flatten()
     sample = values[::max(1, len(values) // 2 ** 20)]
     percentile = sample.kthvalue(max(1, int(0.999 * len(sample)))).values
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # subnormal; half of it becomes 0
     flushed = (values > 0) & (values <= smallest / 2 * scale)
     norm = values.square().sum()
-    return [number.item() for number in (
-        (norm / len(values)).sqrt(), percentile, values.max(), (values > torch.finfo(dtype).max * scale).float().mean(),
-        flushed.sum() / (values > 0).sum().clamp_min(1), (values[flushed].square().sum() / norm.clamp_min(1e-45)).sqrt())]
+    return [
+        number.item()
+        for number in (
+            (norm / len(values)).sqrt(),
+            percentile,
+            values.max(),
+            (values > torch.finfo(dtype).max * scale).float().mean(),
+            flushed.sum() / (values > 0).sum().clamp_min(1),
+            (values[flushed].square().sum() / norm.clamp_min(1e-45)).sqrt(),
+        )
+    ]
 
 
 def fp8_mlp(h, up, down):
@@ -126,10 +146,16 @@ def fp8_mlp(h, up, down):
 
 
 class Watch:
-    """Stands in for ops.mlp and ops.project_heads, computes the same and, in chosen steps of the timed loop, what their FP8 scales would meet."""
+    """Stands in for ops.mlp and ops.project_heads, computes the same and,
+    in chosen steps of the timed loop, what their FP8 scales would meet."""
 
     def __init__(self, steps):
-        self.steps, self.step, self.live, self.calls, self.projections, self.rows = steps, None, False, 0, 0, {}
+        self.steps = steps
+        self.step = None
+        self.live = False
+        self.calls = 0
+        self.projections = 0
+        self.rows = {}
 
     def note(self, layer, name, values, scale, dtype):
         self.rows[self.step, name, layer] = spread(values, scale, dtype), scale * torch.finfo(dtype).max
@@ -141,12 +167,19 @@ class Watch:
                 out = fp8_mlp(h, up, down)
             else:
                 out = mlp(inputs, up, down)
-            layer, self.calls = self.calls, self.calls + 1
+            layer = self.calls
+            self.calls = self.calls + 1
             if self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.layers:
-                h, up, down = h.detach(), up.detach(), down.detach()
+                h = h.detach()
+                up = up.detach()
+                down = down.detach()
                 pre = h @ up.T
-                for name, values, scale in (("h", h, SCALES.x), ("up", up, SCALES.weight), ("down", down, SCALES.weight),
-                                            ("hidden", pre.relu().square(), SCALES.hidden)):
+                for name, values, scale in (
+                    ("h", h, SCALES.x),
+                    ("up", up, SCALES.weight),
+                    ("down", down, SCALES.weight),
+                    ("hidden", pre.relu().square(), SCALES.hidden),
+                ):
                     self.note(layer, name, values, scale, E4M3)
 
                 def backward(grad):
@@ -160,7 +193,8 @@ class Watch:
         """In chosen steps the reference instead: its projection has a gradient that can be looked at."""
         def watched(inputs, weight, *rest, heads, key_offset):
             h = inputs.h
-            layer, self.projections = self.projections, self.projections + 1
+            layer = self.projections
+            self.projections = self.projections + 1
             if not (self.live and self.step in self.steps and torch.is_grad_enabled() and layer < self.attentions):
                 if in_fp8 and torch.is_grad_enabled():
                     copies = tg.quantize_both(h.detach(), SCALES.x)
@@ -179,39 +213,69 @@ class Watch:
 
     def train(self, arguments):
         """The trainer's own main with this in the place of its MLP; nothing else of it changes."""
-        select_ops, timed_loop, training_step = tg.select_ops, tg.timed_loop, tg.Trainer.training_step
+        select_ops = tg.select_ops
+        timed_loop = tg.timed_loop
+        training_step = tg.Trainer.training_step
 
         def watched_ops(*args, **options):
             ops = select_ops(*args, **options)
             projection = self.wrap_projection(ops.project_heads, ops.attention_fp8)
             # Regions believe that nothing is FP8: so they write h, to look at.
-            return replace(ops, mlp=self.wrap(ops.mlp, ops.mlp_fp8), project_heads=projection, attention_fp8=False, mlp_fp8=False)
+            return replace(
+                ops,
+                mlp=self.wrap(ops.mlp, ops.mlp_fp8),
+                project_heads=projection,
+                attention_fp8=False,
+                mlp_fp8=False,
+            )
 
         def watched_loop(trainer, *rest):
-            self.live, self.layers = True, sum(layer.mlp for layer in trainer.preset.model.layers)
+            self.live = True
+            self.layers = sum(layer.mlp for layer in trainer.preset.model.layers)
             self.attentions = sum(layer.attention for layer in trainer.preset.model.layers)
             return timed_loop(trainer, *rest)
 
         def watched_step(trainer, step, *rest):
-            self.step, self.calls, self.projections = step, 0, 0
+            self.step = step
+            self.calls = 0
+            self.projections = 0
             return training_step(trainer, step, *rest)
 
-        tg.select_ops, tg.timed_loop, tg.Trainer.training_step = watched_ops, watched_loop, watched_step
+        tg.select_ops = watched_ops
+        tg.timed_loop = watched_loop
+        tg.Trainer.training_step = watched_step
         return tg.main(arguments)
 
     def report(self):
-        print(f"\nlayers count the MLPs, or the projections, from 0; scales {SCALES._asdict()}; lost: norm of what became 0 / norm of all\n")
-        print("| step | tensor | layer | rms | 99.9 % | amax | limit / amax | saturated | flushed to 0 | lost |\n" + "|---" * 10 + "|")
-        for (step, name, layer), ((rms, percentile, amax, saturated, flushed, lost), limit) in sorted(self.rows.items()):
+        print(f"\nlayers count the MLPs, or the projections, from 0; scales {SCALES._asdict()}")
+        print("lost: norm of what became 0 / norm of all\n")
+        print(
+            "| step | tensor | layer | rms | 99.9 % | amax | limit / amax | saturated | flushed to 0 | lost |\n"
+            + "|---" * 10
+            + "|"
+        )
+        for (step, name, layer), ((rms, percentile, amax, saturated, flushed, lost), limit) in sorted(
+            self.rows.items()
+        ):
             room = limit / amax if amax else float("inf")
-            print(f"| {step} | {name} | {layer} | {rms:.1e} | {percentile:.1e} | {amax:.2e} | {room:.3g} | {saturated:.1e} | {flushed:.1e} | {lost:.1e} |")
-        print("\n| tensor | largest amax (step, layer) | least limit / amax | most saturated | most lost (step, layer) |\n" + "|---" * 5 + "|")
+            cells = [step, name, layer, f"{rms:.1e}", f"{percentile:.1e}", f"{amax:.2e}", f"{room:.3g}"]
+            cells += [f"{share:.1e}" for share in (saturated, flushed, lost)]
+            print("| " + " | ".join(map(str, cells)) + " |")
+        print(
+            "\n| tensor | largest amax (step, layer) | least limit / amax "
+            "| most saturated | most lost (step, layer) |\n"
+            + "|---" * 5
+            + "|"
+        )
         for name in dict.fromkeys(name for _, name, _ in self.rows):
             rows = {(step, layer): row for (step, other, layer), row in self.rows.items() if other == name}
             top, gone = (max(rows, key=lambda key: rows[key][0][column]) for column in (2, 5))
-            amax, limit = rows[top][0][2], rows[top][1]
+            amax = rows[top][0][2]
+            limit = rows[top][1]
             saturated = max(row[0][3] for row in rows.values())
-            print(f"| {name} | {amax:.2e} {top} | {limit / max(amax, 1e-45):.3g} | {saturated:.1e} | {rows[gone][0][5]:.1e} {gone} |")
+            room = limit / max(amax, 1e-45)
+            lost = rows[gone][0][5]
+            print(f"| {name} | {amax:.2e} {top} | {room:.3g} | {saturated:.1e} | {lost:.1e} {gone} |")
 
 
 def print_tables(columns, paths):
@@ -221,19 +285,33 @@ def print_tables(columns, paths):
         cells = []
         for ms, works in (table[piece] for table in columns.values()):
             peaks = {"GB/s": 4270, "TFLOP/s": 790 if piece.startswith("(bf16)") else 1500}
-            rates = (f"{work / ms * 1e3:.0f} {unit}, {100 * work / ms * 1e3 / peaks[unit]:.0f} %" for unit, work in works.items())
+            rates = (
+                f"{work / ms * 1e3:.0f} {unit}, {100 * work / ms * 1e3 / peaks[unit]:.0f} %"
+                for unit, work in works.items()
+            )
             cells.append(f"{ms:.4f} ({'; '.join(rates)})")
         print(f"| {piece} | " + " | ".join(cells) + " |")
-    print(f"\n| tokens | path | forward ms | forward + backward ms | {LAYERS} layers, {STEP_TOKENS} tokens | host ms | GB | out | dh | dup | ddown |\n" + "|---" * 11 + "|")
+    print(
+        f"\n| tokens | path | forward ms | forward + backward ms | {LAYERS} layers, {STEP_TOKENS} tokens "
+        "| host ms | GB | out | dh | dup | ddown |\n"
+        + "|---" * 11
+        + "|"
+    )
     for T, rows in paths.items():
         for path, (forward, whole, host, peak, errors) in rows.items():
-            print(f"| {T} | {path} | {forward:.3f} | {whole:.3f} | {whole * LAYERS * STEP_TOKENS / T:.1f} | {host:.2f} | {peak:.2f} | "
-                  + " | ".join(f"{error:.4f}" for error in errors) + " |")
+            step = whole * LAYERS * STEP_TOKENS / T
+            cells = [T, path, f"{forward:.3f}", f"{whole:.3f}", f"{step:.1f}", f"{host:.2f}", f"{peak:.2f}"]
+            cells += [f"{error:.4f}" for error in errors]
+            print("| " + " | ".join(map(str, cells)) + " |")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 64] if DRY else [16_384, 32_768, 49_152, STEP_TOKENS])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[32, 64] if DRY else [16_384, 32_768, 49_152, STEP_TOKENS]
+    )
     parser.add_argument("--diagnose", metavar="STEPS", type=lambda text: [int(step) for step in text.split(",")])
     parser.add_argument("--cpu-dry-run", action="store_true")
     options, training = parser.parse_known_args()
@@ -241,7 +319,12 @@ def main():
     if options.diagnose or DRY:
         watch = Watch(options.diagnose or [0, 1])
         with tempfile.TemporaryDirectory() as folder:
-            code = watch.train([*(training or ["--preset", "smoke", "--stop-after", "2", "--log-dir", folder]), "--no-graphs"])  # a replay calls no hook
+            code = watch.train(
+                [
+                    *(training or ["--preset", "smoke", "--stop-after", "2", "--log-dir", folder]),
+                    "--no-graphs",
+                ]
+            )  # a replay calls no hook
         watch.report()
         if code or not DRY:
             sys.exit(code)

@@ -4,9 +4,10 @@
     python benchmarks/bench_ngram.py --rows 8388608     a larger table
     python benchmarks/bench_ngram.py --cpu-dry-run      tiny, interpreted kernels: proves that it runs through
 
-For a step of each stage: the lookup of the sums, the grouping of the ids (a sort and a search) alone, and the sparse update, grouping included.
-Times are medians over replays of a CUDA graph; ceilings are bytes at 4.27 TB/s. The errors are Frobenius norms relative to
-float64, of what an update adds to a table of zeros; rounding to bf16 alone leaves about 2^-9.2 = 0.0017.
+For a step of each stage: the lookup of the sums, the grouping of the ids (a sort and a search) alone, and the sparse
+update, grouping included. Times are medians over replays of a CUDA graph; ceilings are bytes at 4.27 TB/s. The errors
+are Frobenius norms relative to float64, of what an update adds to a table of zeros; rounding to bf16 alone leaves about
+2^-9.2 = 0.0017.
 """
 
 import argparse
@@ -24,8 +25,10 @@ D = 48 if DRY else tg.GPT_SMALL.width
 
 
 def make_ids(tokens, rows, row_pieces):
-    """Rows [T * pieces, 3] of a step of documents of tokens as frequent as words are: the commonest pairs occur hundreds of times."""
-    random, pieces = np.random.default_rng(0), [piece for seed in range(tg.CHUNKS) for piece in tg.generated_pieces(tokens // tg.CHUNKS, 3072, seed)]
+    """Rows [T * pieces, 3] of a step of documents of tokens as frequent as words are:
+    the commonest pairs occur hundreds of times."""
+    random = np.random.default_rng(0)
+    pieces = [piece for seed in range(tg.CHUNKS) for piece in tg.generated_pieces(tokens // tg.CHUNKS, 3072, seed)]
     for piece in pieces:
         piece[1:] = tg.BOS * random.power(0.28, len(piece) - 1)
     model = replace(tg.GPT_SMALL, ngram_rows=rows, ngram_pieces=row_pieces)
@@ -34,7 +37,12 @@ def make_ids(tokens, rows, row_pieces):
 
 
 def report(tokens, name, ms, size=0, error=""):
-    print(f"| {tokens} | {name} | {ms:.3f} | " + (f"{size / ms / 1e6:.0f} | {size / 4.27e9:.3f}" if size else "|") + f" | {error} |", flush=True)
+    print(
+        f"| {tokens} | {name} | {ms:.3f} | "
+        + (f"{size / ms / 1e6:.0f} | {size / 4.27e9:.3f}" if size else "|")
+        + f" | {error} |",
+        flush=True,
+    )
 
 
 def time_step(T, rows, pieces):
@@ -47,7 +55,12 @@ def time_step(T, rows, pieces):
     sums = (lambda f: f) if DRY else tg.compile_dynamic
     sum_rows = sums(lambda ids, table: F.embedding(ids.long(), table).sum(1))
     with torch.no_grad():
-        report(f"{T} ({len(found)} rows, {int(counts.max())} of one)", "lookup", milliseconds(lambda: sum_rows(ids, table)), 8 * T * D)
+        report(
+            f"{T} ({len(found)} rows, {int(counts.max())} of one)",
+            "lookup",
+            milliseconds(lambda: sum_rows(ids, table)),
+            8 * T * D,
+        )
     report(T, "sort and searchsorted", milliseconds(lambda: tg.group_ids(ids)))
 
     grad = torch.randn(len(ids), width, device=DEVICE).bfloat16()

@@ -4,11 +4,11 @@
     python benchmarks/bench_orthogonalize.py --sweep         each kernel with every tile candidate, next to torch.bmm
     python benchmarks/bench_orthogonalize.py --compile       with the scaling compiled by torch.compile
     python benchmarks/bench_orthogonalize.py --method turbo  another of ORTHOGONALIZATIONS than the default
-    python benchmarks/bench_orthogonalize.py --cpu-dry-run   tiny sizes in Triton's interpreter: only proves that it runs
+    python benchmarks/bench_orthogonalize.py --cpu-dry-run   tiny sizes in Triton's interpreter: proves that it runs
 
 Times are medians of CUDA events around replayed CUDA graphs, so no launch overhead is in them; "eager" has it. TFLOP/s
-count what the algorithm needs: 3 n^2 m + n^3 flops a step and matrix (n <= m), symmetric products at half; the ceiling is
-their time at 790 TFLOP/s.
+count what the algorithm needs: 3 n^2 m + n^3 flops a step and matrix (n <= m), symmetric products at half;
+the ceiling is their time at 790 TFLOP/s.
 """
 import argparse
 import collections
@@ -26,14 +26,19 @@ DTYPE = torch.float32 if DRY else torch.bfloat16  # the interpreter's tl.dot is 
 def matrices_by_shape(config):
     """(how many, rows, columns) of what Muon orthogonalises in a model."""
     counts = collections.Counter()
-    for parameter in tg.GPT(config, tg.select_ops(torch.device("cpu"), fast=False), torch.device("meta")).parameters():
+    for parameter in tg.GPT(
+        config, tg.select_ops(torch.device("cpu"), fast=False), torch.device("meta")
+    ).parameters():
         if shape := parameter.info.matrix_shape:
             counts[shape] += parameter.numel() // math.prod(shape)
     return [(count, *shape) for shape, count in counts.items()]
 
 
-BATCHES = [(2, 24, 24), (1, 40, 24), (2, 8, 24)] if DRY else list(
-    dict.fromkeys([*matrices_by_shape(tg.GPT_SPRINT), *matrices_by_shape(tg.GPT_SMALL)]))
+BATCHES = (
+    [(2, 24, 24), (1, 40, 24), (2, 8, 24)]
+    if DRY
+    else list(dict.fromkeys([*matrices_by_shape(tg.GPT_SPRINT), *matrices_by_shape(tg.GPT_SMALL)]))
+)
 RANKS = (1, 8) if DRY else (1, 4, 8)
 SYMMETRIC_TILES = [(128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 128, 8, 3), (64, 64, 64, 4, 4),
                    (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (64, 64, 128, 4, 4)]  # fmt: skip
@@ -63,7 +68,9 @@ def spectra(rows, columns):
     """Two inputs with their exact polar factors, float64: gaussian, and singular values log-uniform in 1e-3..1."""
     gaussian, other = torch.randn(2, 2, rows, columns, dtype=torch.float64, device=DEVICE)
     U, _, Vh = torch.linalg.svd(gaussian, full_matrices=False)
-    left, right = torch.linalg.qr(other[..., : min(rows, columns)])[0], Vh  # any orthonormal columns and rows
+    # any orthonormal columns and rows
+    left = torch.linalg.qr(other[..., : min(rows, columns)])[0]
+    right = Vh
     values = 10 ** (3 * torch.rand(2, 1, left.size(-1), dtype=torch.float64, device=DEVICE) - 3)
     return {"gaussian": (gaussian, U @ Vh), "log-uniform": ((left * values) @ right, left @ right)}
 
@@ -82,12 +89,17 @@ def bench_shapes(method):
             matrices = torch.randn(batch, rows, columns, device=DEVICE)
             n, m = sorted((rows, columns))
             ours = lambda: tg.orthogonalize(matrices, method, DTYPE)
-            fast, eager = microseconds(ours), 1e3 * timing.eager_milliseconds(ours, repeats=30)
+            fast = microseconds(ours)
+            eager = 1e3 * timing.eager_milliseconds(ours, repeats=30)
             plain = microseconds(lambda: orthogonalize_torch(matrices, method))
             flops = batch * len(method.coefficients) * (3 * n * n * m + n**3)
-            row = f"{fast:.0f}", f"{flops / fast / 1e6:.0f}", f"{flops / 790e6:.0f}", f"{eager:.0f}", f"{plain:.0f}", f"{plain / fast:.2f}"
+            row = (
+                f"{fast:.0f}", f"{flops / fast / 1e6:.0f}", f"{flops / 790e6:.0f}",
+                f"{eager:.0f}", f"{plain:.0f}", f"{plain / fast:.2f}",
+            )
             times.append((f"{batch}x{rows}x{columns}", *row))
-        inputs, cells = spectra(rows, columns), []
+        inputs = spectra(rows, columns)
+        cells = []
         for matrices, polar in inputs.values():
             kernels = tg.orthogonalize(matrices.float(), method, DTYPE)
             plain = orthogonalize_torch(matrices.float(), method)
@@ -109,19 +121,27 @@ def sweep():
             batch = -(-full // ranks)
             X = torch.randn(batch, rows, columns, device=DEVICE, dtype=DTYPE)
             X, Y = (Z.mT if rows > columns else Z for Z in (X, torch.empty_like(X)))
-            A, P = (torch.randn(batch, X.size(1), X.size(1), device=DEVICE, dtype=DTYPE) for _ in range(2))
+            A, P = (
+                torch.randn(batch, X.size(1), X.size(1), device=DEVICE, dtype=DTYPE)
+                for _ in range(2)
+            )
             # The random A is not symmetric: the time is the same.
             kernels = {
                 "X X^T": (lambda t: tg.gram(X, P, tiles=t), lambda: torch.bmm(X, X.mT)),
                 "bA + cAA": (lambda t: tg.gram(A, P, 0.5, 0.5, t), lambda: torch.bmm(A, A)),
-                "aX + BX": (lambda t: tg.add_product(A, X, 0.5, Y, tiles=t), lambda: torch.bmm(A, X)),
+                "aX + BX": (
+                    lambda t: tg.add_product(A, X, 0.5, Y, tiles=t),
+                    lambda: torch.bmm(A, X),
+                ),
             }
             for name, (ours, plain) in kernels.items():
                 candidates = PRODUCT_TILES if name == "aX + BX" else SYMMETRIC_TILES
                 found = {}
                 for candidate in [(32, 32, 32, 4, 2)] if DRY else candidates:
                     try:
-                        found[candidate] = microseconds(lambda: ours(as_tiles(candidate)), replays=20)
+                        found[candidate] = microseconds(
+                            lambda: ours(as_tiles(candidate)), replays=20
+                        )
                     except tg.triton.runtime.errors.OutOfResources:
                         continue
                 best = sorted(found, key=found.get)[:5]

@@ -1,11 +1,12 @@
 """Times of a step on one rank of several, on one GPU: what does not shrink with the number of ranks; not a test.
 
-    python benchmarks/bench_ranks.py 8 --preset sprint --data FOLDER --stop-after 50      the steps of rank 0 of eight
-    python benchmarks/bench_ranks.py 8 --preset smoke --stop-after 4                      on a CPU: proves that it runs through
+    python benchmarks/bench_ranks.py 8 --preset sprint --data FOLDER --stop-after 50   the steps of rank 0 of eight
+    python benchmarks/bench_ranks.py 8 --preset smoke --stop-after 4                   on a CPU: it runs through
 
-Takes the options of train_gpt.py. Collectives are left out, so times are those of a rank that never waits, and the losses mean nothing: of
-each step this rank sees its own batch chunks alone. For the update of sparse tables the other ranks' gradients are copies of its own, and their ids
-its own, moved along the table, so that about as many different rows are updated as in truth.
+Takes the options of train_gpt.py. Collectives are left out, so times are those of a rank that never waits, and the
+losses mean nothing: of each step this rank sees its own batch chunks alone. For the update of sparse tables the other ranks'
+gradients are copies of its own, and their ids its own, moved along the table, so that about as many different rows are
+updated as in truth.
 """
 
 import sys
@@ -49,9 +50,12 @@ def fill(table, full, wait):
 
 
 def main():
-    if sys.argv[1:2] not in (["1"], ["2"], ["4"], ["8"]) or "--stop-after" not in sys.argv:  # shortened, so that no log of it looks like a record's
+    # shortened, so that no log of it looks like a record's
+    if sys.argv[1:2] not in (["1"], ["2"], ["4"], ["8"]) or "--stop-after" not in sys.argv:
         sys.exit(__doc__)
-    world, start, gather = int(sys.argv[1]), tg.Ranks.start, tg.SparseTable.all_gather
+    world = int(sys.argv[1])
+    start = tg.Ranks.start
+    gather = tg.SparseTable.all_gather
 
     def start_alone(*arguments):
         alone = start(*arguments)

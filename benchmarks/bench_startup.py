@@ -1,11 +1,12 @@
 """Where the time from the start of the process to the first timed step goes; not a test.
 
-    python benchmarks/bench_startup.py --preset sprint --data FOLDER          on a GPU; with empty caches a cold start, else a warm one
-    python benchmarks/bench_startup.py --preset smoke                         on a CPU: proves that it runs through
+    python benchmarks/bench_startup.py --preset sprint --data FOLDER    on a GPU; with empty caches a cold start
+    python benchmarks/bench_startup.py --preset smoke                   on a CPU: proves that it runs through
 
-Takes the options of train_gpt.py and ends after two steps. It prints when each milestone was reached, what torch.compile and Triton did meanwhile
-(seconds add up over nested parts and over threads), and the functions that the main thread spent most time in, by themselves. For a cold start
-name new folders in TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR.
+Takes the options of train_gpt.py and ends after two steps. It prints when each milestone was reached, what
+torch.compile and Triton did meanwhile (seconds add up over nested parts and over threads), and the functions that the
+main thread spent most time in, by themselves. For a cold start name new folders in TORCHINDUCTOR_CACHE_DIR and
+TRITON_CACHE_DIR.
 """
 
 import time
@@ -26,7 +27,8 @@ import train_gpt as tg
 
 MILESTONES = [("import torch", TORCH_IMPORTED), ("import train_gpt", time.perf_counter())]
 KERNELS = collections.Counter()  # seconds of Triton's compiler, by kernel
-METHODS = "_open_data", "_build_model", "_prepare_schedule", "initialise", "training_step", "capture", "evaluate"  # of Trainer
+# of Trainer
+METHODS = "_open_data", "_build_model", "_prepare_schedule", "initialise", "training_step", "capture", "evaluate"
 SHOWN = 25
 
 

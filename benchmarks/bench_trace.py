@@ -1,11 +1,13 @@
-"""Train a few steps and write a Chrome trace of some, one file a rank, with the largest kernels on standard output; not a test.
+"""Train a few steps and write a Chrome trace of some, one file a rank,
+with the largest kernels on standard output; not a test.
 
-    python benchmarks/bench_trace.py 20:24 --preset sprint --data FOLDER --stop-after 30                               steps 20 to 24, counted from 0
+    python benchmarks/bench_trace.py 20:24 --preset sprint --data FOLDER --stop-after 30   steps 20 to 24
     torchrun --standalone --nproc_per_node=8 benchmarks/bench_trace.py 20:24 --preset sprint --stop-after 30
-    python benchmarks/bench_trace.py 1:2 --preset smoke --stop-after 4                                                 on a CPU: proves that it runs through
+    python benchmarks/bench_trace.py 1:2 --preset smoke --stop-after 4         on a CPU: proves that it runs through
 
-Takes the first and last step, then the options of train_gpt.py. The traces are trace-rank0.trace.json and so on in the current folder, for
-https://ui.perfetto.dev. Replayed CUDA graphs show kernels and collectives; with --no-graphs the operators that launched them are there as well.
+Takes the first and last step, then the options of train_gpt.py. The traces are trace-rank0.trace.json and so on in the
+current folder, for https://ui.perfetto.dev. Replayed CUDA graphs show kernels and collectives; with --no-graphs the
+operators that launched them are there as well.
 """
 
 import sys
@@ -22,7 +24,11 @@ def finish(profiler: torch.profiler.profile, rank: int) -> None:
     profiler.stop()  # waits for the device
     path = Path(f"trace-rank{rank}.trace.json")
     profiler.export_chrome_trace(str(path))
-    print(f"trace in {path}" if path.exists() else f"trace: expected to write {path}, found no room there; fix: free or permit that folder")
+    print(
+        f"trace in {path}"
+        if path.exists()
+        else f"trace: expected to write {path}, found no room there; fix: free or permit that folder"
+    )
     Path(f"{path}.tmp").unlink(missing_ok=True)  # torch leaves it where there is no room, and says nothing
     if rank == 0:
         sort_by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
@@ -36,12 +42,17 @@ def main() -> int:
         sys.exit(__doc__)
     options = tg.parse_arguments(sys.argv[2:])
     if options.stop_after is None:
-        sys.exit("bench_trace: expected --stop-after N, found none; fix: shorten the run, so that its log does not look like a record's")
+        fix = "shorten the run, so that its log does not look like a record's"
+        sys.exit(f"bench_trace: expected --stop-after N, found none; fix: {fix}")
     steps = min(options.stop_after, tg.scaled_preset(tg.PRESETS[options.preset], options.length).steps)
     if not 0 <= first <= last < steps:
-        sys.exit(f"bench_trace: expected 0 <= A <= B <= {steps - 1}, found {sys.argv[1]}; fix: name steps that the run has")
+        sys.exit(
+            f"bench_trace: expected 0 <= A <= B <= {steps - 1}, found {sys.argv[1]}; fix: name steps that the run has"
+        )
 
-    timed_loop, training_step, profiler = tg.timed_loop, tg.Trainer.training_step, torch.profiler.profile()
+    timed_loop = tg.timed_loop
+    training_step = tg.Trainer.training_step
+    profiler = torch.profiler.profile()
     reduce_ = tg.AdamTable.reduce_
 
     def named_reduce(table):

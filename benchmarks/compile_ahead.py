@@ -196,8 +196,8 @@ def compile_regions(names: set[str], preset: tg.Preset, capability: tuple[int, i
 
     dynamo_compile = torch.compile
     torch.compile = compile_some
-    # Inductor would time on the GPU whether the gates' thin products gain by padding. Beside the trainer that is chance,
-    # and what trainers find by themselves is nearly always that they do not.
+    # Inductor would time on the GPU whether the gates' thin products gain by padding.
+    # Beside the trainer that is chance, and what trainers find by themselves is nearly always that they do not.
     pad_mm.should_pad = lambda *arguments, **options: False
     # Inductor's kernels go into the caches, but not onto the GPU, where nothing runs.
     CachingAutotuner._make_launchers = CachingAutotuner._dynamic_scale_rblock = lambda kernel: None

@@ -1,12 +1,14 @@
-"""Compile every kernel of a training step for a GPU that need not be there, and search its machine code for faults of the compiler.
+"""Compile every kernel of a training step for a GPU that need not be there,
+and search its machine code for faults of the compiler.
 
     python benchmarks/machine_code.py                                        all stages of the sprint, for an H100
     python benchmarks/machine_code.py --preset speedrun --stages 0 2         some stages of another preset
     python benchmarks/machine_code.py --capability 10.0                      another GPU
 
-For each kernel: registers, bytes of shared memory, instructions, those that spill registers, and faults: instructions that take the stack pointer or
-a register that nothing has written for a number. The exit code is 1 if a kernel has a fault. Run it
-before a new version of Triton is used: PTX and interpreter cannot show what ptxas makes of them. Inductor's kernels are not among them.
+For each kernel: registers, bytes of shared memory, instructions, those that spill registers, and faults: instructions
+that take the stack pointer or a register that nothing has written for a number. The exit code is 1 if a kernel has a
+fault. Run it before a new version of Triton is used: PTX and interpreter cannot show what ptxas makes of them.
+Inductor's kernels are not among them.
 
 The step runs as compile_ahead.py says.
 """
@@ -27,10 +29,14 @@ DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
 # ---- the search ------------------------------------------------------------------------------------------------------
 # R1 is the stack pointer. It may be read for addresses ([R1+0x8]) and changed by itself, but is never a number.
-STACK_POINTER = re.compile(r"\bST[SGL]\S* [^;,]*\], R1 ;|\b(?:LOP3|PRMT|SHF|F2FP|SEL|IMAD)\S* R(?!1,)\d+, (?:[^;]*, )?R1(?:\.reuse)?,[^;]*;")
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*) *(.*?) *;", re.M)  # operation, operands
+STACK_POINTER = re.compile(
+    r"\bST[SGL]\S* [^;,]*\], R1 ;|\b(?:LOP3|PRMT|SHF|F2FP|SEL|IMAD)\S* R(?!1,)\d+, (?:[^;]*, )?R1(?:\.reuse)?,[^;]*;"
+)
+# operation, operands
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*) *(.*?) *;", re.M)
 PREDICATE = re.compile(r"!?U?P(\d|T)")
-TWO_REGISTERS, FOUR_REGISTERS = re.compile(r"\.(?:64|WIDE|M88\.2)\b|^CS2R(?!\.32)"), re.compile(r"\.128|\.MT?88\.4|^HMMA")
+TWO_REGISTERS = re.compile(r"\.(?:64|WIDE|M88\.2)\b|^CS2R(?!\.32)")
+FOUR_REGISTERS = re.compile(r"\.128|\.MT?88\.4|^HMMA")
 
 
 def disassembled(cubin: bytes) -> str:
@@ -50,20 +56,28 @@ def registers_written(operation: str) -> int:
 def unwritten(code: str) -> list[str]:
     """The PRMTs, which pick bytes of two registers, that pick some of a register which nothing before them has written.
 
-    Bytes that stay in their places do not count: so a compiler fills a register byte by byte. Neither do other operations: flags are kept in
-    registers that were never cleared, and some operations write pairs without saying so."""
-    written, found = {1}, []
+    Bytes that stay in their places do not count: so a compiler fills a register byte by byte. Neither do other
+    operations: flags are kept in registers that were never cleared, and some operations write pairs without saying
+    so."""
+    written = {1}
+    found = []
     for operation, operands in INSTRUCTION.findall(code):
         places = [place for place in re.split(r", (?![^\[]*\])", operands) if not PREDICATE.fullmatch(place)]
-        stores = not places or not re.fullmatch(r"R\d+", places[0]) or operation.startswith(("ST", "R2UR", "RED", "ATOM"))
+        stores = (
+            not places
+            or not re.fullmatch(r"R\d+", places[0])
+            or operation.startswith(("ST", "R2UR", "RED", "ATOM"))
+        )
         sources = places if stores else places[1:]
         read = [{int(number) for number in re.findall(r"(?<!\w)R(\d+)", source)} for source in sources]
 
         if operation == "PRMT":
             counted = set().union(*read)
-            if sources[1].startswith("0x"):  # a digit for each byte of the result: 0 to 3 of the first register, 4 to 7 of the last
+            # a digit for each byte of the result: 0 to 3 of the first register, 4 to 7 of the last
+            if sources[1].startswith("0x"):
                 picked = [int(sources[1], 16) >> 4 * byte & 7 for byte in range(4)]
-                first, last = min(picked) < 4, any(pick >= 4 and pick != byte + 4 for byte, pick in enumerate(picked))
+                first = min(picked) < 4
+                last = any(pick >= 4 and pick != byte + 4 for byte, pick in enumerate(picked))
                 counted = (read[0] if first else set()) | (read[2] if last else set())
             if not counted <= written:
                 found.append(f"{operation} {operands}")

@@ -1,20 +1,24 @@
-"""A roofline of one training step: the time of every kernel beside the time that its bytes or operations need; not a test.
+"""A roofline of one training step:
+the time of every kernel beside the time that its bytes or operations need; not a test.
 
-    python benchmarks/roofline.py --preset sprint --out table.md                 the stage before the extension; --stage N another one, from 0
+    python benchmarks/roofline.py --preset sprint --out table.md     the stage before the extension; --stage N
     python benchmarks/roofline.py --preset sprint --data FOLDER --model ngram_rows=33554432 pointer_width=0
-    python benchmarks/roofline.py --preset smoke --stage 1 --steps 2             on a CPU: proves that it runs through
-    python benchmarks/roofline.py --preset sprint --ncu                          prints a command for Nsight Compute, which fills ncu.csv
-    python benchmarks/roofline.py --preset sprint --ncu-csv ncu.csv              the table with the DRAM bytes measured so
+    python benchmarks/roofline.py --preset smoke --stage 1 --steps 2 on a CPU: proves that it runs through
+    python benchmarks/roofline.py --preset sprint --ncu              a command for Nsight Compute, which fills ncu.csv
+    python benchmarks/roofline.py --preset sprint --ncu-csv ncu.csv  the table with the DRAM bytes measured so
 
-A step without CUDA graphs under torch.profiler gives each kernel its operator, shapes and part of the step. Replays of the captured step on the
-same batch give the times: kernels of one name and grid come in the same order there. Bytes and operations are computed, see roofline_costs.py:
+A step without CUDA graphs under torch.profiler gives each kernel its operator, shapes and part of the step. Replays of
+the captured step on the same batch give the times: kernels of one name and grid come in the same order there. Bytes and
+operations are computed, see roofline_costs.py:
 
-- train_gpt.py's kernels: from the arguments of each launch; the visible pairs of attention are those of the batch's documents.
+- train_gpt.py's kernels: from the arguments of each launch;
+the visible pairs of attention are those of the batch's documents.
 - Inductor's kernels: from the arguments in the trace, and the loads and stores in the generated source.
 - Matrix products and other operators of torch: from the operands in the trace. Where no rule fits, cells are empty.
 
-This script wraps internals of train_gpt.py: its kernels, to record their launches, and its operators, to name the parts of a step. Neither
-happens in the replays. What fails is said below the sums, and costs only the cells that it would have filled.
+This script wraps internals of train_gpt.py: its kernels, to record their launches, and its operators, to name the parts
+of a step. Neither happens in the replays. What fails is said below the sums, and costs only the cells that it would
+have filled.
 """
 
 import argparse
@@ -102,7 +106,8 @@ def named(function: Callable, name: str) -> Callable:
 
 
 def named_ops(ops: tg.Ops) -> tg.Ops:
-    """Operators and compiled regions in ranges that bear their names. The phases of the optimizer get theirs, too, in the classes themselves."""
+    """Operators and compiled regions in ranges that bear their names.
+    The phases of the optimizer get theirs, too, in the classes themselves."""
     for owner in (tg.MatrixGroup, tg.MatrixBank, tg.AdamTable, tg.SparseTable, tg.AdamScalars):
         for phase in ("start_step", "receive_grad", "reduce_", "compute_"):
             if hasattr(owner, phase):
@@ -111,8 +116,15 @@ def named_ops(ops: tg.Ops) -> tg.Ops:
     def region(function, *count):
         return named(ops.compile(function, *count), function.__name__.replace("<lambda>", "sum_rows"))
 
-    fields = ("attention", "head_loss", "pointer", "embed", "adam", "sparse_adam", "project_heads", "mlp", "orthogonalize")
-    return dataclasses.replace(ops, compile=region, **{name: named(getattr(ops, name), name) for name in fields if hasattr(ops, name)})
+    fields = (
+        "attention", "head_loss", "pointer", "embed", "adam", "sparse_adam", "project_heads",
+        "mlp", "orthogonalize",
+    )
+    return dataclasses.replace(
+        ops,
+        compile=region,
+        **{name: named(getattr(ops, name), name) for name in fields if hasattr(ops, name)},
+    )
 
 
 # ---- model FLOP utilisation ------------------------------------------------------------------------------------------
@@ -151,7 +163,8 @@ def utilisation(trainer: tg.Trainer, stage: tg.Stage, step_us: float, device: st
     return f"MFU {achieved / peak:.1%} of {peak:.0f} TFLOP/s a GPU (dense bf16; FP8 products: twice that)"
 
 
-# ---- kernels of a step ------------------------------------------------------------------------------------------------
+# ---- kernels of a step
+# ------------------------------------------------------------------------------------------------
 @dataclasses.dataclass
 class Call:
     """One kernel of a step."""
@@ -172,7 +185,8 @@ class Call:
 
 
 def step_calls(trace: Trace, launches: dict[str, list[dict[str, Any]]], warn: Callable[[str], None]) -> list[Call]:
-    """The kernels of a step, in the order of their launches, with their costs. `launches`: arguments, by the kernel's name."""
+    """The kernels of a step, in the order of their launches, with their costs.
+    `launches`: arguments, by the kernel's name."""
     recorded = {}
     for name, arguments in launches.items():
         count = sum(kernel["name"] == name for kernel in trace.device)
@@ -222,7 +236,8 @@ def step_calls(trace: Trace, launches: dict[str, list[dict[str, Any]]], warn: Ca
 
 def take_times(calls: list[Call], trace: Trace, steps: int, warn: Callable[[str], None]) -> None:
     """Give each call its mean time in a trace of several steps."""
-    times, calls_of = defaultdict(list), defaultdict(list)
+    times = defaultdict(list)
+    calls_of = defaultdict(list)
     for kernel in sorted(trace.device, key=lambda kernel: kernel["ts"]):  # a replayed graph is one launch
         times[kernel_key(kernel)].append(kernel["dur"])
     for call in calls:
@@ -232,7 +247,10 @@ def take_times(calls: list[Call], trace: Trace, steps: int, warn: Callable[[str]
             for call, us in zip(members, np.reshape(times[key], (steps, -1)).mean(0)):
                 call.us = float(us)
         else:
-            warn(f"{members[0].label}: {len(members)} calls without graphs, {len(times[key])} in {steps} replays; its time is that without graphs")
+            warn(
+                f"{members[0].label}: {len(members)} calls without graphs, {len(times[key])} in {steps} replays; "
+                "its time is that without graphs"
+            )
     unknown = sorted({base_name(key[0]) for key in times.keys() - calls_of.keys()})
     if unknown:
         warn(f"only in replays, so missing in the table: {', '.join(unknown)}")
@@ -241,18 +259,31 @@ def take_times(calls: list[Call], trace: Trace, steps: int, warn: Callable[[str]
 # ---- Nsight Compute --------------------------------------------------------------------------------------------------
 def ncu_command(arguments: list[str]) -> str:
     """Measures what runs between cudaProfilerStart and cudaProfilerStop: a step without graphs, kernel by kernel."""
-    options = (f"--profile-from-start off --replay-mode kernel --cache-control none --clock-control none --metrics {METRICS} "
-               "--csv --page raw --print-units base --log-file ncu.csv").split()
-    return shlex.join(["ncu", *options, "python", "benchmarks/roofline.py", *(a for a in arguments if a != "--ncu"), "--under-ncu"])
+    options = (
+        f"--profile-from-start off --replay-mode kernel --cache-control none --clock-control none --metrics {METRICS} "
+        "--csv --page raw --print-units base --log-file ncu.csv"
+    ).split()
+    return shlex.join(
+        [
+            "ncu",
+            *options,
+            "python",
+            "benchmarks/roofline.py",
+            *(a for a in arguments if a != "--ncu"),
+            "--under-ncu",
+        ]
+    )
 
 
 def merge_ncu(calls: list[Call], lines: list[str], warn: Callable[[str], None]) -> None:
-    """Give calls the DRAM bytes of ncu's table, in which the kernels of one name come in the order of their launches."""
+    """Give calls the DRAM bytes of ncu's table,
+    in which the kernels of one name come in the order of their launches."""
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         warn('not merged: expected a line that begins with "ID" in the file of ncu --csv --page raw')
         return
-    measured, calls_of = defaultdict(list), defaultdict(list)
+    measured = defaultdict(list)
+    calls_of = defaultdict(list)
     for row in csv.DictReader(lines[start:]):
         if row["ID"]:  # the line after the header holds units
             size = sum(float(row[f"dram__bytes_{way}.sum"].replace(",", "")) for way in ("read", "write"))
@@ -286,14 +317,28 @@ def kernel_rows(calls: list[Call], ceilings: dict[str, float], step_us: float) -
     """A row for all equal calls of a step."""
     groups = defaultdict(list)
     for call in calls:
-        groups[call.label, call.part, call.cost and (round(call.cost.bytes, -4), round(call.cost.operations, -6))].append(call)
+        groups[
+            call.label, call.part, call.cost and (round(call.cost.bytes, -4), round(call.cost.operations, -6))
+        ].append(call)
     rows = []
     for (label, part, _), members in groups.items():
         us = total(call.us for call in members)
         roof = total(call.cost and call.cost.roof(ceilings) for call in members)
-        rows.append((label, part, len(members), us / len(members), us, f"{us / step_us:.2%}",
-                     total(call.cost and call.cost.bytes / 1e6 for call in members), total(call.cost and call.cost.operations / 1e9 for call in members),
-                     roof, None if roof is None else us - roof, total(call.dram_bytes and call.dram_bytes / 1e6 for call in members)))
+        rows.append(
+            (
+                label,
+                part,
+                len(members),
+                us / len(members),
+                us,
+                f"{us / step_us:.2%}",
+                total(call.cost and call.cost.bytes / 1e6 for call in members),
+                total(call.cost and call.cost.operations / 1e9 for call in members),
+                roof,
+                None if roof is None else us - roof,
+                total(call.dram_bytes and call.dram_bytes / 1e6 for call in members),
+            )
+        )
     return rows
 
 
@@ -301,28 +346,52 @@ def theme_rows(calls: list[Call], ceilings: dict[str, float], tokens: int) -> li
     rows = []
     for theme in (*THEMES, "sum"):
         members = [call for call in calls if theme in ("sum", call.theme)]
-        us, roof = (total(values) for values in ((c.us for c in members), (c.cost.roof(ceilings) for c in members if c.cost)))
+        us, roof = (
+            total(values)
+            for values in ((c.us for c in members), (c.cost.roof(ceilings) for c in members if c.cost))
+        )
         unknown = total(call.us for call in members if not call.cost)
-        rows.append((theme, len(members), us, f"{us / tokens:.5f}", roof, f"{roof / tokens:.5f}", us - roof - unknown, unknown))
+        rows.append(
+            (
+                theme, len(members), us, f"{us / tokens:.5f}", roof, f"{roof / tokens:.5f}",
+                us - roof - unknown, unknown,
+            )
+        )
     return rows
 
 
 def report(calls: list[Call], ceilings: dict[str, float], tokens: int, step_us: float) -> str:
     """The ten largest differences, the themes, and all kernels."""
-    header = "kernel", "part", "calls", "us a call", "us", "share", "MB", "GFLOP", "roof us", "difference us", "MB by ncu"
+    header = (
+        "kernel", "part", "calls", "us a call", "us", "share", "MB", "GFLOP", "roof us",
+        "difference us", "MB by ncu",
+    )
     rows = kernel_rows(calls, ceilings, step_us)
     if all(call.dram_bytes is None for call in calls):
-        header, rows = header[:-1], [row[:-1] for row in rows]
+        header = header[:-1]
+        rows = [row[:-1] for row in rows]
     largest = sorted((row for row in rows if row[9] is not None), key=lambda row: -row[9])[:10]
-    themes = "theme", "calls", "us a step", "us a token", "roof us a step", "roof us a token", "difference us", "us without a roof"
-    return "\n".join((
-        "## Ten largest differences\n", markdown(header, largest), "## By theme\n", markdown(themes, theme_rows(calls, ceilings, tokens)),
-        "## All kernels\n", "From `us` on, columns are of all calls in a step.\n", markdown(header, sorted(rows, key=lambda row: -row[4]))))
+    themes = (
+        "theme", "calls", "us a step", "us a token", "roof us a step", "roof us a token",
+        "difference us", "us without a roof",
+    )
+    return "\n".join(
+        (
+            "## Ten largest differences\n",
+            markdown(header, largest),
+            "## By theme\n",
+            markdown(themes, theme_rows(calls, ceilings, tokens)),
+            "## All kernels\n",
+            "From `us` on, columns are of all calls in a step.\n",
+            markdown(header, sorted(rows, key=lambda row: -row[4])),
+        )
+    )
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------
 def write_corpus(folder: Path, preset: tg.Preset) -> None:
-    """Documents of generated lengths whose tokens are as frequent as words are, so that rows of tables recur as they do in text."""
+    """Documents of generated lengths whose tokens are as frequent as words are,
+    so that rows of tables recur as they do in text."""
     random = np.random.default_rng(0)
     for kind, tokens in (("train", preset.train_tokens), ("val", preset.val_tokens + 1)):
         pieces = tg.generated_pieces(tokens, max(stage.document_cap_tokens for stage in preset.stages), seed=7)
@@ -335,14 +404,20 @@ def write_corpus(folder: Path, preset: tg.Preset) -> None:
 
 
 def prepared(options: argparse.Namespace, folder: Path) -> tuple[tg.Trainer, Callable]:
-    """A trainer and the step to measure. Each stage up to that one has run, as kernels are compiled for the first sizes that they meet."""
+    """A trainer and the step to measure.
+    Each stage up to that one has run, as kernels are compiled for the first sizes that they meet."""
     preset = tg.PRESETS[options.preset]
     stages = tuple(dataclasses.replace(stage, steps=1) for stage in preset.stages)
     options.stage %= len(stages)  # a step of each stage: its number is the stage's index
     val_tokens = min(preset.val_window_tokens, 8192)
     preset = dataclasses.replace(
-        preset, stages=stages, model=dataclasses.replace(preset.model, **dict(options.model)), val_tokens=val_tokens, val_window_tokens=val_tokens,
-        train_tokens=sum(stage.batch_tokens for stage in stages) + 1)
+        preset,
+        stages=stages,
+        model=dataclasses.replace(preset.model, **dict(options.model)),
+        val_tokens=val_tokens,
+        val_window_tokens=val_tokens,
+        train_tokens=sum(stage.batch_tokens for stage in stages) + 1,
+    )
     if options.data is None:
         write_corpus(folder, preset)
 
@@ -387,7 +462,9 @@ def measure(options: argparse.Namespace, folder: Path) -> str:
     calls = step_calls(eager, {name: kernel.launches for name, kernel in kernels.items()}, messages.append)
 
     if torch.cuda.is_available() and eager.device[0]["cat"] == "cpu_op":
-        messages.append("the profiler saw no kernels (may it use CUPTI?): these are the host's operators and their times there")
+        messages.append(
+            "the profiler saw no kernels (may it use CUPTI?): these are the host's operators and their times there"
+        )
 
     if trainer.ops.graphs:
         try:
@@ -412,20 +489,39 @@ def measure(options: argparse.Namespace, folder: Path) -> str:
 
     length, active = (us / options.steps for us in replays.busy_us())
     without = [call.us for call in calls if not call.cost]
-    sums = [("step, without the profiler", step_us), ("step in the trace", length), ("of it, at least one kernel runs", active), ("idle", length - active),
-            ("times of all kernels, more than that if streams overlap", total(call.us for call in calls)),
-            (f"roofs of all kernels but {len(without)}, of {sum(without):.1f} us, for which there is no rule",
-             total(call.cost.roof(options.ceilings) for call in calls if call.cost))]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, reference operators: these figures mean nothing"
+    sums = [
+        ("step, without the profiler", step_us),
+        ("step in the trace", length),
+        ("of it, at least one kernel runs", active),
+        ("idle", length - active),
+        ("times of all kernels, more than that if streams overlap", total(call.us for call in calls)),
+        (
+            f"roofs of all kernels but {len(without)}, of {sum(without):.1f} us, for which there is no rule",
+            total(call.cost.roof(options.ceilings) for call in calls if call.cost),
+        ),
+    ]
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else "CPU, reference operators: these figures mean nothing"
+    )
     if share := utilisation(trainer, stage, step_us, device):
         messages.append(share)
-    return "\n".join((
-        f"# Roofline of a step: {options.preset}, stage {options.stage} (from 0), {tokens} tokens\n",
-        f"{device}; torch {torch.__version__}; {options.data or 'generated documents'}; {dict(options.model) or 'the preset as it is'}. "
-        f"Times are means over {options.steps} steps.\n",
-        markdown(("ceiling", "TB/s, TFLOP/s"), [(name, str(value)) for name, value in options.ceilings.items()]),
-        markdown(("of a step", "us"), sums), *(f"- {message}" for message in dict.fromkeys(messages)), "",
-        report(calls, options.ceilings, tokens, step_us)))
+    return "\n".join(
+        (
+            f"# Roofline of a step: {options.preset}, stage {options.stage} (from 0), {tokens} tokens\n",
+            f"{device}; torch {torch.__version__}; {options.data or 'generated documents'}; "
+            f"{dict(options.model) or 'the preset as it is'}. "
+            f"Times are means over {options.steps} steps.\n",
+            markdown(
+                ("ceiling", "TB/s, TFLOP/s"), [(name, str(value)) for name, value in options.ceilings.items()]
+            ),
+            markdown(("of a step", "us"), sums),
+            *(f"- {message}" for message in dict.fromkeys(messages)),
+            "",
+            report(calls, options.ceilings, tokens, step_us),
+        )
+    )
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -439,7 +535,14 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=-2)
     parser.add_argument("--data", type=Path, help="folder of shards; by default documents are generated")
     parser.add_argument("--model", type=assignment, nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--ceilings", type=assignment, nargs="+", default=[], metavar="KEY=VALUE", help="those of another GPU than an H200")
+    parser.add_argument(
+        "--ceilings",
+        type=assignment,
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="those of another GPU than an H200",
+    )
     parser.add_argument("--steps", type=int, default=10, help="how many to measure")
     parser.add_argument("--warm", type=int, default=10, help="how many before")
     parser.add_argument("--out", type=Path, help="also write the tables there")

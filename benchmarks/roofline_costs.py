@@ -1,7 +1,7 @@
 """Bytes and operations of the kernels of a training step, for roofline.py; no script.
 
-Bytes are those that must move if each tensor is read and written once. A pass that finds its operands in the L2 cache takes less, and a gather
-of short rows more. Operations are those of tensor cores alone.
+Bytes are those that must move if each tensor is read and written once. A pass that finds its operands in the L2 cache
+takes less, and a gather of short rows more. Operations are those of tensor cores alone.
 """
 
 import functools
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# TB/s and TFLOP/s of one H200, measured. A copy of 4 GiB counts bytes read and written. Products of 8192^3 reach 790 in bf16 and 1500 in FP8; those
-# of 49152 x 3072 x 768 reach 654 and 1079, because a tile ends soon after its pipeline is full: _short, for fewer than SHORT_DEPTH terms a sum.
+# TB/s and TFLOP/s of one H200, measured. A copy of 4 GiB counts bytes read and written. Products of 8192^3 reach 790 in
+# bf16 and 1500 in FP8; those of 49152 x 3072 x 768 reach 654 and 1079, because a tile ends soon after its pipeline is
+# full: _short, for fewer than SHORT_DEPTH terms a sum.
 CEILINGS = {"bandwidth": 4.27, "bf16": 790.0, "bf16_short": 654.0, "fp8": 1500.0, "fp8_short": 1079.0}
 SHORT_DEPTH = 2048
 
@@ -47,7 +48,10 @@ class Array(NamedTuple):
         """Elements in memory: fewer than the shape says if the tensor is an expanded view."""
         if 0 in self.shape:
             return 0
-        return min(math.prod(self.shape), 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides)))
+        return min(
+            math.prod(self.shape),
+            1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides)),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -75,18 +79,23 @@ def once(a):
 
 
 def visible_pairs(distances: Tensor, window: int, itself: bool = True) -> int:
-    """Pairs of a query and a key that it sees, given Documents.positions; or of a key and its queries, given Documents.remaining."""
+    """Pairs of a query and a key that it sees, given Documents.positions;
+    or of a key and its queries, given Documents.remaining."""
     return int(distances.clamp(max=window).sum(dtype=torch.int64)) + itself * len(distances)
 
 
 def gram(a):
     """The lower half of the product is enough."""
-    batch, rows, depth = a["x_ptr"].shape[0], a["rows"], a["depth"]
+    batch = a["x_ptr"].shape[0]
+    rows = a["rows"]
+    depth = a["depth"]
     return Cost(moved(a), batch * rows * (rows + 1) * depth, product_rate(a["x_ptr"].itemsize, depth))
 
 
 def polynomial(a):
-    batch, rows, columns = a["x_ptr"].shape[0], a["rows"], a["columns"]
+    batch = a["x_ptr"].shape[0]
+    rows = a["rows"]
+    columns = a["columns"]
     return Cost(moved(a), batch * 2 * rows * rows * columns, product_rate(a["x_ptr"].itemsize, rows))
 
 
@@ -97,7 +106,8 @@ def attention_forward(a):
 
 
 def attention_backward(a):
-    """Of dq, or of dk and dv: both compute p, so together 8 and 6 operations a channel where the results alone need 6 and 4."""
+    """Of dq, or of dk and dv:
+    both compute p, so together 8 and 6 operations a channel where the results alone need 6 and 4."""
     heads = a["own_qk_ptr"].shape[1]
     pairs = visible_pairs(a["distances_ptr"].values, a["window"])
     of_v = 2 if a["own_dv_ptr"] is None else 4
@@ -116,7 +126,9 @@ def pointer_backward(a):
 
 
 def split_heads(a, grad: bool):
-    qkv, value, heads = a["qkv_ptr"], a["value_ptr"], a["tokens"] * a["HEADS"]
+    qkv = a["qkv_ptr"]
+    value = a["value_ptr"]
+    heads = a["tokens"] * a["HEADS"]
     outputs = ("dq_ptr", "dk_ptr", "dv_ptr", "dqkv_ptr", "dqk_t_desc", "dv_t_desc") if grad else ("q_ptr", "k_ptr")
     size = moved(a, "positions_ptr", "cos_ptr", "sin_ptr", *outputs)
     size += 2 * heads * a["HEAD_DIM_QK"] * qkv.itemsize  # q and k; v is read only to add the value embedding
@@ -137,7 +149,8 @@ def mlp(a):
 
 
 def span_sum(a):
-    span, order = a["SPAN"], a["order_ptr"]
+    span = a["SPAN"]
+    order = a["order_ptr"]
     spans = order.shape[0] // span
     ids = a["ids_ptr"].values.flatten()[order.values[:spans * span].long()].view(spans, span)
     whole = int((ids[:, 0] == ids[:, -1]).sum())  # spans that hold a single id
@@ -149,8 +162,11 @@ def group_sums(a) -> tuple[int, int]:
 
     A row of the gradient counts once for each of its ids: they are far apart, so no cache keeps it.
     """
-    starts, span, order = a["starts_ptr"], a["SPAN"], a["order_ptr"]
-    begin, end = starts.values[:-1].long(), starts.values[1:].long()
+    starts = a["starts_ptr"]
+    span = a["SPAN"]
+    order = a["order_ptr"]
+    begin = starts.values[:-1].long()
+    end = starts.values[1:].long()
     whole = int((end // span - (begin + span - 1) // span).clamp(min=0).sum())
     rows = order.shape[0] - whole * span
     size = rows * (a["width"] * a["grad_ptr"].itemsize + order.itemsize) + whole * a["width"] * 4 + starts.nbytes
@@ -196,15 +212,30 @@ OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
 
 
 # ---- operators of torch, kernels of Inductor: by the host's events in a trace ----------------------------------------
-ITEM_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short int": 2, "bool": 1,
-              "unsigned char": 1, "signed char": 1, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
+ITEM_BYTES = {
+    "double": 8,
+    "long int": 8,
+    "float": 4,
+    "int": 4,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "short int": 2,
+    "bool": 1,
+    "unsigned char": 1,
+    "signed char": 1,
+    "c10::Float8_e4m3fn": 1,
+    "c10::Float8_e5m2": 1,
+}
 
 
 def operands(event: dict) -> list[Array | None]:
-    """The inputs of an operator; None for those that are no tensors. Lists of tensors are flattened, and taken for bfloat16: no type is said."""
+    """The inputs of an operator; None for those that are no tensors.
+    Lists of tensors are flattened, and taken for bfloat16: no type is said."""
     args = event.get("args", {})
     found = []
-    for shape, strides, kind in zip(args.get("Input Dims", ()), args.get("Input Strides", ()), args.get("Input type", ())):
+    for shape, strides, kind in zip(
+        args.get("Input Dims", ()), args.get("Input Strides", ()), args.get("Input type", ())
+    ):
         if kind == "TensorList":
             found += [Array(tuple(one), tuple(step), 2) for one, step in zip(shape, strides)]
         else:
@@ -226,7 +257,8 @@ def operator_cost(event: dict, children: list[dict]) -> Cost | None:
         a, b = tensors[added:added + 2]
         *batch, rows, depth = a.shape
         out = math.prod(batch) * rows * b.shape[-1]
-        size = a.nbytes + b.nbytes + added * first.nbytes + out * max(a.itemsize, 2)  # the result of FP8 products is bf16
+        # the result of FP8 products is bf16
+        size = a.nbytes + b.nbytes + added * first.nbytes + out * max(a.itemsize, 2)
         return Cost(size, 2 * out * depth, product_rate(a.itemsize, depth))
     if name in ("fill_", "zero_"):
         return Cost(first.nbytes)
@@ -238,9 +270,15 @@ def operator_cost(event: dict, children: list[dict]) -> Cost | None:
         return Cost(first.distinct * (2 * first.itemsize + 8))
     if name in ("index", "index_select", "embedding"):
         # The trace does not show the indices of `index`, but it shows their views inside of it.
-        views = [operands(child)[0] for child in children if child["args"].get("Input type", [""])[0] in ("int", "long int")]
+        views = [
+            operands(child)[0]
+            for child in children
+            if child["args"].get("Input type", [""])[0] in ("int", "long int")
+        ]
         rows = max((math.prod(x.shape) for x in tensors[1:] or views), default=None)
-        return rows and Cost((rows + min(rows, first.shape[0])) * math.prod(first.shape[1:]) * first.itemsize + 8 * rows)
+        return rows and Cost(
+            (rows + min(rows, first.shape[0])) * math.prod(first.shape[1:]) * first.itemsize + 8 * rows
+        )
 
     largest = max(math.prod(x.shape) for x in tensors)
     return Cost(size + (first.nbytes if name.endswith("_") else largest * first.itemsize))
@@ -255,7 +293,8 @@ def kernel_source(path: str) -> str:
 
 
 def inductor_cost(event: dict) -> Cost | None:
-    """Of a kernel that Inductor generated, from its arguments and the loads and stores in its source; None if that is gone.
+    """Of a kernel that Inductor generated,
+    from its arguments and the loads and stores in its source; None if that is gone.
 
     A load moves as many values as the kernel has points, at most. So a lookup in a large table counts what it reads.
     """

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 import numpy as np
 
 PART = "part: "  # opens the name of a range that names a part of the step
-HOST, DEVICE = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
+HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 # Operators of torch that start no kernel.
-VIEWS = set("alias as_strided detach empty empty_like empty_strided expand flatten item _local_scalar_dense narrow permute real reshape resize_ "
-            "_reshape_alias resolve_conj result_type select slice split squeeze t to transpose unbind unflatten unsqueeze _unsafe_view view".split())
+VIEWS = set(
+    "alias as_strided detach empty empty_like empty_strided expand flatten item _local_scalar_dense narrow permute "
+    "real reshape resize_ _reshape_alias resolve_conj result_type select slice split squeeze t to transpose unbind "
+    "unflatten unsqueeze _unsafe_view view".split()
+)
 
 
 class Trace:
@@ -22,8 +26,12 @@ class Trace:
         spans = [event for event in events if event.get("ph") == "X"]
         self.host = [event for event in spans if event.get("cat") in HOST]
         self.host.sort(key=lambda event: (str(event["tid"]), event["ts"], -event["dur"]))
-        self.parent, self.children = [], [[] for _ in self.host]
-        self.launched, self.external, self.forward = {}, {}, {}  # indices of host events
+        self.parent = []
+        self.children = [[] for _ in self.host]
+        # indices of host events
+        self.launched = {}
+        self.external = {}
+        self.forward = {}
         stack = []  # the events that the next one may lie in
         for index, event in enumerate(self.host):
             while stack and (self.host[stack[-1]]["tid"] != event["tid"] or event["ts"] >= self.end(stack[-1])):
@@ -44,7 +52,10 @@ class Trace:
                     self.forward[number] = max(index, self.forward.get(number, index), key=lambda i: self.host[i]["ts"])
 
         # In the order of the launches.
-        self.device = sorted((event for event in spans if event.get("cat") in DEVICE), key=lambda e: (e["args"].get("correlation", 0), e["ts"]))
+        self.device = sorted(
+            (event for event in spans if event.get("cat") in DEVICE),
+            key=lambda e: (e["args"].get("correlation", 0), e["ts"]),
+        )
         self.device = self.device or sorted(self.innermost(), key=lambda event: event["ts"])
 
     def inside(self, operator: dict) -> list[dict]:
@@ -56,7 +67,8 @@ class Trace:
         return self.host[index]["ts"] + self.host[index]["dur"]
 
     def innermost(self) -> list[dict]:
-        kernels, outer = [], set()
+        kernels = []
+        outer = set()
         for index in reversed(range(len(self.host))):  # children before their parents
             name = self.host[index]["name"]
             if index not in outer and name.startswith("aten::") and name.removeprefix("aten::") not in VIEWS:
@@ -67,9 +79,11 @@ class Trace:
         return kernels
 
     def around(self, kernel: dict) -> Iterator[dict]:
-        """What launched a kernel, then what that lies in, from inside out; in a backward pass, then what the forward pass lies in."""
+        """What launched a kernel, then what that lies in, from inside out;
+        in a backward pass, then what the forward pass lies in."""
         args = kernel["args"]
-        index, number = self.launched.get(args.get("correlation")), None
+        index = self.launched.get(args.get("correlation"))
+        number = None
         if index is None or self.parent[index] is None:
             index = self.external.get(args.get("External id"))
         while index is not None:
@@ -79,7 +93,8 @@ class Trace:
                 number = event["args"].get("Sequence number")
             index = self.parent[index]
             if index is None:
-                index, number = self.forward.get(number), None
+                index = self.forward.get(number)
+                number = None
 
     def part(self, kernel: dict) -> str:
         names = (event["name"] for event in self.around(kernel))

@@ -1,11 +1,11 @@
 """How the scripts bench_*.py time, and on what: one way, so that their figures can be compared.
 
-Import this before train_gpt: with --cpu-dry-run on the command line it turns Triton's interpreter on, which is chosen when a kernel is
-defined. It also puts the repository's root on the path, where train_gpt.py is.
+Import this before train_gpt: with --cpu-dry-run on the command line it turns Triton's interpreter on,
+which is chosen when a kernel is defined. It also puts the repository's root on the path, where train_gpt.py is.
 
-A device time is the median over replays of a CUDA graph that holds a few calls. So no launch by the host is in it, the operator is known to
-be capturable, and operands larger than the L2 cache do not warm it for the next call. In a dry run all functions time a call on the CPU, in
-the interpreter, which says nothing about a GPU.
+A device time is the median over replays of a CUDA graph that holds a few calls. So no launch by the host is in it, the
+operator is known to be capturable, and operands larger than the L2 cache do not warm it for the next call. In a dry run
+all functions time a call on the CPU, in the interpreter, which says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def seconds() -> float:
 
 
 def host_milliseconds(run: Callable, repeats: int = 5) -> float:
-    """What it takes the host to enqueue one call, the device idle before each so that its queue never fills: a median."""
+    """What it takes the host to enqueue one call,
+    the device idle before each so that its queue never fills: a median."""
     times = []
     for _ in range(1 if DRY else repeats):
         if not DRY:
@@ -58,7 +59,8 @@ def host_milliseconds(run: Callable, repeats: int = 5) -> float:
 
 
 def graphed(run: Callable, calls: int) -> Callable:
-    """The replay of a CUDA graph of so many calls, after two on a side stream, as capture demands; the first compiles."""
+    """The replay of a CUDA graph of so many calls, after two on a side stream,
+    as capture demands; the first compiles."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

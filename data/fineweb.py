@@ -62,7 +62,8 @@ DEFAULT_FOLDER = Path(__file__).resolve().parent / "fineweb10B"
 DOCUMENT_CHARACTERS = 16_384
 VAL_TOKENS = 10_485_760  # what the speedrun validates on; of a text shorter than ten times as many, a tenth
 TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")  # what a folder is searched for, also with .gz but for parquet
-VOCABULARY = Path(__file__).resolve().parent / "sample"  # the two files of GPT-2's, under the names that tiktoken gives them
+# the two files of GPT-2's, under the names that tiktoken gives them
+VOCABULARY = Path(__file__).resolve().parent / "sample"
 SUMS = "SHA256SUMS"  # in the format of sha256sum, so that `sha256sum -c SHA256SUMS` works too
 
 
@@ -133,7 +134,9 @@ def scan_shard(path: Path) -> Shard:
     start. A shard may begin in the middle of a document, as FineWeb's do: its publisher cut them at a fixed length.
     """
     tokens = read_header(path)
-    digest, documents, position = hashlib.sha256(), 0, 0
+    digest = hashlib.sha256()
+    documents = 0
+    position = 0
     with open(path, "rb") as file:
         digest.update(file.read(HEADER_BYTES))
         while chunk := file.read(1 << 24):
@@ -268,7 +271,8 @@ def fetch(folder: Path, shards: int) -> None:
     Raises DataError; what was finished before stays, and a shard has its final name only when everything is right.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    sums, tokens = read_sums(folder), 0
+    sums = read_sums(folder)
+    tokens = 0
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
     for name in names:
         path = folder / name
@@ -588,7 +592,9 @@ def encode_documents(documents: Iterable[str], spec: str, processes: int) -> Ite
             yield from encode_batch(batch)
         return
     spawn = multiprocessing.get_context("spawn")  # the same on every Python and platform, and safe beside threads
-    idle, busy, workers = deque(), deque(), []
+    idle = deque()
+    busy = deque()
+    workers = []
     try:
         for _ in range(processes):
             ours, theirs = spawn.Pipe()
@@ -625,7 +631,10 @@ class ShardWriter:
 
     def __init__(self, folder: Path, name: str, val_tokens: int, shard_tokens: int):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.name, self.val_tokens, self.shard_tokens = folder, name, val_tokens, shard_tokens
+        self.folder = folder
+        self.name = name
+        self.val_tokens = val_tokens
+        self.shard_tokens = shard_tokens
         self.finished: list[tuple[Path, int]] = []  # (final path, tokens)
         self.file: BinaryIO | None = None
         self.tokens = 0  # in the open shard
@@ -690,9 +699,10 @@ class ShardWriter:
         """Says why nothing is left for training:
         too little text, or a document that is too long, since documents stay whole."""
         tokens = sum(tokens for _, tokens in self.finished)
-        cut = f"--document-characters {DOCUMENT_CHARACTERS} or fewer, to cut at paragraphs, or --separator in text files"
+        cut = f"--document-characters {DOCUMENT_CHARACTERS} or fewer, to cut at paragraphs"
         if tokens <= self.val_tokens:
-            expected, found = f"more than the {self.val_tokens:,} for validation", f"{tokens:,} in all"
+            expected = f"more than the {self.val_tokens:,} for validation"
+            found = f"{tokens:,} in all"
             raise DataError("tokens in the input", expected, found, "give more text or a smaller --val-tokens")
         if self.documents == 1:
             expected = "at least two: validation and training share none"
@@ -802,7 +812,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help=folder)
 
     making = commands.add_parser("tokenize", help="make shards of your own text")
-    add, count = making.add_argument, whole_number(0)
+    add = making.add_argument
+    count = whole_number(0)
     add("inputs", nargs="+", type=Path, metavar="INPUT",
         help="text, *.jsonl (both also .gz), *.parquet, or a folder of *.txt, *.md, *.jsonl and *.parquet")
     add("--out", required=True, type=Path, metavar="DIR", help="folder for the shards")

@@ -67,7 +67,8 @@ def r_strings(path: Path) -> Iterator[list[str]]:
         kind, count = struct.unpack_from(">II", data, at := 18 + encoding_length)
         if len(data) != size or data[:2] != b"X\n" or kind & 255 != 16:
             raise fineweb.DataError(f"{path}", "R character vectors", f"type {kind & 255}", "use the pinned packages")
-        texts, at = [], at + 8
+        texts = []
+        at = at + 8
         for _ in range(count):
             (length,) = struct.unpack_from(">i", data, at + 4)
             at += 8

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background deaf to it, and so would be all that tests start
+# a shell starts what runs in the background deaf to it, and so would be all that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter():
-    """For each sum and product of integers Triton's interpreter computes whether it overflows, which only its debug mode looks at: a fifth of its time."""
+    """For each sum and product of integers Triton's interpreter computes whether it overflows,
+    which only its debug mode looks at: a fifth of its time."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         from triton.runtime.interpreter import interpreter_builder as builder
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -1,4 +1,5 @@
-"""What the trainer's tests share: a tiny preset with every feature on, shards to train it on, runs in one or many processes."""
+"""What the trainer's tests share:
+a tiny preset with every feature on, shards to train it on, runs in one or many processes."""
 
 from __future__ import annotations
 
@@ -28,32 +29,80 @@ CPU = torch.device("cpu")
 L = tg.Layer
 # An empty layer, every feature at least once, and the three kinds of layers: both halves, attention only, MLP only.
 MODEL = tg.ModelConfig(
-    width=32, heads=2, key_width=16, head_width=16, mlp_width=64, value_embeddings=2, ngram_rows=1024, ngram_pieces=2, pointer_width=16, vocabulary=VOCABULARY,
-    padded_vocabulary=512, mlp_taps=True, final_values=True, dtype="float32",
-    layers=(L(attention=False, mlp=False), L(value_embedding=1), L(value_embedding=0, window="long", key_offset=True),
-            L(attention=False, skip_from=1), L(mlp=False), L(value_embedding=1, skip_from=2, attention_from=3, window="long"), L(value_embedding=tg.NGRAMS)))
+    width=32,
+    heads=2,
+    key_width=16,
+    head_width=16,
+    mlp_width=64,
+    value_embeddings=2,
+    ngram_rows=1024,
+    ngram_pieces=2,
+    pointer_width=16,
+    vocabulary=VOCABULARY,
+    padded_vocabulary=512,
+    mlp_taps=True,
+    final_values=True,
+    dtype="float32",
+    layers=(
+        L(attention=False, mlp=False),
+        L(value_embedding=1),
+        L(value_embedding=0, window="long", key_offset=True),
+        L(attention=False, skip_from=1),
+        L(mlp=False),
+        L(value_embedding=1, skip_from=2, attention_from=3, window="long"),
+        L(value_embedding=tg.NGRAMS),
+    ),
+)
 PRESET = tg.Preset(
-    "tiny", MODEL,
-    (tg.Stage(2, 512, 48, 8, 16, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), sampled_classes=128),
-     tg.Stage(2, 1024, 48, 12, 32, 1.5, targets=((1.0, 0.5), (1.0, 0.0)), sampled_classes=192),
-     tg.Stage(1, 1024, 48, 16, 40, 1.5, extension=True)),
-    # Adam moves an entry by its rate whatever the gradient's size: one that is only rounding noise must not count (epsilon). And a cautious
-    # decay jumps where rounding decides whether an update shrinks an entry: with a tenth of Muon's that does not count either.
-    tg.OptimizerConfig(muon_weight_decay=0.24, momentum_warmup_fraction=0.6, momentum_cooldown_fraction=0.4, adam_epsilon=1e-4,
-                       averaging_fraction=0.6, averaging_interval_steps=2, averaging_lookback=4 / 3),
-    "nowhere", train_tokens=8000, val_tokens=1280, val_window_tokens=256, val_attention_windows=(16, 48), status="tiny: for tests", log_every_steps=2)
+    "tiny",
+    MODEL,
+    (
+        tg.Stage(2, 512, 48, 8, 16, targets=((1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), sampled_classes=128),
+        tg.Stage(2, 1024, 48, 12, 32, 1.5, targets=((1.0, 0.5), (1.0, 0.0)), sampled_classes=192),
+        tg.Stage(1, 1024, 48, 16, 40, 1.5, extension=True),
+    ),
+    # Adam moves an entry by its rate whatever the gradient's size: one that is only rounding noise must not count
+    # (epsilon). And a cautious decay jumps where rounding decides whether an update shrinks an entry: with a tenth of
+    # Muon's that does not count either.
+    tg.OptimizerConfig(
+        muon_weight_decay=0.24,
+        momentum_warmup_fraction=0.6,
+        momentum_cooldown_fraction=0.4,
+        adam_epsilon=1e-4,
+        averaging_fraction=0.6,
+        averaging_interval_steps=2,
+        averaging_lookback=4 / 3,
+    ),
+    "nowhere",
+    train_tokens=8000,
+    val_tokens=1280,
+    val_window_tokens=256,
+    val_attention_windows=(16, 48),
+    status="tiny: for tests",
+    log_every_steps=2,
+)
 SEED = 9
 
 
-def three_stages(steps, extension_steps, batch_tokens=(131_072, 262_144, 393_216), rates=(1.0, 1.51, 1.93), sampled_classes=None):
+def three_stages(
+    steps,
+    extension_steps,
+    batch_tokens=(131_072, 262_144, 393_216),
+    rates=(1.0, 1.51, 1.93),
+    sampled_classes=None,
+):
     """The trainer's stages with values that were worked out by hand."""
     stages = tg.three_stages(*steps, extension_steps)
     values = zip(stages, (*batch_tokens, batch_tokens[-1]), (*rates, rates[-1]))
-    return tuple(replace(stage, batch_tokens=tokens, learning_rate_multiplier=rate, sampled_classes=sampled_classes) for stage, tokens, rate in values)
+    return tuple(
+        replace(stage, batch_tokens=tokens, learning_rate_multiplier=rate, sampled_classes=sampled_classes)
+        for stage, tokens, rate in values
+    )
 
 
 def check_grad_views(backward, parameters):
-    """A backward pass writes gradients to the bit where the optimizer wants them, all of them, and a second one adds to them."""
+    """A backward pass writes gradients to the bit where the optimizer wants them,
+    all of them, and a second one adds to them."""
     def gradients():
         for parameter in parameters:
             parameter.grad = None
@@ -63,9 +112,15 @@ def check_grad_views(backward, parameters):
     want = gradients()
     for parameter in parameters:
         parameter.info = tg.ParamInfo("any", None, grad_view=torch.full_like(parameter.detach(), torch.nan))
-    assert all(a.equal(b) and a.data_ptr() == p.info.grad_view.data_ptr() for a, b, p in zip(gradients(), want, parameters, strict=True))
+    assert all(
+        a.equal(b) and a.data_ptr() == p.info.grad_view.data_ptr()
+        for a, b, p in zip(gradients(), want, parameters, strict=True)
+    )
     backward()
-    assert all(p.info.grad_view.equal(2 * g) and p.grad.data_ptr() == p.info.grad_view.data_ptr() for g, p in zip(want, parameters))
+    assert all(
+        p.info.grad_view.equal(2 * g) and p.grad.data_ptr() == p.info.grad_view.data_ptr()
+        for g, p in zip(want, parameters)
+    )
 
 
 def write_shard(path, tokens, magic=tg.SHARD_MAGIC, version=tg.SHARD_VERSION, count=None):
@@ -75,14 +130,20 @@ def write_shard(path, tokens, magic=tg.SHARD_MAGIC, version=tg.SHARD_VERSION, co
 
 
 def chunk_starts(stream, stages):
-    """Where in the stream the batch chunks of each stage begin, [steps, CHUNKS]: one after the other from the first BOS on."""
-    return [stream.consumed(stages[:index]) + stage.chunk_tokens * np.arange(stage.steps * tg.CHUNKS).reshape(-1, tg.CHUNKS)
-            for index, stage in enumerate(stages)]
+    """Where in the stream the batch chunks of each stage begin, [steps, CHUNKS]:
+    one after the other from the first BOS on."""
+    return [
+        stream.consumed(stages[:index])
+        + stage.chunk_tokens * np.arange(stage.steps * tg.CHUNKS).reshape(-1, tg.CHUNKS)
+        for index, stage in enumerate(stages)
+    ]
 
 
 def documents(tokens, seed):
-    """About `tokens` tokens of documents of 2 to 90 tokens, where a token tells something about the next one, and which repeat themselves."""
-    random, pieces = np.random.default_rng(seed), []
+    """About `tokens` tokens of documents of 2 to 90 tokens, where a token tells something about the next one,
+    and which repeat themselves."""
+    random = np.random.default_rng(seed)
+    pieces = []
     while sum(map(len, pieces)) < tokens:
         length = int(np.clip(random.lognormal(3.0, 0.8), 1, 89))
         steps = random.integers(1, 5, length)
@@ -106,7 +167,11 @@ def make_trainer(corpus, preset=PRESET, ops=None, ranks=None):
 def all_batches(trainer):
     """Every micro-batch of the schedule, grouped by step."""
     flat = tg.training_batches(trainer.stream, trainer.preset, trainer.micro_chunks, trainer.ranks)
-    counts = [tg.CHUNKS // trainer.ranks.world // trainer.micro_chunks[s] for s in trainer.preset.stages for _ in range(s.steps)]
+    counts = [
+        tg.CHUNKS // trainer.ranks.world // trainer.micro_chunks[s]
+        for s in trainer.preset.stages
+        for _ in range(s.steps)
+    ]
     return [[next(flat) for _ in range(count)] for count in counts]
 
 
@@ -117,11 +182,13 @@ def randomise(model, seed=0, size=0.3):
     for name, parameter in model.named_parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
         if name.endswith(".scalars"):
-            parameter[0] += 1  # resid_lambda multiplies all that enters a layer: near 0 little but rounding would be left
+            # resid_lambda multiplies all that enters a layer: near 0 little but rounding would be left
+            parameter[0] += 1
 
 
 def gradient(parameter):
-    """What the backward pass has left for the optimizer: in .grad or, of a matrix, where those of its group come together."""
+    """What the backward pass has left for the optimizer:
+    in .grad or, of a matrix, where those of its group come together."""
     if parameter.grad is not None or not isinstance(parameter.info.owner, tg.MatrixGroup):
         return parameter.grad
     start = parameter.storage_offset() - parameter.info.owner.weights.storage_offset()
@@ -130,7 +197,8 @@ def gradient(parameter):
 
 def relative(found, expected):
     """|found - expected| / |expected| in float64, over all elements; 0 where both are zero."""
-    found, expected = found.detach().double(), expected.detach().double()
+    found = found.detach().double()
+    expected = expected.detach().double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
@@ -145,7 +213,8 @@ def edit_model(path, change, signed=True):
     """Change the header of a model file, and its hash with it, as the file of a fork would have it."""
     header, data = read_safetensors(path)
     metadata = header["__metadata__"]
-    content, digest = json.loads(metadata["content"]), metadata.pop("sha256")
+    content = json.loads(metadata["content"])
+    digest = metadata.pop("sha256")
     change(header, content)
     metadata["content"] = json.dumps(content)
     metadata["sha256"] = hashlib.sha256(json.dumps(header).encode()).hexdigest() if signed else digest
@@ -158,7 +227,8 @@ def read_log(path):
     chain, events = "", []
     for line in path.read_text().splitlines():
         text, mark, rest = line.rpartition(', "chain": "')
-        assert mark and rest.endswith('"}'), line
+        assert mark, line
+        assert rest.endswith('"}'), line
         chain = hashlib.sha256((chain + text + "}").encode()).hexdigest()[:16]
         assert rest == chain + '"}', f"the chain breaks at {line}"
         events.append(json.loads(line))
@@ -176,8 +246,8 @@ def own_threads():
 
 @contextlib.contextmanager
 def time_limit(processor_seconds=240, seconds=1800):
-    """Ends a test that computes for too long, or that waits for what never comes. A busy machine is no failure: others take
-    what a test needs minutes of several times as long, so only its own processor time is held to four minutes."""
+    """Ends a test that computes for too long, or that waits for what never comes. A busy machine is no failure: others
+    take what a test needs minutes of several times as long, so only its own processor time is held to four minutes."""
     def too_late(number, _):
         limit = f"{processor_seconds} s of processor time" if number == signal.SIGPROF else f"{seconds} s"
         raise TimeoutError(f"still running after {limit}")
@@ -196,11 +266,15 @@ def time_limit(processor_seconds=240, seconds=1800):
 
 # ---- several processes -----------------------------------------------------------------------------------------------
 class FileMemory:
-    """torch.distributed._symmetric_memory by files that all processes map. What waits for streams returns at once, as all is in order anyway, but for
-    what torch does on a stream of its own (see Ranks.shared): that happens at the next synchronise."""
+    """torch.distributed._symmetric_memory by files that all processes map. What waits for streams returns at once, as
+    all is in order anyway, but for what torch does on a stream of its own (see Ranks.shared): that happens at the next
+    synchronise."""
 
     def __init__(self, folder, rank):
-        self.folder, self.rank, self.made, self.queue = folder, rank, 0, []
+        self.folder = folder
+        self.rank = rank
+        self.made = 0
+        self.queue = []
 
     def empty(self, shape, dtype, device):
         self.made += 1
@@ -210,11 +284,14 @@ class FileMemory:
 
     def mapped(self, number, rank, shape, dtype, start):
         size = torch.Size(shape).numel()
-        return torch.from_file(str(self.folder / f"shared-{number}-{rank}"), shared=True, size=start + size, dtype=dtype)[start:].view(shape)
+        return torch.from_file(
+            str(self.folder / f"shared-{number}-{rank}"), shared=True, size=start + size, dtype=dtype
+        )[start:].view(shape)
 
     def rendezvous(self, tensor, group):
         assert not self.queue, "kernels that are queued write where the addresses come"
-        number, addresses = self.made, []
+        number = self.made
+        addresses = []
 
         def barrier():
             assert addresses, "a barrier before the addresses are there"
@@ -229,15 +306,18 @@ class FileMemory:
             self.queue.pop()()
 
     def install(self):
-        start, nothing = tg.Ranks.start, lambda *_: None
+        start = tg.Ranks.start
+        nothing = lambda *_: None
 
         def start_sharing(*arguments):
             ranks = start(*arguments)
             ranks.copy_stream = SimpleNamespace(wait_stream=nothing, record_event=lambda: SimpleNamespace(wait=nothing))
             return ranks
 
-        tg.Ranks.start, tg.symmetric_memory = staticmethod(start_sharing), self
-        torch.cuda.current_stream, torch.cuda.stream = nothing, lambda _: contextlib.nullcontext()
+        tg.Ranks.start = staticmethod(start_sharing)
+        tg.symmetric_memory = self
+        torch.cuda.current_stream = nothing
+        torch.cuda.stream = lambda _: contextlib.nullcontext()
         torch.cuda.synchronize = self.synchronize
 
 
@@ -248,14 +328,22 @@ def nodes_and_world(size):
 
 
 def train_rank(world, rank, port, corpus, folder, options=(), prepare=None, share=False, nodes=1):
-    """One process of a run, as torchrun would start it; leaves what it said and, unless `prepare` breaks it, its final state in `folder`."""
+    """One process of a run, as torchrun would start it;
+    leaves what it said and, unless `prepare` breaks it, its final state in `folder`."""
     local = world // nodes
     name = world if nodes == 1 else f"{nodes}x{local}"
     out = os.open(folder / f"{name}-{rank}.out", os.O_CREAT | os.O_WRONLY)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
-                   "GROUP_RANK": str(rank // local), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     tg.BOS = BOS
     tg.PRESETS[PRESET.name] = PRESET
@@ -272,12 +360,14 @@ def train_rank(world, rank, port, corpus, folder, options=(), prepare=None, shar
         tg.train = train_and_keep
     else:
         prepare(rank)
-    sys.exit(tg.main(["--preset", "tiny", "--seed", str(SEED), "--data", str(corpus), "--log-dir", str(folder / f"logs-{name}"), *options]))
+    logs = str(folder / f"logs-{name}")
+    arguments = ["--preset", "tiny", "--seed", str(SEED), "--data", str(corpus), "--log-dir", logs, *options]
+    sys.exit(tg.main(arguments))
 
 
 def launch(corpus, folder, worlds, share=False):
-    """Train PRESET once with each number of processes, "2x4" on 2 nodes. They fork from one fresh process, which imports torch once. `share`: see
-    FileMemory."""
+    """Train PRESET once with each number of processes, "2x4" on 2 nodes.
+    They fork from one fresh process, which imports torch once. `share`: see FileMemory."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(corpus), str(folder), "share" if share else "", *map(str, worlds)]
     result = subprocess.run(command, env=environment, timeout=1800, capture_output=True, text=True)

@@ -1,4 +1,5 @@
-"""benchmarks/arms.py: what a screening says of its factors, how variants are made, and the shares of channels that it watches."""
+"""benchmarks/arms.py: what a screening says of its factors, how variants are made,
+and the shares of channels that it watches."""
 
 import json
 import sys
@@ -20,7 +21,10 @@ EFFECTS = np.array([0.010, -0.004, 0.0, 0.002, -0.001])
 def write_results(path, outcomes):
     """A line of results for each run, by number, of a screening of NAMES. Returns the screening."""
     screening = {"base": {"name": "s"}, "factors": {name: {"model": {name: 1}} for name in NAMES}}
-    lines = [{"name": f"s{number:02d}", "loss": {"preset": loss}, "seconds": 170.0} for number, loss in outcomes.items()]
+    lines = [
+        {"name": f"s{number:02d}", "loss": {"preset": loss}, "seconds": 170.0}
+        for number, loss in outcomes.items()
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return screening
 
@@ -35,8 +39,10 @@ def test_a_screening_is_balanced(factors):
     """Each factor is in half of the runs, and each two in a quarter; the last run has none."""
     signs = arms.design(factors)
     runs, columns = signs.shape
-    assert columns == runs - 1 >= factors and (signs[-1] == -1).all()
-    assert (signs.T @ signs == runs * np.eye(columns)).all() and (signs.sum(0) == 0).all()
+    assert columns == runs - 1 >= factors
+    assert (signs[-1] == -1).all()
+    assert (signs.T @ signs == runs * np.eye(columns)).all()
+    assert (signs.sum(0) == 0).all()
 
 
 @pytest.mark.fast
@@ -56,7 +62,11 @@ def test_effects_are_differences_of_means(tmp_path, capsys):
 @pytest.mark.fast
 @pytest.mark.parametrize("lost", [(), (0,), (2, 5), (1, 3, 6), (7,)])
 def test_effects_when_runs_are_lost(lost, tmp_path, capsys):
-    outcomes = {number: 3.1 + row[:5] @ EFFECTS / 2 for number, row in enumerate(arms.design(5)) if number not in lost}
+    outcomes = {
+        number: 3.1 + row[:5] @ EFFECTS / 2
+        for number, row in enumerate(arms.design(5))
+        if number not in lost
+    }
     screening = write_results(tmp_path / "a.jsonl", outcomes)
     if len(outcomes) < 6:
         with pytest.raises(SystemExit, match="expected 6 runs or more of the screening in .*, found 5"):
@@ -65,14 +75,24 @@ def test_effects_when_runs_are_lost(lost, tmp_path, capsys):
     arms.print_effects(screening, tmp_path / "a.jsonl")
     effects = printed_effects(capsys.readouterr().out)
     assert [effects[name] for name in NAMES] == pytest.approx(EFFECTS, abs=6e-6)
-    assert effects["mean"] == pytest.approx(3.1, abs=6e-6) and ("standard error" in effects) == (len(outcomes) > 6)
+    assert effects["mean"] == pytest.approx(3.1, abs=6e-6)
+    assert ("standard error" in effects) == (len(outcomes) > 6)
 
 
 @pytest.mark.fast
 def test_arms_of_a_screening_unite_their_factors():
-    factors = {"heads": {"model": {"heads": 4}, "edits": [["a", "b"]]}, "rows": {"model": {"ngram_rows": 8}, "edits": [["c", "d"]]}, "seed": {"seed": 2}}
+    factors = {
+        "heads": {"model": {"heads": 4}, "edits": [["a", "b"]]},
+        "rows": {"model": {"ngram_rows": 8}, "edits": [["c", "d"]]},
+        "seed": {"seed": 2},
+    }
     found = arms.screening_arms({"base": {"name": "s", "seed": 1, "model": {"heads": 6}}, "factors": factors})
-    assert found[0] == {"name": "s00", "seed": 1, "model": {"heads": 4, "ngram_rows": 8}, "edits": [["a", "b"], ["c", "d"]]}
+    assert found[0] == {
+        "name": "s00",
+        "seed": 1,
+        "model": {"heads": 4, "ngram_rows": 8},
+        "edits": [["a", "b"], ["c", "d"]],
+    }
     assert found[1] == {"name": "s01", "seed": 2, "model": {"heads": 6, "ngram_rows": 8}, "edits": [["c", "d"]]}
     assert found[-1] == {"name": "s03", "seed": 1, "model": {"heads": 6}}
 
@@ -86,28 +106,36 @@ def test_an_edit_must_fit_once(old, count):
 
 @pytest.mark.fast
 def test_largest_channels():
-    """Channel 2 has .9 of three tokens in four, once negative; channel 0 has all of the fourth. The second layer's MLP adds to its stream."""
+    """Channel 2 has .9 of three tokens in four, once negative; channel 0 has all of the fourth.
+    The second layer's MLP adds to its stream."""
     a, b = 3.0, 1.0
     stream = torch.tensor([[b, 0, a, 0], [0, b, a, 0], [0, 0, -a, b], [a, 0, 0, 0]])
 
     class Layer(torch.nn.Module):
         def __init__(self, index, output):
             super().__init__()
-            self.index, self.output = index, output
+            self.index = index
+            self.output = output
 
         def forward(self):
             return self.output
 
-    blocks = torch.nn.ModuleDict({"0": Layer(0, (stream, None, None)), "3": Layer(3, (stream - 1, torch.ones(4, 4), None))})
+    blocks = torch.nn.ModuleDict(
+        {"0": Layer(0, (stream, None, None)), "3": Layer(3, (stream - 1, torch.ones(4, 4), None))}
+    )
     head = torch.tensor([[0.0, 0, 2, 0], [0.0, 0, 4, 0], [9.0, 9, 9, 9]])  # the last row pads the vocabulary
     trainer = SimpleNamespace(
-        model=SimpleNamespace(lm_head=head, blocks=blocks), preset=SimpleNamespace(model=SimpleNamespace(vocabulary=2)), validation=[None],
-        final_geometry=None, evaluate=lambda *_: [block() for block in blocks.values()])
+        model=SimpleNamespace(lm_head=head, blocks=blocks),
+        preset=SimpleNamespace(model=SimpleNamespace(vocabulary=2)),
+        validation=[None],
+        final_geometry=None,
+        evaluate=lambda *_: [block() for block in blocks.values()],
+    )
 
     found = arms.largest_channels(trainer)
     expected = ((3 * 0.9 + 1) / 4, 2, 0.75, round(2 / 3, 4))
     assert found["stream.0"] == found["stream.3"] == pytest.approx(expected)
-    assert found["head"] == pytest.approx((round(float(head[:2].std()), 4), 3.0, round(2 ** 0.5, 4)))
+    assert found["head"] == pytest.approx((round(float(head[:2].std()), 4), 3.0, round(2**0.5, 4)))
     assert not any(block._forward_hooks for block in blocks.values())
 
 

@@ -28,41 +28,66 @@ def check(corpus, tiny, tmp_path, capsys):
         code = tg.main(["--check", *map(str, options)])
         out, err = capsys.readouterr()
         _, device, *rest = out.splitlines()
-        assert len(rest) == (code == 0) and not (tmp_path / "logs").exists()
+        assert len(rest) == (code == 0)
+        assert not (tmp_path / "logs").exists()
         return types.SimpleNamespace(code=code, line="".join(rest), err=err, device=device)
     return call
 
 
-@pytest.mark.parametrize("dtype, options, parts", [
-    ("float32", (), []), ("bfloat16", (), ["attention", "head", "mlp"]), ("bfloat16", ("--no-fp8", "head"), ["attention", "mlp"])])
+@pytest.mark.parametrize(
+    "dtype, options, parts",
+    [
+        ("float32", (), []),
+        ("bfloat16", (), ["attention", "head", "mlp"]),
+        ("bfloat16", ("--no-fp8", "head"), ["attention", "mlp"]),
+    ],
+)
 @pytest.mark.fast
 def test_fp8_is_for_bfloat16_models(check, monkeypatch, dtype, options, parts):
-    asked, select = [], tg.select_ops
+    asked = []
+    select = tg.select_ops
     monkeypatch.setitem(tg.PRESETS, "tiny", replace(PRESET, model=replace(PRESET.model, dtype=dtype)))
-    monkeypatch.setattr(tg, "select_ops", lambda *arguments, **named: asked.append(named["fp8"]) or select(*arguments, **named))
-    assert check(*options).code == 0 and asked == [parts]
+    monkeypatch.setattr(
+        tg,
+        "select_ops",
+        lambda *arguments, **named: asked.append(named["fp8"]) or select(*arguments, **named),
+    )
+    assert check(*options).code == 0
+    assert asked == [parts]
 
 
 @pytest.mark.parametrize("version, fast", [((7, 5), False), ((8, 0), True)])
 @pytest.mark.fast
 def test_gpus_before_bfloat16_get_the_reference(check, monkeypatch, version, fast):
     """And a line says what that costs; on a CPU only the choice can be tested."""
-    asked, select = [], tg.select_ops
+    asked = []
+    select = tg.select_ops
     monkeypatch.setattr(tg, "capability", lambda device: version)
-    monkeypatch.setattr(tg, "select_ops", lambda device, fast, **named: asked.append(fast) or select(device, fast, **named))
+    monkeypatch.setattr(
+        tg, "select_ops", lambda device, fast, **named: asked.append(fast) or select(device, fast, **named)
+    )
     found = check()
-    assert found.code == 0 and asked == [fast]
-    assert (f"capability {version}, below the (8, 0) of the fast operators, so slow, attention: " in found.device) != fast
+    assert found.code == 0
+    assert asked == [fast]
+    assert (
+        f"capability {version}, below the (8, 0) of the fast operators, so slow, attention: " in found.device
+    ) != fast
 
 
 @pytest.mark.fast
 def test_check_builds_what_a_start_builds_and_stops(check, tmp_path, monkeypatch):
     """One line; nothing is warmed up, trained or written."""
-    made, build = [], tg.Trainer
+    made = []
+    build = tg.Trainer
     monkeypatch.setattr(tg, "Trainer", lambda *arguments: made.append(build(*arguments)) or made[-1])
-    monkeypatch.setattr(tg.Trainer if isinstance(tg.Trainer, type) else build, "warm_up", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(
+        tg.Trainer if isinstance(tg.Trainer, type) else build, "warm_up", lambda *_: pytest.fail("started")
+    )
     found = check("--save", tmp_path / "new" / "model.pt")
-    assert found.code == 0 and found.err == "" and len(made) == 1 and not (tmp_path / "new").exists()
+    assert found.code == 0
+    assert found.err == ""
+    assert len(made) == 1
+    assert not (tmp_path / "new").exists()
     assert re.fullmatch(r"ok: [\d,]+ of [\d,]+ training tokens in 2 shards, SHA-256 [0-9a-f]{16}; "
                         r"micro-batches of 512, 1,024, 1,024 tokens by stage", found.line)
     assert re.fullmatch(r"1 rank\(s\), .*, no GPU, attention: reference, .*", found.device)
@@ -73,18 +98,25 @@ def test_check_fails_as_a_start_does(check, corpus, tiny, tmp_path, capsys):
     """The same line and exit code, for what any of both may find."""
     for name in ("x_train_000001.bin", "x_val_000000.bin"):
         (tmp_path / "folders" / name).mkdir(parents=True)
-    cases = {"train shards: expected ": ("--data", tmp_path), "saving ": ("--save", tmp_path), "file: ": ("--data", tmp_path / "folders")}
+    cases = {
+        "train shards: expected ": ("--data", tmp_path),
+        "saving ": ("--save", tmp_path),
+        "file: ": ("--data", tmp_path / "folders"),
+    }
     for told, options in cases.items():
         found = check(*options)
         assert tg.main(["--preset", "tiny", "--data", str(corpus), *map(str, options)]) == found.code == 2
         assert capsys.readouterr().err == found.err
-        assert found.err.startswith(f"train_gpt: {told}") and "; fix: " in found.err and found.err.count("\n") == 1
+        assert found.err.startswith(f"train_gpt: {told}")
+        assert "; fix: " in found.err
+        assert found.err.count("\n") == 1
 
 
 def test_check_and_start_refuse_too_little_memory(check, corpus, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tg, "room_for_activations", lambda ranks: 1e6)
     found = check()
-    assert found.code == 4 and found.err.startswith("train_gpt: GPU memory: expected ")
+    assert found.code == 4
+    assert found.err.startswith("train_gpt: GPU memory: expected ")
     assert tg.main(["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path / "logs")]) == 4
     assert capsys.readouterr().err == found.err
 
@@ -93,16 +125,28 @@ def test_check_and_start_refuse_older_versions_of_torch(check, corpus, tiny, tmp
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.1"))
     assert check().code == 2
     assert tg.main(["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path / "logs")]) == 2
-    assert capsys.readouterr().err == "train_gpt: torch: expected >= 2.11, found 2.10.1; fix: pip install -r requirements.txt\n"
+    assert (
+        capsys.readouterr().err
+        == "train_gpt: torch: expected >= 2.11, found 2.10.1; fix: pip install -r requirements.txt\n"
+    )
 
 
-@pytest.mark.parametrize("version, tried", [("2.11.0+cu130", True), ("2.15.1", True), ("2.16.0a0+git", False), ("3.0.0", False)])
-def test_newer_versions_of_torch_get_a_warning_and_go_on(check, corpus, tiny, tmp_path, monkeypatch, capsys, version, tried):
+@pytest.mark.parametrize(
+    "version, tried", [("2.11.0+cu130", True), ("2.15.1", True), ("2.16.0a0+git", False), ("3.0.0", False)]
+)
+def test_newer_versions_of_torch_get_a_warning_and_go_on(
+    check, corpus, tiny, tmp_path, monkeypatch, capsys, version, tried
+):
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    warning = f"train_gpt: torch {version}: newer than any that was tried; if it fails: pip install -r requirements.txt\n"
+    fix = "if it fails: pip install -r requirements.txt"
+    warning = f"train_gpt: torch {version}: newer than any that was tried; {fix}\n"
     found = check()
     assert (found.code, found.err) == (0, "" if tried else warning)
-    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path / "logs"), "--stop-after", "1", "--eager"]) == 0
+    arguments = [
+        "--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path / "logs"),
+        "--stop-after", "1", "--eager",
+    ]
+    assert tg.main(arguments) == 0
     assert capsys.readouterr().err == ("" if tried else warning)
     tg.check_versions(tg.Ranks(1, 2, CPU))
     assert "newer" not in capsys.readouterr().err, "rank 0 says it for all"
@@ -113,31 +157,43 @@ def test_check_and_start_compare_sums(check, corpus, tiny, tmp_path, capsys):
     folder = tmp_path / "corpus"
     shutil.copytree(corpus, folder)
     name = "tiny_train_000001.bin"
-    (folder / "SHA256SUMS").write_text(f"{'0' * 64}  other.bin\n{tg.hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n")
+    (folder / "SHA256SUMS").write_text(
+        f"{'0' * 64}  other.bin\n{tg.hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+    )
     assert check(data=folder).code == 0
     raw = bytearray((folder / name).read_bytes())
     raw[-2] ^= 1
     (folder / name).write_bytes(raw)
     found = check(data=folder)
     pattern = rf"train_gpt: .*{name}: SHA-256: expected what SHA256SUMS states, found [0-9a-f]{{64}}; fix: .*\n"
-    assert found.code == 2 and re.fullmatch(pattern, found.err)
+    assert found.code == 2
+    assert re.fullmatch(pattern, found.err)
     assert tg.main(["--preset", "tiny", "--data", str(folder), "--log-dir", str(tmp_path / "logs")]) == 2
 
 
 def test_forced_reference_operators_are_what_a_cpu_has(corpus, tiny, tmp_path, capsys):
-    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--reference", "--log-dir", str(tmp_path)]) == 0
+    arguments = [
+        "--preset", "tiny", "--data", str(corpus), "--seed", "3", "--reference",
+        "--log-dir", str(tmp_path),
+    ]
+    assert tg.main(arguments) == 0
     (log,) = [read_log(path) for path in tmp_path.glob("*.jsonl")]
-    assert log[0]["ops"] == tg.select_ops(CPU).names and log[0]["settings"]["reference"] == "True"
+    assert log[0]["ops"] == tg.select_ops(CPU).names
+    assert log[0]["settings"]["reference"] == "True"
     assert "no GPU, attention: reference" in capsys.readouterr().out
 
 
 @pytest.mark.fast
 def test_errors_of_the_device_are_explained():
     ranks = tg.Ranks(0, 1, CPU)
-    for error in (torch.OutOfMemoryError("CUDA out of memory.\nmore"), torch.AcceleratorError("an illegal memory access\n1"),
-                  type("OutOfResources", (Exception,), {})("out of resource: shared memory")):  # Triton's
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory.\nmore"),
+        torch.AcceleratorError("an illegal memory access\n1"),
+        type("OutOfResources", (Exception,), {})("out of resource: shared memory"),
+    ):  # Triton's
         failure = tg.explained(error, ranks)
-        assert failure.code == 4 and re.fullmatch(r".+: expected .+, found '.+'; fix: .+", str(failure))
+        assert failure.code == 4
+        assert re.fullmatch(r".+: expected .+, found '.+'; fix: .+", str(failure))
     assert tg.explained(RuntimeError("gloo: Connection closed by peer"), ranks) is None, "there is no peer"
     assert tg.explained(ValueError("a bug"), ranks) is None
     assert tg.explained(FileNotFoundError(2, "No such file or directory", "x.bin"), ranks).code == 2
@@ -175,8 +231,10 @@ def test_a_sampled_softmax_needs_less():
 
 @pytest.mark.fast
 def test_what_does_not_fit():
-    pattern = (r"GPU memory: expected 12\.0 GiB beside the model for one batch chunk of 49,152 tokens, found 10\.2 GiB; "
-               "fix: .*--preset sprint-small, .*--micro-batch-tokens")
+    pattern = (
+        r"GPU memory: expected 12\.0 GiB beside the model for one batch chunk of 49,152 tokens, found 10\.2 GiB; "
+        "fix: .*--preset sprint-small, .*--micro-batch-tokens"
+    )
     with pytest.raises(tg.Failure, match=pattern) as caught:
         tg.memory_plan(LARGE, FAST, 11 * GB)
     assert caught.value.code == 4
@@ -188,7 +246,8 @@ def test_what_does_not_fit():
 @pytest.mark.fast
 def test_the_small_sprint_is_the_sprint_with_fewer_rows():
     """But for a few settings; beside its state a card of 12 GB has 4 GiB left, one of 16 GB 8, one of 24 GB 15."""
-    preset, sprint = tg.PRESETS["sprint-small"], tg.PRESETS["sprint"]
+    preset = tg.PRESETS["sprint-small"]
+    sprint = tg.PRESETS["sprint"]
     model = replace(preset.model, ngram_rows=2**25, layers=sprint.model.layers)
     same = replace(preset, name="sprint", model=model, stages=sprint.stages, val_window_tokens=131_072)
     assert replace(same, status=sprint.status) == sprint
@@ -203,13 +262,17 @@ def test_the_small_sprint_is_the_sprint_with_fewer_rows():
         assert (found, max(chunks)) == (recompute, largest)
 
 
-@pytest.mark.parametrize("tokens, sizes", [(1, [64, 128, 128]), (128, [128, 128, 128]), (700, [512, 512, 512]), (10**6, [512, 1024, 1024])])
+@pytest.mark.parametrize(
+    "tokens, sizes",
+    [(1, [64, 128, 128]), (128, [128, 128, 128]), (700, [512, 512, 512]), (10**6, [512, 1024, 1024])],
+)
 @pytest.mark.fast
 def test_micro_batches_by_a_flag(check, monkeypatch, tokens, sizes):
     """At most so many tokens, at least a chunk, whatever the estimate would say."""
     monkeypatch.setattr(tg, "memory_plan", lambda *_: pytest.fail("estimated"))
     found = check("--micro-batch-tokens", tokens)
-    assert found.code == 0 and found.line.endswith(f"; micro-batches of {', '.join(map('{:,}'.format, sizes))} tokens by stage")
+    assert found.code == 0
+    assert found.line.endswith(f"; micro-batches of {', '.join(map('{:,}'.format, sizes))} tokens by stage")
 
 
 def test_micro_batches_by_a_flag_change_no_token(corpus, tiny, tmp_path):
@@ -239,19 +302,30 @@ def test_recomputing_keeps_less(corpus, tiny, monkeypatch):
     kept = []
     for recompute in (False, True):
         monkeypatch.setattr(tg, "memory_plan", lambda *_: (recompute, collections.defaultdict(lambda: 10**9)))
-        trainer, saved = helpers.make_trainer(corpus), {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.setdefault(t.untyped_storage().data_ptr(), t), t)[1], lambda t: t):
+        trainer = helpers.make_trainer(corpus)
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (saved.setdefault(t.untyped_storage().data_ptr(), t), t)[1], lambda t: t
+        ):
             trainer.training_step(0, helpers.all_batches(trainer)[0])
         kept.append(sum(t.nbytes for t in saved.values()))
     assert kept[1] < 0.6 * kept[0]
 
 
-# ---- what a run reports -----------------------------------------------------------------------------------------------
+# ---- what a run reports
+# -----------------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_fp8_ranges_are_those_of_the_scales():
-    scales = {"qkv": tg.MlpScales().weight, "up": tg.MlpScales().weight, "down": tg.MlpScales().weight, "lm_head": tg.HeadScales().weight}
+    scales = {
+        "qkv": tg.MlpScales().weight,
+        "up": tg.MlpScales().weight,
+        "down": tg.MlpScales().weight,
+        "lm_head": tg.HeadScales().weight,
+    }
     found = {kind: limit for ranges in tg.FP8_PARTS.values() for kind, limit in ranges.items()}
-    assert found == {kind: pytest.approx(scale * torch.finfo(torch.float8_e4m3fn).max) for kind, scale in scales.items()}
+    assert found == {
+        kind: pytest.approx(scale * torch.finfo(torch.float8_e4m3fn).max) for kind, scale in scales.items()
+    }
 
 
 SIZES = {"qkv": -3.14, "up": 6.5, "down": 0.5, "lm_head": -3.0}  # of one weight each; all others are below 0.1
@@ -259,13 +333,23 @@ WORDS = {"qkv": "3.14 of 7.0", "up": "6.50 of 7.0 (WARNING: near saturation)", "
          "lm_head": "3.00 of 3.2 (WARNING: near saturation)"}
 
 
-@pytest.mark.parametrize("parts, kinds", [((), []), (("head",), ["lm_head"]), (("attention",), ["qkv"]), (("mlp",), ["up", "down"]),
-                                          (("attention", "head", "mlp"), ["qkv", "lm_head", "up", "down"])])
+@pytest.mark.parametrize(
+    "parts, kinds",
+    [
+        ((), []),
+        (("head",), ["lm_head"]),
+        (("attention",), ["qkv"]),
+        (("mlp",), ["up", "down"]),
+        (("attention", "head", "mlp"), ["qkv", "lm_head", "up", "down"]),
+    ],
+)
 @pytest.mark.fast
 def test_largest_weights(corpus, tiny, monkeypatch, parts, kinds):
-    """Of the parts that are FP8, both signs, whichever layer has them; from 90 % of the range on, 6.3 and 2.88, with a warning."""
+    """Of the parts that are FP8, both signs, whichever layer has them;
+    from 90 % of the range on, 6.3 and 2.88, with a warning."""
     monkeypatch.setattr(tg, "capability", lambda device: (9, 0))
-    names, said = tg.select_ops(torch.device("cuda"), compile=False, fp8=parts).names, []
+    names = tg.select_ops(torch.device("cuda"), compile=False, fp8=parts).names
+    said = []
     trainer = helpers.make_trainer(corpus, ops=replace(tg.select_ops(CPU), names=names))
     helpers.randomise(trainer.model, size=0.01)
     with torch.no_grad():
@@ -274,7 +358,9 @@ def test_largest_weights(corpus, tiny, monkeypatch, parts, kinds):
                 parameter[5, 7] = SIZES[name.split(".")[-1]]
             elif name == "embedding" or name.endswith("out"):
                 parameter.fill_(9.0)  # never FP8
-    assert tg.largest_weights(trainer, types.SimpleNamespace(say=said.append)) == {kind: pytest.approx(abs(SIZES[kind])) for kind in kinds}
+    assert tg.largest_weights(trainer, types.SimpleNamespace(say=said.append)) == {
+        kind: pytest.approx(abs(SIZES[kind])) for kind in kinds
+    }
     assert said == [f"largest FP8 weight of {kind}: {WORDS[kind]}" for kind in kinds]
 
 
@@ -286,12 +372,21 @@ def test_largest_weights_are_logged_at_the_end(corpus, tiny, tmp_path, monkeypat
     for names in (ops.names, ops.names | {"mlp": "fp8"}):
         monkeypatch.setattr(tg, "select_ops", lambda *_, names=names, **__: replace(ops, names=names))
         folder = tmp_path / str(len(ends))
-        assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(folder), "--save", str(folder / "model.pt")]) == 0
+        arguments = [
+            "--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir",
+            str(folder), "--save", str(folder / "model.pt"),
+        ]
+        assert tg.main(arguments) == 0
         ends.append((helpers.read_log(next(folder.glob("*.jsonl")))[-1], capsys.readouterr().out))
-    assert ends[0][0]["largest_weights"] == {} and "FP8" not in ends[0][1]
+    assert ends[0][0]["largest_weights"] == {}
+    assert "FP8" not in ends[0][1]
     weights = sample.load_model(folder / "model.pt", CPU)[0].state_dict()
-    largest = {kind: max(float(w.abs().max()) for name, w in weights.items() if name.endswith(f".{kind}")) for kind in ("up", "down")}
-    assert ends[1][0]["largest_weights"] == largest and min(largest.values()) > 0
+    largest = {
+        kind: max(float(w.abs().max()) for name, w in weights.items() if name.endswith(f".{kind}"))
+        for kind in ("up", "down")
+    }
+    assert ends[1][0]["largest_weights"] == largest
+    assert min(largest.values()) > 0
     assert all(f"\nlargest FP8 weight of {kind}: {largest[kind]:.2f} of 7.0\n" in ends[1][1] for kind in ("up", "down"))
     assert ends[0][0]["loss"] == ends[1][0]["loss"]
 
@@ -299,17 +394,33 @@ def test_largest_weights_are_logged_at_the_end(corpus, tiny, tmp_path, monkeypat
 # ---- what one sees ---------------------------------------------------------------------------------------------------
 def test_a_terminal_gets_a_bar(corpus, tiny, tmp_path, monkeypatch, capsys):
     start = tg.RunLog.__init__
-    monkeypatch.setattr(tg.RunLog, "__init__", lambda log, *arguments, **options: (start(log, *arguments, **options), setattr(log, "terminal", True))[0])
+    monkeypatch.setattr(
+        tg.RunLog,
+        "__init__",
+        lambda log, *arguments, **options: (
+            start(log, *arguments, **options),
+            setattr(log, "terminal", True),
+        )[0],
+    )
     assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     bars = re.findall(r"\n\[(#* *)\] +(\d+)%, (\d+) s left\r\033\[K", out)
-    assert [(len(bar.rstrip()), len(bar), int(percent)) for bar, percent, _ in bars] == [(5, 40, 12), (10, 40, 25), (30, 40, 75), (40, 40, 100)]
-    assert bars[-1][2] == "0" and out.endswith(".jsonl\n")
+    assert [(len(bar.rstrip()), len(bar), int(percent)) for bar, percent, _ in bars] == [
+        (5, 40, 12),
+        (10, 40, 25),
+        (30, 40, 75),
+        (40, 40, 100),
+    ]
+    assert bars[-1][2] == "0"
+    assert out.endswith(".jsonl\n")
 
 
 def test_no_bar_elsewhere_and_lines_are_aligned(corpus, tiny, tmp_path, capsys):
     assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     steps = [line for line in out.splitlines() if line.startswith("step ")]
-    assert "\r" not in out and "\033" not in out and len(steps) == 4 and len({line.index("train loss") for line in steps}) == 1
+    assert "\r" not in out
+    assert "\033" not in out
+    assert len(steps) == 4
+    assert len({line.index("train loss") for line in steps}) == 1
     assert re.search(r"\nval loss \d\.\d{4} after .*\n[\d,]+ tokens/s; log: .*\.jsonl\n$", out)

@@ -1,4 +1,5 @@
-"""compile_ahead.py: that the trainer finds in torch's cache what it compiled. Its kernels: tests/test_fp8_machine_code.py."""
+"""compile_ahead.py: that the trainer finds in torch's cache what it compiled.
+Its kernels: tests/test_fp8_machine_code.py."""
 
 from __future__ import annotations
 
@@ -59,15 +60,24 @@ def test_compiled_regions_are_found_again(tmp_path):
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER)
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    commands = ([ROOT / "benchmarks/compile_ahead.py", "--preset", "smoke-gpu", "--only", "final_states", "--device", "cpu"],
-                [trainer, ROOT / "benchmarks"])
+    commands = (
+        [
+            ROOT / "benchmarks/compile_ahead.py", "--preset", "smoke-gpu", "--only",
+            "final_states", "--device", "cpu",
+        ],
+        [trainer, ROOT / "benchmarks"],
+    )
     for command in commands:
         run = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
         assert run.returncode == 0, run.stderr
     inductor, autograd, rest = json.loads(run.stdout.splitlines()[-1])
-    assert inductor.get("fxgraph_cache_hit") == 3 and "fxgraph_cache_miss" not in inductor
-    assert autograd.get("autograd_cache_hit") == 2 and "autograd_cache_miss" not in autograd
-    assert rest == ["<lambda>", "norm"], "of a step's regions only the sum of n-gram rows and norm are left to the trainer"
+    assert inductor.get("fxgraph_cache_hit") == 3
+    assert "fxgraph_cache_miss" not in inductor
+    assert autograd.get("autograd_cache_hit") == 2
+    assert "autograd_cache_miss" not in autograd
+    assert rest == ["<lambda>", "norm"], (
+        "of a step's regions only the sum of n-gram rows and norm are left to the trainer"
+    )
 
 
 # Compiles a region whose gates are thin products, which Inductor would pad if they were faster so.
@@ -147,8 +157,12 @@ print(process.pid)
 
 
 def test_it_ends_with_the_trainer(tmp_path):
-    run = subprocess.run([sys.executable, "-c", PARENT, ROOT / "benchmarks/compile_ahead.py"], stdout=subprocess.PIPE, check=True,
-                         env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    run = subprocess.run(
+        [sys.executable, "-c", PARENT, ROOT / "benchmarks/compile_ahead.py"],
+        stdout=subprocess.PIPE,
+        check=True,
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+    )
     status = Path(f"/proc/{int(run.stdout)}/status")
 
     def runs():
@@ -179,7 +193,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.slow
 def test_what_is_compiled_is_not_compiled_again(tmp_path):
     """A file in torch's cache says that all is there, until an argument or a script changes. A failure leaves none."""
-    told, cache = tmp_path / "told", tmp_path / "cache"
+    told = tmp_path / "told"
+    cache = tmp_path / "cache"
     told.write_text("")
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho \"$@\" >> {told}\nexit $CODE\n")
@@ -196,7 +211,8 @@ def test_what_is_compiled_is_not_compiled_again(tmp_path):
         return len(list(cache.glob("ahead_*"))), sorted(told.read_text().splitlines()[before:])
 
     files, lines = run(1, "--regions")
-    assert files == 0 and len(lines) == 7
+    assert files == 0
+    assert len(lines) == 7
     assert all(line.startswith(f"{script} --preset smoke-gpu --only ") for line in lines)
     assert run(0, "--regions") == (1, lines)
     assert run(0, "--regions") == (1, [])
@@ -215,5 +231,6 @@ def test_cache_is_found_where_torch_has_it(monkeypatch, tmp_path):
         monkeypatch.setattr(os, "getuid", lambda: user)
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         found = compile_ahead.inductor_cache()
-        assert str(found) == cache_dir() and str(found).startswith(f"{tmp_path}/torchinductor_")
+        assert str(found) == cache_dir()
+        assert str(found).startswith(f"{tmp_path}/torchinductor_")
         assert str(compile_ahead.inductor_cache()) == os.environ["TORCHINDUCTOR_CACHE_DIR"]

@@ -21,7 +21,12 @@ pytestmark = pytest.mark.fast
 def write_log(path, rows, kind="val"):
     """A public text log of (step, seconds, loss) rows."""
     total = rows[-1][0]
-    path.write_text("".join(f"step:{step}/{total} {kind}_loss:{loss} train_time:{1000 * seconds}ms\n" for step, seconds, loss in rows))
+    path.write_text(
+        "".join(
+            f"step:{step}/{total} {kind}_loss:{loss} train_time:{1000 * seconds}ms\n"
+            for step, seconds, loss in rows
+        )
+    )
     return str(path)
 
 
@@ -37,12 +42,14 @@ def test_one_side_twice_as_fast(sides):
     by_time, by_loss = (part.splitlines() for part in text.split("\n\n")[1:])
     seconds, fast, slow, difference = map(float, by_time[-1].split())
     assert (seconds, fast, slow, difference) == (20.0, 3.0, 4.0, -1.0)
-    assert len(by_loss) > 5 and {float(row.split()[-1]) for row in by_loss[1:]} == {0.5}
+    assert len(by_loss) > 5
+    assert {float(row.split()[-1]) for row in by_loss[1:]} == {0.5}
 
 
 def test_nothing_is_said_beyond_a_curve():
     rows = np.array([[10.0, 5.0], [20.0, 4.0]])
-    assert np.isnan(curve.loss_after(rows, 9.9)) and np.isnan(curve.loss_after(rows, 20.1))
+    assert np.isnan(curve.loss_after(rows, 9.9))
+    assert np.isnan(curve.loss_after(rows, 20.1))
     assert curve.loss_after(rows, 15.0) == 4.5
 
 
@@ -66,23 +73,42 @@ def test_a_training_loss_leaves_the_final_validation_to_compare(sides, trained):
     assert numbers(text) == [[["8.0", "4.2000", "4.4000", "-0.2000"]], [["4.2000", "8.0", "9.0", "0.889"]]]
     assert "A  trained (n = 1)\n   validation loss, only at the end, 4.2000 after 8.0 s\n" in text
     assert "B  fast (n = 1)\n   validation loss, from 5.0000 after 5.0 s to 3.0000 after 20.0 s\n" in text
-    assert numbers(curve.table([sides[0], trained])) == [[["8.0", "4.4000", "4.2000", "+0.2000"]], [["4.2000", "9.0", "8.0", "1.125"]]]
+    assert numbers(curve.table([sides[0], trained])) == [
+        [["8.0", "4.4000", "4.2000", "+0.2000"]],
+        [["4.2000", "9.0", "8.0", "1.125"]],
+    ]
 
 
 def test_what_the_other_side_never_reached_is_said(sides, trained):
     path = Path(trained)
-    path.write_text(path.read_text().replace("step:8/8 val_loss:4.2 train_time:8000ms", "step:8/8 val_loss:2.9 train_time:50000ms"))
-    assert numbers(curve.table([trained, sides[1]])) == [[["50.0", "2.9000", "-", "-"]], [["2.9000", "50.0", "never", "-"]]]
+    path.write_text(
+        path.read_text().replace(
+            "step:8/8 val_loss:4.2 train_time:8000ms", "step:8/8 val_loss:2.9 train_time:50000ms"
+        )
+    )
+    assert numbers(curve.table([trained, sides[1]])) == [
+        [["50.0", "2.9000", "-", "-"]],
+        [["2.9000", "50.0", "never", "-"]],
+    ]
 
 
-@pytest.mark.parametrize("path", sorted(path.parent.name for path in (ROOT / "records").glob("*/record.json") if '"means"' in path.read_text()))
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        path.parent.name for path in (ROOT / "records").glob("*/record.json") if '"means"' in path.read_text()
+    ),
+)
 def test_every_record_on_webtext_compares_with_record_89(path):
     if "webtext" in (ROOT / "records" / path / "record.json").read_text():
         text = curve.table([path, "record-89"])
-        assert "validation loss, from 4.9420 after 10.8 s to 3.2200 after 137.5 s" in text and "perhaps not the same" in text
+        assert "validation loss, from 4.9420 after 10.8 s to 3.2200 after 137.5 s" in text
+        assert "perhaps not the same" in text
     else:
         corpus = record.load(ROOT / "records" / path).track.corpus
-        with pytest.raises(Failure, match=f"the same validation tokens on every side, found .*corpus {corpus} against webtext; fix: "):
+        with pytest.raises(
+            Failure,
+            match=f"the same validation tokens on every side, found .*corpus {corpus} against webtext; fix: ",
+        ):
             curve.table([path, "record-89"])
 
 
@@ -102,9 +128,11 @@ def test_other_validation_tokens_are_refused():
 
 def test_the_readme_says_what_its_picture_shows():
     """A run of another day's script than the one in the root, and a public one."""
-    (_, (ours,)), (_, (theirs,)) = report.load_runs("sprint"), report.load_runs("record-89")
+    (_, (ours,)) = report.load_runs("sprint")
+    (_, (theirs,)) = report.load_runs("record-89")
     day = datetime.datetime.fromisoformat(ours.head["started"])
-    caption = f"A script of {day:%-d %B} ({ours.loss:.3f} in {ours.ms / 1e3:.0f} s, one run); record 89's end, {theirs.ms / 1e3:.0f} s, is computed."
+    caption = f"A script of {day:%-d %B} ({ours.loss:.3f} in {ours.ms / 1e3:.0f} s, one run); "
+    caption += f"record 89's end, {theirs.ms / 1e3:.0f} s, is computed."
     assert f"](docs/curve.svg)\n{caption}\n" in (ROOT / "README.md").read_text()
 
 
@@ -112,8 +140,20 @@ def test_the_readme_says_what_its_picture_shows():
 def test_command(sides, trained, tmp_path):
     pytest.importorskip("matplotlib")
     for name, first in (("curve.svg", sides[0]), ("curve.png", sides[0]), ("point.svg", trained)):
-        done = subprocess.run([sys.executable, "records", "curve", first, sides[1], "--out", str(tmp_path / name)], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "records", "curve", first, sides[1], "--out", str(tmp_path / name)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
-        assert "time" not in done.stderr and (tmp_path / name).stat().st_size > 5000
-    refused = subprocess.run([sys.executable, "records", "curve", *sides, "--out", str(tmp_path / "none" / "x.svg")], cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == 2 and "fix:" in refused.stderr
+        assert "time" not in done.stderr
+        assert (tmp_path / name).stat().st_size > 5000
+    refused = subprocess.run(
+        [sys.executable, "records", "curve", *sides, "--out", str(tmp_path / "none" / "x.svg")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 2
+    assert "fix:" in refused.stderr

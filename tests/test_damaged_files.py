@@ -1,7 +1,8 @@
-"""Shards, logs and records are untrusted: 10,000 damaged ones, each read or refused by the designed error, and nothing else.
+"""Shards, logs and records are untrusted:
+10,000 damaged ones, each read or refused by the designed error, and nothing else.
 
-Cases are drawn from a fixed seed, so a failure repeats; its message has the bytes. A case is one draw of hypothesis, the seed of what it holds: ten draws
-a case would take most of the time.
+Cases are drawn from a fixed seed, so a failure repeats; its message has the bytes.
+A case is one draw of hypothesis, the seed of what it holds: ten draws a case would take most of the time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ def cut(random, raw, ends):
 
 
 def cases(count):
-    return settings(max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,13 @@ def path(tmp_path_factory):
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
 def int32(random):
-    return random.choice((random.randint(-3, 60), random.choice((2**31 - 1, -2**31, 2**30, tg.SHARD_MAGIC, VOCABULARY)), random.randint(-2**31, 2**31 - 1)))
+    return random.choice(
+        (
+            random.randint(-3, 60),
+            random.choice((2**31 - 1, -(2**31), 2**30, tg.SHARD_MAGIC, VOCABULARY)),
+            random.randint(-(2**31), 2**31 - 1),
+        )
+    )
 
 
 def shard(random):
@@ -70,7 +83,9 @@ def judged(read, error):
         return read()
     except error as refusal:
         text = str(refusal)
-        assert "\n" not in text and ": expected " in text and "; fix: " in text
+        assert "\n" not in text
+        assert ": expected " in text
+        assert "; fix: " in text
         return None
 
 
@@ -82,7 +97,11 @@ def test_the_trainer_reads_or_refuses_any_shard(path, raw):
         patch.setattr(tg, "BOS", BOS)
         tokens = judged(lambda: tg.open_shard(path, VOCABULARY), tg.Failure)
     expected = np.frombuffer(raw[1024:], "<u2") if len(raw) % 2 == 0 else np.empty(0)
-    fine = len(expected) > 0 and np.frombuffer(raw[:12], "<i4").tolist() == [tg.SHARD_MAGIC, 1, len(expected)] and expected.max() < VOCABULARY
+    fine = (
+        len(expected) > 0
+        and np.frombuffer(raw[:12], "<i4").tolist() == [tg.SHARD_MAGIC, 1, len(expected)]
+        and expected.max() < VOCABULARY
+    )
     fine = fine and BOS in expected
     assert (tokens is not None) == fine
     if fine:
@@ -101,11 +120,18 @@ def test_batches_from_any_shard(path, raw, chunk_tokens, steps, candidates):
             patch.setattr(tg, "BOS", BOS)
             stream = tg.TokenStream(path.parent, 1, VOCABULARY)
             stream.require((stage,))  # as open_corpus does
-            return stream, [b.views(b.data) for b in tg.training_batches(stream, replace(PRESET, stages=(stage,)), {stage: 8}, tg.Ranks(0, 1, CPU))]
+            return stream, [
+                b.views(b.data)
+                for b in tg.training_batches(
+                    stream, replace(PRESET, stages=(stage,)), {stage: 8}, tg.Ranks(0, 1, CPU)
+                )
+            ]
 
     if found := judged(read, tg.Failure):
         stream, batches = found
-        assert [token for batch in batches for token in batch.tokens.tolist()] == stream.read(stream.first, steps * stage.batch_tokens).tolist()
+        assert [token for batch in batches for token in batch.tokens.tolist()] == stream.read(
+            stream.first, steps * stage.batch_tokens
+        ).tolist()
 
 
 @cases(1000)
@@ -118,7 +144,24 @@ def test_the_data_tool_reads_or_refuses_any_shard(path, raw):
 
 # ---- logs and records ------------------------------------------------------------------------------------------------
 def json_value(random):
-    odd = None, True, -1, 10**400, math.nan, -math.inf, 1e308, "", "5", "\0\ud800", [], [[]], [None, 1], {}, {"stages": 1}, {"stages": [{}]}
+    odd = (
+        None,
+        True,
+        -1,
+        10**400,
+        math.nan,
+        -math.inf,
+        1e308,
+        "",
+        "5",
+        "\0\ud800",
+        [],
+        [[]],
+        [None, 1],
+        {},
+        {"stages": 1},
+        {"stages": [{}]},
+    )
     return random.choice((random.randint(-2**70, 2**70), random.gauss(0, 1e3), random.choice(odd)))
 
 
@@ -141,7 +184,8 @@ EVENTS = {
 
 
 def log(random):
-    """Events in any order, with fields changed or gone, under a good chain, so that every reader behind it is reached; or cut."""
+    """Events in any order, with fields changed or gone, under a good chain,
+    so that every reader behind it is reached; or cut."""
     rows, chain = [], ""
     for kind in some(random, list(EVENTS), 5):
         body = json.dumps(changed(random, {"kind": kind, **EVENTS[kind]}))
@@ -157,7 +201,8 @@ def test_any_log_is_read(path, raw):
     file = path.with_name("run.jsonl")
     file.write_bytes(raw)
     run = runlog.read_run(file)
-    assert isinstance(run, runlog.Run) and run.ok in (True, False)
+    assert isinstance(run, runlog.Run)
+    assert run.ok in (True, False)
     assert run.broken is not None or raw == b"" or raw.endswith(b'"}\n')
 
 
@@ -165,7 +210,13 @@ GOOD_RECORD = json.loads(next(ROOT.glob("records/*/record.json")).read_text())
 
 
 @cases(1000)
-@given(made(lambda random: cut(random, json.dumps(changed(random, GOOD_RECORD)).encode(), (b"", b"", b"\xff", b"[" * 3000))))
+@given(
+    made(
+        lambda random: cut(
+            random, json.dumps(changed(random, GOOD_RECORD)).encode(), (b"", b"", b"\xff", b"[" * 3000)
+        )
+    )
+)
 def test_any_record_is_read_or_refused(path, raw):
     (path.parent / "record.json").write_bytes(raw)
     judged(lambda: record.load(path.parent), record.Failure if hasattr(record, "Failure") else runlog.Failure)

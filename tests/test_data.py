@@ -1,4 +1,5 @@
-"""The data path: shards and their faults, batch chunks without a gap, batches that nothing can disturb, and the thread that makes them."""
+"""The data path: shards and their faults, batch chunks without a gap,
+batches that nothing can disturb, and the thread that makes them."""
 
 from __future__ import annotations
 
@@ -29,9 +30,12 @@ MODEL = replace(helpers.MODEL, vocabulary=60_000, padded_vocabulary=60_032, ngra
 
 @pytest.fixture
 def marked(tmp_path, monkeypatch):
-    """A stream of four shards in which every token but BOS occurs once, and all their tokens in order; a batch chunk holds the border of two shards."""
+    """A stream of four shards in which every token but BOS occurs once, and all their tokens in order;
+    a batch chunk holds the border of two shards."""
     monkeypatch.setattr(tg, "BOS", MARK)
-    generator, ids, shards = np.random.default_rng(0), iter(range(MARK)), []
+    generator = np.random.default_rng(0)
+    ids = iter(range(MARK))
+    shards = []
     for number in range(4):
         tokens = [next(ids) for _ in range(5 + number)]  # the rest of a document
         while len(tokens) < 1700:
@@ -43,7 +47,9 @@ def marked(tmp_path, monkeypatch):
 
 def batches(stream, world=1, rank=0, micro=8):
     chunks = {stage: min(micro, tg.CHUNKS // world) for stage in STAGES}
-    return tg.training_batches(stream, replace(helpers.PRESET, model=MODEL, stages=STAGES), chunks, tg.Ranks(rank, world, CPU))
+    return tg.training_batches(
+        stream, replace(helpers.PRESET, model=MODEL, stages=STAGES), chunks, tg.Ranks(rank, world, CPU)
+    )
 
 
 def views(batch):
@@ -55,14 +61,22 @@ def next_tokens(documents):
     if documents.classes is None:
         return documents.class_index
     assert documents.class_index.min() >= 0
-    return torch.cat([ids[columns] for ids, columns in zip(documents.classes.long(), documents.class_index.view(len(documents.classes), -1))])
+    return torch.cat(
+        [
+            ids[columns]
+            for ids, columns in zip(
+                documents.classes.long(), documents.class_index.view(len(documents.classes), -1)
+            )
+        ]
+    )
 
 
 def by_chunk(stream, world=1, micro=8):
     """(step, chunk) -> its tokens, targets and positions, collected from every rank's micro-batches."""
     found = {}
     for rank in range(world):
-        flat, step = batches(stream, world, rank, micro), 0
+        flat = batches(stream, world, rank, micro)
+        step = 0
         for stage in STAGES:
             mine = range(rank, tg.CHUNKS, world)
             for _ in range(stage.steps):
@@ -71,7 +85,10 @@ def by_chunk(stream, world=1, micro=8):
                     documents = views(next(flat))
                     assert len(documents.class_index) == stage.chunk_tokens * len(chunks)
                     assert not documents.positions[::stage.chunk_tokens].any(), "no document spans chunks"
-                    parts = (x.view(len(chunks), -1).numpy() for x in (documents.tokens, next_tokens(documents), documents.positions))
+                    parts = (
+                        x.view(len(chunks), -1).numpy()
+                        for x in (documents.tokens, next_tokens(documents), documents.positions)
+                    )
                     found.update(zip(((step, chunk) for chunk in chunks), zip(*parts)))
                 step += 1
         assert next(flat, None) is None
@@ -81,22 +98,30 @@ def by_chunk(stream, world=1, micro=8):
 # ---- the stream and its chunks ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world, micro", [(1, 1), (1, 2), (1, 8), (2, 2), (4, 1), (4, 2), (8, 1)])
 def test_batch_chunks_side_by_side_are_the_stream(marked, world, micro):
-    """No token twice and none skipped, whatever the number of ranks, from the first BOS across stages and shards; so with the targets."""
+    """No token twice and none skipped, whatever the number of ranks,
+    from the first BOS across stages and shards; so with the targets."""
     stream, tokens = marked
     chunks = by_chunk(stream, world, micro)
     assert sorted(chunks) == [(step, chunk) for step in range(7) for chunk in range(8)]
     read, targets, _ = (np.concatenate(parts) for parts in zip(*(chunks[key] for key in sorted(chunks))))
-    assert tokens[5] == MARK and len(read) == sum(s.steps * s.batch_tokens for s in STAGES) == stream.consumed(STAGES) - 5
-    assert (read == tokens[5:5 + len(read)]).all() and (targets == tokens[6:6 + len(read)]).all()
+    assert tokens[5] == MARK
+    assert len(read) == sum(s.steps * s.batch_tokens for s in STAGES) == stream.consumed(STAGES) - 5
+    assert (read == tokens[5:5 + len(read)]).all()
+    assert (targets == tokens[6:6 + len(read)]).all()
     digest = sum(batch.digest for rank in range(world) for batch in batches(stream, world, rank, micro))
-    spans = [(start, stage.chunk_tokens + 1) for stage, starts in zip(STAGES, helpers.chunk_starts(stream, STAGES)) for start in starts.ravel()]
+    spans = [
+        (start, stage.chunk_tokens + 1)
+        for stage, starts in zip(STAGES, helpers.chunk_starts(stream, STAGES))
+        for start in starts.ravel()
+    ]
     assert digest == sum(tg.chunk_digest(number, stream.read(*span)) for number, span in enumerate(spans))
 
 
 def test_documents_begin_at_their_bos_and_end_at_the_cap(marked):
     """Positions count from a BOS, from the start of a batch chunk or from where the cap cut, and from nowhere else."""
     for (step, _), (tokens, _, positions) in by_chunk(marked[0]).items():
-        cap, run = STAGES[(step > 2) + (step > 4)].document_cap_tokens, -1
+        cap = STAGES[(step > 2) + (step > 4)].document_cap_tokens
+        run = -1
         for token, position in zip(tokens, positions):
             run = 0 if token == MARK or run + 1 == cap else run + 1
             assert position == run
@@ -104,7 +129,8 @@ def test_documents_begin_at_their_bos_and_end_at_the_cap(marked):
 
 def test_reading_across_shards(marked):
     stream, tokens = marked
-    assert len(stream.paths) == 4 and stream.length == len(tokens)
+    assert len(stream.paths) == 4
+    assert stream.length == len(tokens)
     edges = {0, 1, stream.length - 1, *(edge + d for edge in stream.offsets[1:-1] for d in (-1, 0, 1))}
     for start, stop in itertools.combinations(sorted({*edges, stream.length}), 2):
         assert stream.read(start, stop - start).tolist() == tokens[start:stop].tolist()
@@ -116,7 +142,11 @@ def test_a_shard_cut_while_it_is_read(marked):
     os.truncate(stream.paths[1], 1024 + 2 * 100)
     border = stream.offsets[1]
     assert stream.read(border - 10, 110).tolist() == tokens[border - 10:border + 100].tolist()
-    with pytest.raises(tg.Failure, match=r"marked_train_000001.bin: reading at token 95: expected 6 tokens as when it was checked, found its end; fix: ") as caught:
+    with pytest.raises(
+        tg.Failure,
+        match=r"marked_train_000001.bin: reading at token 95: expected 6 tokens as when it was checked, "
+              r"found its end; fix: ",
+    ) as caught:
         stream.read(border + 95, 6)
     assert caught.value.code == 2
 
@@ -126,10 +156,13 @@ def test_tokens_must_suffice_for_the_last_target(marked):
     stage = tg.Stage(1, 8 * ((stream.length - 6) // 8), 40, 8, 16)
     stream.length = stream.consumed((stage,)) + 1
     stream.require((stage,))
-    *_, last = tg.training_batches(stream, replace(helpers.PRESET, model=MODEL, stages=(stage,)), {stage: tg.CHUNKS}, tg.Ranks(0, 1, CPU))
+    *_, last = tg.training_batches(
+        stream, replace(helpers.PRESET, model=MODEL, stages=(stage,)), {stage: tg.CHUNKS}, tg.Ranks(0, 1, CPU)
+    )
     assert views(last).class_index[-1] == tokens[stream.length - 1]
     stream.length -= 1
-    message = rf"training tokens: expected {stream.length + 1:,} for the schedule, found {stream.length:,} in 4 shards; fix: python data/fineweb.py fetch"
+    message = f"training tokens: expected {stream.length + 1:,} for the schedule, found {stream.length:,} in 4 shards; "
+    message += "fix: python data/fineweb.py fetch"
     with pytest.raises(tg.Failure, match=message) as caught:
         stream.require((stage,))
     assert caught.value.code == 2
@@ -146,7 +179,8 @@ def test_only_the_shards_needed_are_opened(corpus, tiny, tmp_path):
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 @given(st.lists(st.sampled_from([tg.BOS, 1, 2, 3, 4]), min_size=2, max_size=60), st.integers(1, 20))
 def test_cut_documents(tokens, cap):
-    """Side by side the pieces are the stretch; each has the token that follows, at most `cap` others, a BOS only as its first, and no needless cut."""
+    """Side by side the pieces are the stretch;
+    each has the token that follows, at most `cap` others, a BOS only as its first, and no needless cut."""
     pieces = tg.cut_documents(np.array(tokens, dtype=np.uint16), cap)
     whole = [token for piece in pieces for token in piece[:-1].tolist()]
     assert whole == tokens[:-1]
@@ -160,26 +194,44 @@ def test_digest_names_tokens_and_places():
     tokens = np.arange(100, dtype=np.uint16)
     changed = tokens.copy()
     changed[-1] ^= 1
-    assert len({tg.chunk_digest(1, tokens), tg.chunk_digest(2, tokens), tg.chunk_digest(1, changed), tg.chunk_digest(1, tokens[::-1])}) == 4
+    assert (
+        len(
+            {
+                tg.chunk_digest(1, tokens),
+                tg.chunk_digest(2, tokens),
+                tg.chunk_digest(1, changed),
+                tg.chunk_digest(1, tokens[::-1]),
+            }
+        )
+        == 4
+    )
     assert tg.chunk_digest(1, tokens) == tg.chunk_digest(1, tokens.astype(np.int64)) < 2**64
 
 
 # ---- what a batch holds ----------------------------------------------------------------------------------------------
 def test_packed_layout(marked):
-    """Positions and what remains agree, order and starts group equal rows, every part begins at a multiple of 16 bytes."""
+    """Positions and what remains agree, order and starts group equal rows,
+    every part begins at a multiple of 16 bytes."""
     for batch in batches(marked[0], micro=4):
         documents = views(batch)
-        positions, remaining = documents.positions.numpy(), documents.remaining.numpy()
+        positions = documents.positions.numpy()
+        remaining = documents.remaining.numpy()
         starts = np.append(np.flatnonzero(positions == 0), len(positions))
-        assert starts[0] == 0 and (positions + remaining + 1 == np.repeat(np.diff(starts), np.diff(starts))).all()
+        assert starts[0] == 0
+        assert (positions + remaining + 1 == np.repeat(np.diff(starts), np.diff(starts))).all()
         assert (np.diff(positions)[positions[1:] > 0] == 1).all()
-        ids, order, starts = documents.tokens, documents.order, documents.starts
-        assert (order == torch.argsort(ids, stable=True)).all() and len(starts) == MODEL.padded_vocabulary + 1
-        assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all() and starts[0] == 0
+        ids = documents.tokens
+        order = documents.order
+        starts = documents.starts
+        assert (order == torch.argsort(ids, stable=True)).all()
+        assert len(starts) == MODEL.padded_vocabulary + 1
+        assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all()
+        assert starts[0] == 0
         assert (documents.ngrams[:, :-1].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows, 2)).all()
         recalled = tg.longest_suffix_match(ids.numpy(), positions, MODEL.padded_vocabulary)
         pieces = documents.ngrams[:, -1].view(-1, 2).numpy()
-        assert (pieces == 2 * (MODEL.ngram_rows + recalled)[:, None] + [0, 1]).all() and documents.ngrams.max() < 2 * MODEL.table_rows
+        assert (pieces == 2 * (MODEL.ngram_rows + recalled)[:, None] + [0, 1]).all()
+        assert documents.ngrams.max() < 2 * MODEL.table_rows
         parts = [x for x in vars(documents).values() if isinstance(x, torch.Tensor)]
         assert all(part.dtype == torch.int32 and part.data_ptr() % 16 == 0 for part in parts)
         assert {name: tuple(x.shape) for name, x in vars(documents).items() if x is not None} == batch.shapes
@@ -194,8 +246,11 @@ def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
     assert documents.tokens.tolist() == documents.positions.tolist() == flat
     assert next_tokens(documents).tolist() == [i + 1 for i in flat]
     assert documents.remaining.tolist() == [length - 1 - i for length in lengths for i in range(length)]
-    assert documents.num_always.tolist() == [max(lengths) + 1] and documents.classes.shape == (1, 11)  # the spare id's too
-    assert documents.starts[-1] == len(flat) and documents.ngrams.shape == (2 * len(flat), 3)
+    # the spare id's too
+    assert documents.num_always.tolist() == [max(lengths) + 1]
+    assert documents.classes.shape == (1, 11)
+    assert documents.starts[-1] == len(flat)
+    assert documents.ngrams.shape == (2 * len(flat), 3)
 
 
 @pytest.mark.parametrize("rows", [1, 300, 65_536])
@@ -208,11 +263,16 @@ def test_sorted_ids(rows):
 
 def ngram_rows_of(piece, rows, pieces):
     """Rows of a piece's tokens by Python's integers, which cannot overflow."""
-    half, x = rows // 2, [int(token) for token in piece]
+    half = rows // 2
+    x = [int(token) for token in piece]
     for i in range(len(x)):
         for n, multiplier in enumerate((1, 2654435761, 2246822519, 3266489917)[:pieces]):
             pair = (36313 * x[i] ^ 27191 * x[i - 1]) * multiplier % 2**32 % (half - 1) if i > 0 else half - 1
-            triple = (17351 * x[i] ^ 60961 * x[i - 1] ^ 45259 * x[i - 2]) * multiplier % 2**32 % (half - 1) if i > 1 else half - 1
+            triple = (
+                (17351 * x[i] ^ 60961 * x[i - 1] ^ 45259 * x[i - 2]) * multiplier % 2**32 % (half - 1)
+                if i > 1
+                else half - 1
+            )
             yield [2 * half * n + pair, 2 * half * n + half + triple]
 
 
@@ -221,33 +281,49 @@ def ngram_rows_of(piece, rows, pieces):
 def test_ngrams(rows, pieces):
     """The formula, across documents of all lengths, with the largest tokens there are."""
     random = np.random.default_rng(rows)
-    texts = [random.integers(0, 65_536, length + 1).astype(np.uint16) for length in (1, 2, 3, 1, 40, 300)] + [np.full(5, 65_535, np.uint16)]
-    tokens, positions = np.concatenate([text[:-1] for text in texts]), np.concatenate([np.arange(len(text) - 1) for text in texts])
+    texts = [random.integers(0, 65_536, length + 1).astype(np.uint16) for length in (1, 2, 3, 1, 40, 300)] + [
+        np.full(5, 65_535, np.uint16)
+    ]
+    tokens = np.concatenate([text[:-1] for text in texts])
+    positions = np.concatenate([np.arange(len(text) - 1) for text in texts])
     found = tg.hash_ngrams(tokens, positions, rows, pieces)
-    assert found.dtype == np.int32 and found.tolist() == [row for text in texts for row in ngram_rows_of(text[:-1], rows, pieces)]
+    assert found.dtype == np.int32
+    assert found.tolist() == [row for text in texts for row in ngram_rows_of(text[:-1], rows, pieces)]
 
 
 def test_ngrams_depend_on_their_tokens_alone():
-    """The same rows for the same tokens anywhere, others for other or swapped ones; evenly spread over both halves, whose last rows are for starts."""
-    tokens, positions = np.array([7, 50_000, 8, 50_000, 8, 7, 50_000, 8]), np.array([0, 1, 2, 0, 1, 2, 3, 4])
+    """The same rows for the same tokens anywhere, others for other or swapped ones;
+    evenly spread over both halves, whose last rows are for starts."""
+    tokens = np.array([7, 50_000, 8, 50_000, 8, 7, 50_000, 8])
+    positions = np.array([0, 1, 2, 0, 1, 2, 3, 4])
     pair, triple = tg.hash_ngrams(tokens.astype(np.uint16), positions, 2**21, 1).T
-    assert pair[0] == pair[3] == 2**20 - 1 and pair[1] == pair[6] and pair[2] == pair[4] == pair[7] and len(set(pair)) == 4
-    assert triple[0] == triple[1] == triple[3] == triple[4] == 2**21 - 1 and triple[2] == triple[7] and len(set(triple)) == 4
+    assert pair[0] == pair[3] == 2**20 - 1
+    assert pair[1] == pair[6]
+    assert pair[2] == pair[4] == pair[7]
+    assert len(set(pair)) == 4
+    assert triple[0] == triple[1] == triple[3] == triple[4] == 2**21 - 1
+    assert triple[2] == triple[7]
+    assert len(set(triple)) == 4
     random_tokens = np.random.default_rng(0).integers(0, 50_257, 100_000).astype(np.uint16)
     for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2002, 1).T):
         spread = np.bincount(rows - 1001 * column, minlength=1001)
-        assert spread[1000] == column + 1 and spread[:1000].min() > 50 and spread[:1000].max() < 200
+        assert spread[1000] == column + 1
+        assert spread[:1000].min() > 50
+        assert spread[:1000].max() < 200
 
 
 def test_ngrams_that_share_one_piece_share_no_other():
     """The chance that a second one is the same too is that of any two n-grams: one in a thousand here."""
     tokens = np.random.default_rng(1).integers(0, 50_257, 40_000).astype(np.uint16)
-    for order, rows in enumerate(tg.hash_ngrams(tokens, np.arange(len(tokens)), 2004, 4).reshape(-1, 4, 2)[2:].transpose(2, 0, 1)):
+    for order, rows in enumerate(
+        tg.hash_ngrams(tokens, np.arange(len(tokens)), 2004, 4).reshape(-1, 4, 2)[2:].transpose(2, 0, 1)
+    ):
         some = rows[:400]
         for first in range(4):
             shared = some[:, None, first] == rows[None, 400:, first]
             others = np.delete(some[:, None] == rows[None, 400:], first, axis=2)[shared]
-            assert shared.sum() > 10_000 and (others.mean(0) < 3 / 1000).all(), (order, first)
+            assert shared.sum() > 10_000, (order, first)
+            assert (others.mean(0) < 3 / 1000).all(), (order, first)
 
 
 def test_a_third_order_takes_one_more_row_of_multipliers(corpus, tiny, monkeypatch):
@@ -255,12 +331,17 @@ def test_a_third_order_takes_one_more_row_of_multipliers(corpus, tiny, monkeypat
     monkeypatch.setattr(tg, "NGRAM_MULTIPLIERS", (*tg.NGRAM_MULTIPLIERS, (40_503, 30_011, 52_711, 61_979)))
     x = [7, 50_000, 8, 65_535, 9]
     columns = tg.hash_ngrams(np.array(x, np.uint16), np.arange(5), 3000, 1).T
-    assert columns.shape == (3, 5) and all((columns[n] // 1000 == n).all() and (columns[n, :n + 1] == 1000 * n + 999).all() for n in range(3))
-    assert columns[2, 3:].tolist() == [2000 + (40_503 * x[i] ^ 30_011 * x[i - 1] ^ 52_711 * x[i - 2] ^ 61_979 * x[i - 3]) % 999 for i in (3, 4)]
+    assert columns.shape == (3, 5)
+    assert all((columns[n] // 1000 == n).all() and (columns[n, :n + 1] == 1000 * n + 999).all() for n in range(3))
+    assert columns[2, 3:].tolist() == [
+        2000 + (40_503 * x[i] ^ 30_011 * x[i - 1] ^ 52_711 * x[i - 2] ^ 61_979 * x[i - 3]) % 999
+        for i in (3, 4)
+    ]
     trainer = helpers.make_trainer(corpus)
     trainer.initialise(1)
     batches = helpers.all_batches(trainer)[0]
-    assert views(batches[0]).ngrams.shape[1] == 4 and trainer.training_step(0, batches).isfinite()
+    assert views(batches[0]).ngrams.shape[1] == 4
+    assert trainer.training_step(0, batches).isfinite()
 
 
 def recalled(piece, vocabulary):
@@ -280,7 +361,8 @@ def test_recall(kinds):
     """Documents of all lengths, of few and of many kinds of tokens; nothing of another document, nothing later."""
     random = np.random.default_rng(kinds)
     pieces = [random.integers(0, kinds, length) * 65_535 // max(kinds - 1, 1) for length in (1, 2, 3, 1, 70, 5, 200)]
-    tokens, positions = np.concatenate(pieces), np.concatenate([np.arange(len(piece)) for piece in pieces])
+    tokens = np.concatenate(pieces)
+    positions = np.concatenate([np.arange(len(piece)) for piece in pieces])
     for dtype in (np.int32, np.uint16):
         found = tg.longest_suffix_match(tokens.astype(dtype), positions, 65_537).tolist()
         wanted = [x for piece in pieces for x in recalled(piece.tolist(), 65_537)]
@@ -288,7 +370,8 @@ def test_recall(kinds):
 
 
 def test_a_document_reads_the_same_rows_wherever_it_lies():
-    """Alone, or behind others of any length: a table's rows are chosen by what the document holds and by nothing else."""
+    """Alone, or behind others of any length:
+    a table's rows are chosen by what the document holds and by nothing else."""
     random = np.random.default_rng(11)
     piece = np.concatenate([[BOS], random.integers(0, 40, 75)]).astype(np.uint16)
     alone = tg.pack({0: [piece]}, MODEL, pin=False).to(helpers.CPU).ngrams
@@ -297,60 +380,86 @@ def test_a_document_reads_the_same_rows_wherever_it_lies():
     for lead in range(1, 4):
         for chunks in ({0: [*before[:lead], piece, piece]}, {0: before[:lead], 1: [piece], 2: [piece]}):
             rows = tg.pack(chunks, MODEL, pin=False).to(helpers.CPU).ngrams
-            assert rows[-2 * len(alone):-len(alone)].equal(alone) and rows[-len(alone):].equal(alone)
+            assert rows[-2 * len(alone):-len(alone)].equal(alone)
+            assert rows[-len(alone):].equal(alone)
 
 
 def test_targets_further_ahead_stay_in_their_document(marked):
-    """The token k + 1 further on where the document still has it, -1 elsewhere: at its end, where the cap cut it, at the end of a chunk."""
+    """The token k + 1 further on where the document still has it, -1 elsewhere:
+    at its end, where the cap cut it, at the end of a chunk."""
     for batch in itertools.islice(batches(marked[0], micro=2), 4, None, 5):
         documents = views(batch)
         for k in range(4):
-            parts = tg.Targets(documents.class_index, documents.positions, torch.ones(4), documents.classes, documents.num_always).parts()
+            parts = tg.Targets(
+                documents.class_index,
+                documents.positions,
+                torch.ones(4),
+                documents.classes,
+                documents.num_always,
+            ).parts()
             found = torch.cat([part.ahead(k) for _, part in parts])
-            expected = [documents.class_index[i + k] if k <= left else -1 for i, left in enumerate(documents.remaining.tolist())]
+            expected = [
+                documents.class_index[i + k] if k <= left else -1
+                for i, left in enumerate(documents.remaining.tolist())
+            ]
             assert found.tolist() == expected
 
 
 # ---- sampled softmax -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("distinct", [1, 100, 299, 300, 301, 900])
 def test_candidates(distinct):
-    """Different ids, the targets first and ascending, then drawn ones; a column says where its target is, -1 only if there is no room."""
+    """Different ids, the targets first and ascending, then drawn ones;
+    a column says where its target is, -1 only if there is no room."""
     generator = np.random.default_rng(distinct)
     targets = np.resize(generator.permutation(1000)[:distinct], 3000)
     present = np.unique(targets)
     ids, certain, columns = tg.sample_classes(targets, 300, 1000, chunk_number=7)
-    assert len(ids) == 300 == len(set(ids)) and ids.min() >= 0 and ids.max() < 1000
-    assert certain == min(len(present), 300) and (ids[:certain] == present[:certain]).all() and not set(ids[certain:]) & set(present)
+    assert len(ids) == 300 == len(set(ids))
+    assert ids.min() >= 0
+    assert ids.max() < 1000
+    assert certain == min(len(present), 300)
+    assert (ids[:certain] == present[:certain]).all()
+    assert not set(ids[certain:]) & set(present)
     assert (ids[columns[columns >= 0]] == targets[columns >= 0]).all()
-    assert (columns < 0).any() == (len(present) > 300) and set(targets[columns < 0]) == set(present[300:])
+    assert (columns < 0).any() == (len(present) > 300)
+    assert set(targets[columns < 0]) == set(present[300:])
     again = tg.sample_classes(targets, 300, 1000, chunk_number=7)
     assert all(np.array_equal(a, b) for a, b in zip((ids, certain, columns), again))
 
 
-@pytest.mark.parametrize("preset", [p for p in tg.PRESETS.values() if any(s.sampled_classes for s in p.stages)], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "preset",
+    [p for p in tg.PRESETS.values() if any(s.sampled_classes for s in p.stages)],
+    ids=lambda p: p.name,
+)
 @pytest.mark.slow
 def test_the_sweep_draws_every_id(preset):
     """Over the batch chunks of a stage no id is drawn much more rarely than another."""
     for stage in preset.stages:
         if stage.sampled_classes:
-            vocabulary, chunks = preset.model.padded_vocabulary, stage.steps * tg.CHUNKS
-            drawn, targets = np.zeros(vocabulary, int), np.arange(stage.sampled_classes // 4)
+            vocabulary = preset.model.padded_vocabulary
+            chunks = stage.steps * tg.CHUNKS
+            drawn = np.zeros(vocabulary, int)
+            targets = np.arange(stage.sampled_classes // 4)
             for sweep in range(chunks := min(chunks, 1500)):
                 ids, certain, _ = tg.sample_classes(targets, stage.sampled_classes, vocabulary, sweep)
                 drawn[ids[certain:]] += 1
             expected = chunks * (stage.sampled_classes - len(targets)) / (vocabulary - len(targets))
-            assert drawn[len(targets):].min() > 0.5 * expected and drawn.max() < 2 * expected
+            assert drawn[len(targets):].min() > 0.5 * expected
+            assert drawn.max() < 2 * expected
 
 
 @pytest.mark.parametrize("count", [6144, 50304 // 4, 50304 // 3])
 def test_every_id_is_drawn_whatever_the_count(count):
     """Counts that divide the vocabulary too: once they left a fifth and more of the ids out for ever."""
-    drawn, targets = np.zeros(50304, int), np.arange(2000)
+    drawn = np.zeros(50304, int)
+    targets = np.arange(2000)
     for sweep in range(120):
         ids, certain, _ = tg.sample_classes(targets, count, 50304, sweep)
         drawn[ids[certain:]] += 1
     others = drawn[len(targets):]
-    assert others.min() > 0.7 * others.mean() and others.max() < 1.3 * others.mean()
+    assert others.min() > 0.7 * others.mean()
+    assert others.max() < 1.3 * others.mean()
 
 
 def test_candidates_do_not_depend_on_the_ranks(marked):
@@ -360,7 +469,12 @@ def test_candidates_do_not_depend_on_the_ranks(marked):
         found = torch.empty_like(whole)
         for rank in range(world):
             count = STAGES[0].steps * tg.CHUNKS // world // micro
-            found[rank::world] = torch.cat([views(batch).classes for batch in itertools.islice(batches(stream, world, rank, micro), count)])
+            found[rank::world] = torch.cat(
+                [
+                    views(batch).classes
+                    for batch in itertools.islice(batches(stream, world, rank, micro), count)
+                ]
+            )
         assert found.equal(whole)
     assert len({tuple(ids) for ids in whole.tolist()}) == len(whole), "each chunk draws others"
 
@@ -372,7 +486,9 @@ def test_validation_counts_every_token_once(corpus, tiny):
     for tokens, window in ((1280, 256), (1000, 300), (77, 77), (5, 100)):
         windows, digest = tg.validation_windows(path, tokens, window, VOCABULARY)
         assert digest == hashlib.sha256(stream[:tokens + 1]).hexdigest()[:16]
-        assert [sum(len(p) - 1 for p in pieces) for pieces in windows] == [min(window, tokens - at) for at in range(0, tokens, window)]
+        assert [sum(len(p) - 1 for p in pieces) for pieces in windows] == [
+            min(window, tokens - at) for at in range(0, tokens, window)
+        ]
         pieces = [piece for pieces in windows for piece in pieces]
         assert (np.concatenate([p[:-1] for p in pieces]) == stream[:tokens]).all()
         assert (np.concatenate([p[1:] for p in pieces]) == stream[1:tokens + 1]).all()
@@ -382,7 +498,8 @@ def test_validation_counts_every_token_once(corpus, tiny):
 
 def test_generated_documents_are_not_the_training_data(tiny):
     pieces = tg.generated_pieces(5000, 300, seed=1)
-    assert sum(len(p) - 1 for p in pieces) == 5000 and max(len(p) - 1 for p in pieces) <= 300
+    assert sum(len(p) - 1 for p in pieces) == 5000
+    assert max(len(p) - 1 for p in pieces) <= 300
     assert all(p[0] == BOS and p[1:].max() < BOS for p in pieces)
     assert all((a == b).all() for a, b in zip(pieces, tg.generated_pieces(5000, 300, seed=1)))
 
@@ -403,7 +520,8 @@ def test_batches_are_the_same_whatever_the_thread_does(marked):
         for batch in expected:
             time.sleep(generator.choice((0, 0, 0.002)))
             assert next(fetcher).data.equal(batch)
-        assert next(fetcher, None) is None and not helpers.own_threads()
+        assert next(fetcher, None) is None
+        assert not helpers.own_threads()
 
 
 def test_an_error_in_the_thread_is_raised_where_batches_are_used(tiny):
@@ -431,15 +549,19 @@ def test_closing_waits_for_one_item_only(tiny, seconds):
             time.sleep(seconds)
 
     fetcher = tg.prefetched(items(), depth=8)
-    assert next(fetcher) == 0 and len(helpers.own_threads()) == 1
+    assert next(fetcher) == 0
+    assert len(helpers.own_threads()) == 1
     started = time.monotonic()
     fetcher.close()
-    assert not helpers.own_threads() and time.monotonic() - started < 2 and len(made) <= 9
+    assert not helpers.own_threads()
+    assert time.monotonic() - started < 2
+    assert len(made) <= 9
 
 
 @pytest.mark.slow
 def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch, capsys):
-    read, limit = tg.TokenStream.read, tg.TokenStream(corpus, 8000, VOCABULARY).consumed(tiny.stages[:2])
+    read = tg.TokenStream.read
+    limit = tg.TokenStream(corpus, 8000, VOCABULARY).consumed(tiny.stages[:2])
 
     def fails_later(stream, start, count):
         if start >= limit:
@@ -449,9 +571,13 @@ def test_an_error_in_the_thread_ends_the_run(corpus, tiny, tmp_path, monkeypatch
     monkeypatch.setattr(tg.TokenStream, "read", fails_later)
     assert tg.main(["--preset", "tiny", "--seed", "1", "--data", str(corpus), "--log-dir", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("train_gpt: file: expected ") and "found 'input/output error'; fix: " in said and said.count("\n") == 1
+    assert said.startswith("train_gpt: file: expected ")
+    assert "found 'input/output error'; fix: " in said
+    assert said.count("\n") == 1
     events = helpers.read_log(next(tmp_path.glob("*.jsonl")))
-    assert events[-1]["kind"] == "end" and events[-1]["state"].startswith("failed: file: ") and events[-1]["code"] == 2
+    assert events[-1]["kind"] == "end"
+    assert events[-1]["state"].startswith("failed: file: ")
+    assert events[-1]["code"] == 2
     assert not helpers.own_threads()
 
 
@@ -490,24 +616,61 @@ def remove(pattern):
 
 TRAIN, VAL = "tiny_train_000001.bin", "tiny_val_000000.bin"
 FAULTS = {
-    "truncated": (truncate, rf"{TRAIN}: size of \d+ tokens: expected \d+ bytes, found \d+ bytes; fix: fetch this file again"),
-    "too long": (rewrite(TRAIN, count=4000), rf"{TRAIN}: size of 4000 tokens: expected 9024 bytes, found \d+ bytes"),
-    "no tokens": (lambda folder: [rewrite(TRAIN, count=0)(folder), os.truncate(folder / TRAIN, 1024)], rf"{TRAIN}: size of 0 tokens: expected 1026 bytes, found 1024 bytes"),
+    "truncated": (
+        truncate,
+        rf"{TRAIN}: size of \d+ tokens: expected \d+ bytes, found \d+ bytes; fix: fetch this file again",
+    ),
+    "too long": (
+        rewrite(TRAIN, count=4000),
+        rf"{TRAIN}: size of 4000 tokens: expected 9024 bytes, found \d+ bytes",
+    ),
+    "no tokens": (
+        lambda folder: [rewrite(TRAIN, count=0)(folder), os.truncate(folder / TRAIN, 1024)],
+        rf"{TRAIN}: size of 0 tokens: expected 1026 bytes, found 1024 bytes",
+    ),
     "negative count": (rewrite(TRAIN, count=-1), rf"{TRAIN}: size of -1 tokens"),
     "header only in part": (cut_header, r"tiny_train_000000.bin: .*expected .*found .*fetch this file again"),
-    "empty file": (lambda folder: (folder / TRAIN).write_bytes(b""), rf"{TRAIN}: [a-z ]+: expected \d+.*, found (an empty file|0 bytes); fix: fetch this file again"),
-    "wrong magic": (rewrite(TRAIN, magic=20240521), rf"{TRAIN}: magic number: expected 20240520, found 20240521"),
+    "empty file": (
+        lambda folder: (folder / TRAIN).write_bytes(b""),
+        rf"{TRAIN}: [a-z ]+: expected \d+.*, found (an empty file|0 bytes); fix: fetch this file again",
+    ),
+    "wrong magic": (
+        rewrite(TRAIN, magic=20240521),
+        rf"{TRAIN}: magic number: expected 20240520, found 20240521",
+    ),
     "wrong version": (rewrite(TRAIN, version=2), rf"{TRAIN}: version: expected 1, found 2"),
-    "token too large": (rewrite(TRAIN, (77, VOCABULARY)), rf"{TRAIN}: largest token: expected below {VOCABULARY}, found {VOCABULARY}"),
-    "no documents": (rewrite(TRAIN, (BOS, 3)), rf"{TRAIN}: documents: expected token {BOS} before each, found none"),
-    "no folder": (lambda folder: shutil.rmtree(folder), r"train shards: expected .*\*_train_\*\.bin, found none; fix: python data/fineweb.py"),
+    "token too large": (
+        rewrite(TRAIN, (77, VOCABULARY)),
+        rf"{TRAIN}: largest token: expected below {VOCABULARY}, found {VOCABULARY}",
+    ),
+    "no documents": (
+        rewrite(TRAIN, (BOS, 3)),
+        rf"{TRAIN}: documents: expected token {BOS} before each, found none",
+    ),
+    "no folder": (
+        lambda folder: shutil.rmtree(folder),
+        r"train shards: expected .*\*_train_\*\.bin, found none; fix: python data/fineweb.py",
+    ),
     "no training shards": (remove("*_train_*"), r"train shards: expected .*found none"),
     "no validation shard": (remove("*_val_*"), r"val shards: expected .*found none"),
-    "too few tokens": (shorten("*_train_*", 900), r"training tokens: expected 4,097 for the schedule, found 2,700 in 3 shards; fix: python data/fineweb.py fetch --shards"),
-    "too little validation": (shorten("*_val_*", 1280), rf"{VAL}: validation tokens: expected at least 1,281, found 1,280"),
+    "too few tokens": (
+        shorten("*_train_*", 900),
+        r"training tokens: expected 4,097 for the schedule, found 2,700 in 3 shards; "
+        r"fix: python data/fineweb.py fetch --shards",
+    ),
+    "too little validation": (
+        shorten("*_val_*", 1280),
+        rf"{VAL}: validation tokens: expected at least 1,281, found 1,280",
+    ),
     "bad validation shard": (rewrite(VAL, version=7), rf"{VAL}: version: expected 1, found 7"),
-    "no documents in the validation": (rewrite(VAL, (BOS, 3)), rf"{VAL}: documents: expected token {BOS} before each, found none"),
-    "validation token too large": (rewrite(VAL, (5, 60_000)), rf"{VAL}: largest token: expected below {VOCABULARY}, found 60000"),
+    "no documents in the validation": (
+        rewrite(VAL, (BOS, 3)),
+        rf"{VAL}: documents: expected token {BOS} before each, found none",
+    ),
+    "validation token too large": (
+        rewrite(VAL, (5, 60_000)),
+        rf"{VAL}: largest token: expected below {VOCABULARY}, found 60000",
+    ),
 }
 
 
@@ -521,7 +684,9 @@ def test_a_bad_shard_gives_its_message(corpus, tiny, tmp_path, capsys, monkeypat
     monkeypatch.setattr(tg, "GPT", lambda *_: pytest.fail("built a model first"))
     assert tg.main(["--preset", "tiny", "--data", str(folder), "--log-dir", str(tmp_path / "logs")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("train_gpt: ") and said.count("\n") == 1 and "; fix: " in said
+    assert said.startswith("train_gpt: ")
+    assert said.count("\n") == 1
+    assert "; fix: " in said
     assert re.search(message, said), said
     assert not (tmp_path / "logs").exists()
 

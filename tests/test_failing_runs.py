@@ -1,4 +1,5 @@
-"""Runs of one to four processes in which something breaks: who says what, with which exit code, what the log keeps, and that all end."""
+"""Runs of one to four processes in which something breaks:
+who says what, with which exit code, what the log keeps, and that all end."""
 
 from __future__ import annotations
 
@@ -53,8 +54,10 @@ def in_warm_up(action):
 
 
 def at_read(number, action):
-    """Do something in the prefetch thread right before it reads from the shards for the `number`-th time, some steps into the run."""
-    read_of, reads = tg.TokenStream.read, []
+    """Do something in the prefetch thread right before it reads from the shards for the `number`-th time,
+    some steps into the run."""
+    read_of = tg.TokenStream.read
+    reads = []
 
     def read(stream, *arguments):
         if threading.current_thread().name.startswith("prefetch"):
@@ -105,7 +108,8 @@ def data_of_its_own(change):
         change(other)
         return open_of(preset, other)
 
-    open_of, tg.open_corpus = tg.open_corpus, open_other
+    open_of = tg.open_corpus
+    tg.open_corpus = open_other
 
 
 def empty(folder):
@@ -128,7 +132,8 @@ def network(rank, slow):
         threading.Event().wait(0.3 if operations[0].peer in slow.get(rank, ()) else 0.02)
         return exchange_of(operations)
 
-    exchange_of, tg.dist.batch_isend_irecv = tg.dist.batch_isend_irecv, exchange
+    exchange_of = tg.dist.batch_isend_irecv
+    tg.dist.batch_isend_irecv = exchange
     tg.train_all = lambda arguments, ranks: print(bench_network.report(ranks), flush=True) or 0
 
 
@@ -139,7 +144,8 @@ def other_start():
 
 
 TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-STANDING = ("stands still", "stands still in the warm-up", "never comes to torchrun")  # their rank 1 does not end by itself
+# their rank 1 does not end by itself
+STANDING = ("stands still", "stands still in the warm-up", "never comes to torchrun")
 FAULTS = {  # number of processes ("2x1": 1 on each of 2 nodes), further options, what happens to a rank
     "killed": (2, (), on(1, at_step, 2, send(signal.SIGKILL))),
     "main rank killed": (2, (), on(0, at_step, 2, send(signal.SIGKILL))),
@@ -149,7 +155,11 @@ FAULTS = {  # number of processes ("2x1": 1 on each of 2 nodes), further options
     "spins in the warm-up": (1, ("--stall-limit", "1.5"), on(0, in_warm_up, spin)),
     "never comes": (2, ("--stall-limit", "1.5"), on(1, os._exit, 0)),
     "main rank never comes": (2, ("--stall-limit", "1.5"), on(0, os._exit, 0)),
-    "never comes to torchrun": (2, ("--stall-limit", "1.5"), lambda rank: host_the_store() if rank else os.environ.update(TORCHRUN)),
+    "never comes to torchrun": (
+        2,
+        ("--stall-limit", "1.5"),
+        lambda rank: host_the_store() if rank else os.environ.update(TORCHRUN),
+    ),
     "node never comes": ("2x2", ("--stall-limit", "1.5"), lambda rank: os._exit(0) if rank > 1 else None),
     "nodes of two sizes": (4, (), on(3, os.environ.update, {"GROUP_RANK": "1"})),
     "node with other options": ("2x1", (), on(1, sys.argv.append, "--length=2")),
@@ -165,7 +175,11 @@ FAULTS = {  # number of processes ("2x1": 1 on each of 2 nodes), further options
     "interrupted": (2, (), on(1, at_step, 2, send(signal.SIGINT))),
     "interrupted alone": (1, (), on(0, at_step, 2, send(signal.SIGINT))),
     "shard cut": (2, (), on(1, at_read, 12, lambda stream: os.truncate(stream.paths[0], 1100))),
-    "disk stands still": (1, ("--stall-limit", "2"), on(0, at_read, 30, lambda stream: threading.Event().wait())),
+    "disk stands still": (
+        1,
+        ("--stall-limit", "2"),
+        on(0, at_read, 30, lambda stream: threading.Event().wait()),
+    ),
     "disk full for the log": (1, (), full_disk(2500)),
     "disk full for the model": (1, ("--save", "model.pt"), full_disk(30_000)),
     "two launches: first": (1, (), lambda rank: None),
@@ -175,12 +189,14 @@ FAULTS = {  # number of processes ("2x1": 1 on each of 2 nodes), further options
 
 def break_runs(corpus, folder):
     """All cases, a few at a time; writes the exit codes of their ranks, "hangs" for one that had to be killed."""
-    codes, waiting = {}, list(FAULTS)
+    codes = {}
+    waiting = list(FAULTS)
     timer = threading.Timer(DEADLINE_S, lambda: os._exit(1))
     timer.daemon = True
     timer.start()
     while waiting:
-        batch, waiting = waiting[-4:], waiting[:-4]
+        batch = waiting[-4:]
+        waiting = waiting[:-4]
         ranks = {}
         for name in batch:
             place = folder / name.partition(":")[0]
@@ -189,7 +205,15 @@ def break_runs(corpus, folder):
                 shutil.copytree(corpus, copy)
             size, options, prepare = FAULTS[name]
             nodes, world = helpers.nodes_and_world(size)
-            ranks[name] = helpers.start_world(world, copy, place, [str(place / o) if o == "model.pt" else o for o in options], prepare, False, nodes)
+            ranks[name] = helpers.start_world(
+                world,
+                copy,
+                place,
+                [str(place / o) if o == "model.pt" else o for o in options],
+                prepare,
+                False,
+                nodes,
+            )
         for name in batch:
             for process in ranks[name]:
                 process.join(1 if name in STANDING and process is ranks[name][1] else 60)
@@ -201,15 +225,25 @@ def break_runs(corpus, folder):
 
 @pytest.fixture(scope="module")
 def broken(corpus, tmp_path_factory):
-    """broken(name) -> exit codes, what each rank said, its logs, the folder. One process imports torch and forks them all."""
+    """broken(name) -> exit codes, what each rank said, its logs, the folder.
+    One process imports torch and forks them all."""
     folder = tmp_path_factory.mktemp("broken")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, __file__, str(corpus), str(folder)], env=environment, timeout=400, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr + "".join(f"{path}:\n{path.read_text()}" for path in sorted(folder.rglob("*.out")))
+    result = subprocess.run(
+        [sys.executable, __file__, str(corpus), str(folder)],
+        env=environment,
+        timeout=400,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr + "".join(
+        f"{path}:\n{path.read_text()}" for path in sorted(folder.rglob("*.out"))
+    )
     codes = json.loads((folder / "codes.json").read_text())
 
     def outcome(name):
-        place, size = folder / name, FAULTS[name][0]
+        place = folder / name
+        size = FAULTS[name][0]
         said = [(place / f"{size}-{rank}.out").read_text() for rank in range(helpers.nodes_and_world(size)[1])]
         logs = [] if "full" in name else list((place / f"logs-{size}").glob("*.jsonl"))
         log = read_log(logs[0]) if logs else None
@@ -225,13 +259,19 @@ def test_a_rank_is_killed(broken):
     """The other one ends at once and names it."""
     run = broken("killed")
     assert run.codes == [4, -signal.SIGKILL]
-    assert re.fullmatch(r"train_gpt: rank 0: other ranks: expected an answer \(rank 1 has ended or stands still\), found '.*'; fix: .*", last_line(run.said[0]))
-    assert run.log[-1]["kind"] == "end" and run.log[-1]["state"].startswith("failed: other ranks") and run.log[-1]["code"] == 4
+    assert re.fullmatch(
+        r"train_gpt: rank 0: other ranks: expected an answer \(rank 1 has ended or stands still\), found '.*'; fix: .*",
+        last_line(run.said[0]),
+    )
+    assert run.log[-1]["kind"] == "end"
+    assert run.log[-1]["state"].startswith("failed: other ranks")
+    assert run.log[-1]["code"] == 4
 
 
 def test_the_main_rank_is_killed(broken):
     run = broken("main rank killed")
-    assert run.codes == [-signal.SIGKILL, 4] and "(rank 0 has ended or stands still)" in last_line(run.said[1])
+    assert run.codes == [-signal.SIGKILL, 4]
+    assert "(rank 0 has ended or stands still)" in last_line(run.said[1])
     assert run.log[-1]["kind"] != "end", "an incomplete log"
 
 
@@ -239,50 +279,82 @@ def test_a_rank_stands_still(broken):
     """No collective fails then: the watchdog sees that nothing progresses."""
     run = broken("stands still")
     assert run.codes[0] == 4
-    assert re.fullmatch(r"train_gpt: rank 0: expected progress within 2 s, found none since step [23] \(rank 1 has ended or stands still\); fix: .*",
-                        last_line(run.said[0]))
-    assert run.log[-1]["state"].startswith("failed: rank 0: expected progress") and run.log[-1]["code"] == 4
+    assert re.fullmatch(
+        r"train_gpt: rank 0: expected progress within 2 s, found none since step [23] "
+        r"\(rank 1 has ended or stands still\); fix: .*",
+        last_line(run.said[0]),
+    )
+    assert run.log[-1]["state"].startswith("failed: rank 0: expected progress")
+    assert run.log[-1]["code"] == 4
 
 
 def test_a_rank_stands_still_in_the_warm_up(broken):
     """The host compiles there, without a heartbeat: five times the limit."""
     run = broken("stands still in the warm-up")
     assert run.codes[0] == 4
-    assert re.fullmatch(r"train_gpt: rank 0: expected progress within 7.5 s, found none since the warm-up of stage 1 \(rank 1 has ended or stands still\); fix: .*",
-                        last_line(run.said[0]))
-    assert run.log[-1]["state"].startswith("failed: rank 0: expected progress") and run.log[-1]["code"] == 4 and not only(run.log, "warm")
+    assert re.fullmatch(
+        r"train_gpt: rank 0: expected progress within 7.5 s, found none since the warm-up of stage 1 "
+        r"\(rank 1 has ended or stands still\); fix: .*",
+        last_line(run.said[0]),
+    )
+    assert run.log[-1]["state"].startswith("failed: rank 0: expected progress")
+    assert run.log[-1]["code"] == 4
+    assert not only(run.log, "warm")
 
 
 def test_a_deadlock_in_the_warm_up(broken):
-    """The rank that waits for nothing and the one that waits for it; one may end first, and the other names it or its connection."""
+    """The rank that waits for nothing and the one that waits for it;
+    one may end first, and the other names it or its connection."""
     run = broken("deadlock in the warm-up")
     assert run.codes == [4, 4]
-    assert any("expected progress within 7.5 s, found none since the warm-up of stage 1" in last_line(said) for said in run.said)
-    assert all("expected progress" in last_line(said) or "other ranks: expected an answer" in last_line(said) for said in run.said)
-    assert run.log[-1]["state"].startswith("failed: ") and run.log[-1]["code"] == 4
+    assert any(
+        "expected progress within 7.5 s, found none since the warm-up of stage 1" in last_line(said)
+        for said in run.said
+    )
+    assert all(
+        "expected progress" in last_line(said) or "other ranks: expected an answer" in last_line(said)
+        for said in run.said
+    )
+    assert run.log[-1]["state"].startswith("failed: ")
+    assert run.log[-1]["code"] == 4
 
 
 def test_a_busy_core_is_no_progress(broken):
     run = broken("spins in the warm-up")
-    assert run.codes == [4] and "expected progress within 7.5 s, found none since the warm-up of stage 1; fix: " in last_line(run.said[0])
+    assert run.codes == [4]
+    assert "expected progress within 7.5 s, found none since the warm-up of stage 1; fix: " in last_line(run.said[0])
 
 
-@pytest.mark.parametrize("name, rank, found", [("never comes", 0, ".*1/2 clients joined.*"), ("main rank never comes", 1, ".*"),
-                                               ("never comes to torchrun", 0, ".*process 1.*")])
+@pytest.mark.parametrize(
+    "name, rank, found",
+    [
+        ("never comes", 0, ".*1/2 clients joined.*"),
+        ("main rank never comes", 1, ".*"),
+        ("never comes to torchrun", 0, ".*process 1.*"),
+    ],
+)
 def test_a_rank_never_comes(broken, name, rank, found):
     """Twice the limit after the start, in one line; where the store is there already it names the rank that is not."""
     run = broken(name)
     assert run.codes[rank] == 4
-    assert re.fullmatch(f"train_gpt: other ranks: expected an answer, found '{found}'; fix: start all of them, and see what they said first",
-                        last_line(run.said[rank]))
-    assert "Traceback" not in run.said[rank] and not list(run.place.glob("logs*"))
+    assert re.fullmatch(
+        f"train_gpt: other ranks: expected an answer, found '{found}'; "
+        "fix: start all of them, and see what they said first",
+        last_line(run.said[rank]),
+    )
+    assert "Traceback" not in run.said[rank]
+    assert not list(run.place.glob("logs*"))
 
 
 def test_a_node_never_comes(broken):
-    """The same limit, and the line says what to start; under torchrun its own limit comes first, see docs/troubleshooting.md."""
+    """The same limit, and the line says what to start;
+    under torchrun its own limit comes first, see docs/troubleshooting.md."""
     run = broken("node never comes")
     assert run.codes == [4, 4, 0, 0]
-    assert re.fullmatch(r"train_gpt: other ranks: expected an answer, found '.*2/4 clients joined.*'; fix: start all of them, .*", last_line(run.said[0]))
+    assert re.fullmatch(
+        r"train_gpt: other ranks: expected an answer, found '.*2/4 clients joined.*'; fix: start all of them, .*",
+        last_line(run.said[0]),
+    )
     assert not list(run.place.glob("logs*"))
 
 
@@ -296,18 +368,22 @@ NODES = r"on \S+ \(node 0\), '(.*)' on rank \d on \S+ \(node 1\)"
 def test_nodes_differ(broken, name, world, what, first, other):
     """Both are told, in one line, which node has what; nothing is trained."""
     run = broken(name)
-    assert run.codes == [2] * world and run.log is None
+    assert run.codes == [2] * world
+    assert run.log is None
     for rank, said in enumerate(run.said):
-        pattern = rf"train_gpt: rank {rank} on \S+ \(node \d\): {what}: expected the same on every rank, found '{first}' on rank 0 {NODES}; fix: .*"
+        pattern = rf"train_gpt: rank {rank} on \S+ \(node \d\): {what}: expected the same on every rank, "
+        pattern += rf"found '{first}' on rank 0 {NODES}; fix: .*"
         found = re.fullmatch(pattern, last_line(said))
-        assert found and re.fullmatch(other, found[1]), said
+        assert found, said
+        assert re.fullmatch(other, found[1]), said
 
 
 def test_a_node_has_no_shards(broken):
     """It says so itself, and the other node which one it is."""
     run = broken("node without shards")
     theirs, mine = map(last_line, run.said)
-    assert run.codes == [2, 2] and run.log is None
+    assert run.codes == [2, 2]
+    assert run.log is None
     assert re.fullmatch(r"train_gpt: rank 1 on \S+ \(node 1\): train shards: expected .*, found none; fix: .*", mine)
     assert re.fullmatch(rf".*data: expected the same on every rank, found '.*' on rank 0 {NODES}; fix: .*", theirs)
     assert "train shards: expected" in theirs
@@ -319,10 +395,16 @@ def test_a_node_has_no_shards(broken):
     ((0, 0), ["taken or not of this node", "no node 1"]),
     ((0, 1), [])], ids=str)
 def test_nodes_meet(numbers, told):
-    """run.sh on each of two nodes: who does not come is named in one line instead of torchrun's tracebacks, after which torchrun starts as usual."""
+    """run.sh on each of two nodes:
+    who does not come is named in one line instead of torchrun's tracebacks, after which torchrun starts as usual."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = os.environ | {"PYTHON": sys.executable, "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "NNODES": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     limit = 20 if told == [] or len(numbers) > 1 else 5  # the second process may be slow to start
     command = ["bash", "run.sh", "--check", "--preset", "smoke", "--stall-limit", str(limit)]
     nodes = [subprocess.Popen(command, cwd=ROOT, env=environment | {"NODE_RANK": str(number)}, stdin=subprocess.DEVNULL,
@@ -332,22 +414,29 @@ def test_nodes_meet(numbers, told):
         assert [node.returncode for node in nodes] == [0, 0], said
         return
     ends = sorted(text.splitlines()[-1] for text in said)
-    assert all(node.returncode == 2 for node in nodes) and all(text.count("\n") == 2 for text in said), said
+    assert all(node.returncode == 2 for node in nodes), said
+    assert all(text.count("\n") == 2 for text in said), said
     for end, part in zip(ends, told, strict=True):
-        assert end.startswith(f"run.sh: nodes: expected 2 within {limit} s, found ") and part in end and "; fix: " in end
+        assert end.startswith(f"run.sh: nodes: expected 2 within {limit} s, found ")
+        assert part in end
+        assert "; fix: " in end
 
 
 def test_a_node_is_killed(broken):
     """Nobody claims to know its processes: numbers of processes mean nothing on another node."""
     run = broken("node is killed")
     assert run.codes == [4, -signal.SIGKILL]
-    assert re.fullmatch(r"train_gpt: rank 0 on \S+ \(node 0\): other ranks: expected an answer, found '.*'; fix: .*", last_line(run.said[0]))
+    assert re.fullmatch(
+        r"train_gpt: rank 0 on \S+ \(node 0\): other ranks: expected an answer, found '.*'; fix: .*",
+        last_line(run.said[0]),
+    )
     assert run.log[-1]["state"].startswith("failed: other ranks")
 
 
 def test_ctrl_c_on_one_node_stops_both(broken):
     run = broken("node is interrupted")
-    assert run.codes == [130, 130] and run.log[-1]["state"] == "interrupted"
+    assert run.codes == [130, 130]
+    assert run.log[-1]["state"] == "interrupted"
 
 
 @pytest.mark.parametrize("name, places", [("node with a slow network", [2]), ("slow link", [1, 2])])
@@ -365,60 +454,81 @@ def test_a_rank_has_a_bug(broken):
     """Its traceback is kept, and the other rank does not wait for it."""
     run = broken("a bug")
     assert run.codes == [4, 1]
-    assert last_line(run.said[1]) == "RuntimeError: a bug" and "Traceback" in run.said[1]
+    assert last_line(run.said[1]) == "RuntimeError: a bug"
+    assert "Traceback" in run.said[1]
     assert run.log[-1]["state"].startswith("failed: other ranks")
 
 
 def test_all_ranks_stop_for_a_nan(broken):
     run = broken("nan")
     assert run.codes == [3, 3]
-    assert all(re.fullmatch(r"train_gpt: rank \d: training loss: expected a finite number, found nan at step 4; fix: .*", last_line(said)) for said in run.said)
-    assert "nan at step 4" in run.log[-1]["state"] and run.log[-1]["state"].startswith("failed: ") and not only(run.log, "val")
+    assert all(
+        re.fullmatch(
+            r"train_gpt: rank \d: training loss: expected a finite number, found nan at step 4; fix: .*",
+            last_line(said),
+        )
+        for said in run.said
+    )
+    assert "nan at step 4" in run.log[-1]["state"]
+    assert run.log[-1]["state"].startswith("failed: ")
+    assert not only(run.log, "val")
 
 
 def test_ranks_that_start_differently(broken):
     """Before the clock starts, and on all of them."""
     run = broken("other start")
     assert run.codes == [4, 4]
-    pattern = r"train_gpt: rank \d: initial state: expected the same on every rank, found '\w{16}' on rank 0, '\w{16}' on rank 1; fix: .*"
+    pattern = r"train_gpt: rank \d: initial state: expected the same on every rank, "
+    pattern += r"found '\w{16}' on rank 0, '\w{16}' on rank 1; fix: .*"
     assert all(re.fullmatch(pattern, last_line(said)) for said in run.said)
-    assert [event["kind"] for event in run.log] == ["head", "end"] and run.log[-1]["state"].startswith("failed: initial state")
+    assert [event["kind"] for event in run.log] == ["head", "end"]
+    assert run.log[-1]["state"].startswith("failed: initial state")
 
 
 def test_all_ranks_stop_for_one_ctrl_c(broken):
     run = broken("interrupted")
-    assert run.codes == [130, 130] and all(last_line(said).endswith("interrupted") for said in run.said)
-    assert run.log[-1]["state"] == "interrupted" and not only(run.log, "val")
+    assert run.codes == [130, 130]
+    assert all(last_line(said).endswith("interrupted") for said in run.said)
+    assert run.log[-1]["state"] == "interrupted"
+    assert not only(run.log, "val")
 
 
 def test_ctrl_c_with_one_rank(broken):
     run = broken("interrupted alone")
-    assert run.codes == [130] and run.log[-1]["state"] == "interrupted"
+    assert run.codes == [130]
+    assert run.log[-1]["state"] == "interrupted"
 
 
 def test_a_shard_is_cut_while_it_is_read(broken):
     """In the prefetch thread, of a file that was whole when the run started; a memory map would die of a signal."""
     run = broken("shard cut")
     assert run.codes in ([4, 2], [2, 4], [2, 2]), "they read one file: either or both meet its end"
-    assert re.fullmatch(r"train_gpt: rank \d: .*tiny_train_000000.bin: reading at token [\d,]+: expected [\d,]+ tokens as when it was checked, "
-                        r"found its end; fix: fetch this file again", last_line(run.said[run.codes.index(2)]))
+    assert re.fullmatch(
+        r"train_gpt: rank \d: .*tiny_train_000000.bin: reading at token [\d,]+: "
+        r"expected [\d,]+ tokens as when it was checked, found its end; fix: fetch this file again",
+        last_line(run.said[run.codes.index(2)]),
+    )
     assert run.log[-1]["state"].startswith("failed: ")
 
 
 def test_the_disk_stands_still(broken):
     run = broken("disk stands still")
-    assert run.codes == [4] and re.search(r"expected progress within 2 s, found none since step [123]; fix: ", last_line(run.said[0]))
+    assert run.codes == [4]
+    assert re.search(r"expected progress within 2 s, found none since step [123]; fix: ", last_line(run.said[0]))
     assert run.log[-1]["state"].startswith("failed: ")
 
 
 def test_the_disk_is_full_for_the_log(broken):
     run = broken("disk full for the log")
-    assert run.codes == [0] and run.said[0].count("run log: expected to write") == 1 and last_line(run.said[0]).endswith("log: none, UNLOGGED")
+    assert run.codes == [0]
+    assert run.said[0].count("run log: expected to write") == 1
+    assert last_line(run.said[0]).endswith("log: none, UNLOGGED")
 
 
 def test_the_disk_is_full_for_the_model(broken):
     run = broken("disk full for the model")
-    assert run.codes == [2] and re.search(r"train_gpt: saving .*model.pt: expected .*, found .*; fix: ", last_line(run.said[0]))
+    assert run.codes == [2]
+    assert re.search(r"train_gpt: saving .*model.pt: expected .*, found .*; fix: ", last_line(run.said[0]))
     assert sorted(path.name for path in run.place.iterdir()) == ["1-0.out", "corpus", "logs-1"], "no part of a model"
 
 
@@ -427,7 +537,9 @@ def test_two_launches_in_one_folder(broken):
     codes = json.loads((place.parent / "codes.json").read_text())
     logs = [read_log(path) for path in (place / "logs-1").glob("*.jsonl")]
     assert codes["two launches: first"] == codes["two launches: second"] == [0]
-    assert len(logs) == 2 and all(log[-1]["state"] == "ok" for log in logs) and logs[0][-1]["loss"] == logs[1][-1]["loss"]
+    assert len(logs) == 2
+    assert all(log[-1]["state"] == "ok" for log in logs)
+    assert logs[0][-1]["loss"] == logs[1][-1]["loss"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A whole training step with the fast operators, in Triton's interpreter, is the step of the reference operators.
 
-The kernels' own tests compare each alone. This one holds what lies between: what select_ops hands to each kernel, gradients that go to
-the optimizer past autograd, and that nothing reads memory which nothing has written."""
+The kernels' own tests compare each alone. This one holds what lies between: what select_ops hands to each kernel,
+gradients that go to the optimizer past autograd, and that nothing reads memory which nothing has written."""
 
 import os
 
@@ -20,13 +20,21 @@ from triton.runtime import interpreter
 import helpers
 from helpers import CPU, tg
 
-pytestmark = pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="compiled kernels: tests/test_training_gpu.py")
+pytestmark = pytest.mark.skipif(
+    os.environ["TRITON_INTERPRET"] != "1", reason="compiled kernels: tests/test_training_gpu.py"
+)
 
 
 def one_step(ops, corpus, tokens=128, **model):
     """Loss and state after one step with several targets, sampled classes, pointer and n-grams."""
     stage = replace(helpers.PRESET.stages[0], steps=1, batch_tokens=tokens, sampled_classes=tokens // 2)
-    preset = replace(helpers.PRESET, model=replace(helpers.MODEL, **model), stages=(stage,), val_tokens=128, val_window_tokens=128)
+    preset = replace(
+        helpers.PRESET,
+        model=replace(helpers.MODEL, **model),
+        stages=(stage,),
+        val_tokens=128,
+        val_window_tokens=128,
+    )
     ranks = tg.Ranks(0, 1, CPU)
     trainer = tg.Trainer(preset, ranks, ops, tg.Clock(CPU), corpus)
     trainer.initialise(helpers.SEED)
@@ -56,7 +64,8 @@ def unwritten_is_nan():
 
 @pytest.fixture
 def exact_products(monkeypatch):
-    """The interpreter keeps bfloat16 as its bits and multiplies these as integers; here it multiplies what they mean."""
+    """The interpreter keeps bfloat16 as its bits and multiplies these as integers;
+    here it multiplies what they mean."""
     multiply = interpreter.InterpreterBuilder.create_dot
 
     def widened(operand):
@@ -94,14 +103,19 @@ def sampled(mixed):
 
 
 @pytest.mark.parametrize("fp8", [[], list(tg.FP8_PARTS)], ids=["bfloat16", "fp8"])
-def test_a_step_as_on_a_gpu_is_near_the_reference_step(hopper, corpus, unwritten_is_nan, exact_products, monkeypatch, fp8):
-    """bfloat16 moves gradients by 2 to 4 %. FP8's scales are for wider models: here it moves them by a third, but the loss by .2 %."""
+def test_a_step_as_on_a_gpu_is_near_the_reference_step(
+    hopper, corpus, unwritten_is_nan, exact_products, monkeypatch, fp8
+):
+    """bfloat16 moves gradients by 2 to 4 %.
+    FP8's scales are for wider models: here it moves them by a third, but the loss by .2 %."""
     shape = dict(tokens=384, dtype="bfloat16")
     with monkeypatch.context() as patch:
         if fp8:
             patch.setattr(tg, "mixed", sampled(tg.mixed))
         want_loss, want = one_step(tg.select_ops(CPU), corpus, **shape)
-    loss, got = unwritten_is_nan(one_step, tg.select_ops(torch.device("cuda"), compile=False, graphs=False, fp8=fp8), corpus, **shape)
+    loss, got = unwritten_is_nan(
+        one_step, tg.select_ops(torch.device("cuda"), compile=False, graphs=False, fp8=fp8), corpus, **shape
+    )
     torch.testing.assert_close(loss, want_loss, rtol=5e-3 if fp8 else 1e-4, atol=0)
     for name, tensor in got.items():
         error = (tensor.float() - want[name].float()).norm() / want[name].float().norm().clamp_min(1e-6)

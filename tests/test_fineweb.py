@@ -1,7 +1,7 @@
 """data/fineweb.py: fetch against a local imitation of the hub, verify, tokenize; and the sample in data/sample.
 
-No test needs the internet or reads outside the repository. Fetches run in a process of their own, because huggingface_hub
-reads HF_ENDPOINT when it is imported.
+No test needs the internet or reads outside the repository.
+Fetches run in a process of their own, because huggingface_hub reads HF_ENDPOINT when it is imported.
 """
 
 import base64
@@ -32,7 +32,8 @@ import fineweb
 import make_sample
 
 BOS = 50256
-VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000001.bin"
+VAL = "fineweb_val_000000.bin"
+TRAIN = "fineweb_train_000001.bin"
 
 
 def shard(tokens, magic=20240520, version=1, count=None):
@@ -44,7 +45,8 @@ def shard(tokens, magic=20240520, version=1, count=None):
 def read(path):
     """Token array of a good shard."""
     raw = Path(path).read_bytes()
-    assert struct.unpack("<3i", raw[:12]) == (20240520, 1, len(raw) // 2 - 512) and not any(raw[12:1024])
+    assert struct.unpack("<3i", raw[:12]) == (20240520, 1, len(raw) // 2 - 512)
+    assert not any(raw[12:1024])
     return np.frombuffer(raw[1024:], dtype="<u2")
 
 
@@ -64,7 +66,8 @@ HUB_FOLDERS = ("/datasets/kjj0/fineweb10B-gpt2/resolve/main", "/datasets/Rowan/h
 
 
 class Hub:
-    """The hub's two requests for a large file: HEAD with its size and SHA-256, GET redirected to a store with ranges."""
+    """The hub's two requests for a large file:
+    HEAD with its size and SHA-256, GET redirected to a store with ranges."""
 
     def __init__(self):
         random = np.random.default_rng(0)
@@ -95,7 +98,8 @@ class Hub:
             def do_GET(self):
                 if not self.path.startswith("/store/"):
                     return self.resolve()
-                content, span = hub.files[Path(self.path).name], self.headers["Range"]
+                content = hub.files[Path(self.path).name]
+                span = self.headers["Range"]
                 start = int(span.removeprefix("bytes=").removesuffix("-")) if span else 0
                 hub.requests.append(("GET", Path(self.path).name, span))
                 if hub.cut_once or hub.stall:
@@ -106,7 +110,8 @@ class Hub:
                     self.wfile.flush()
                     while hub.stall:
                         time.sleep(0.05)
-                    hub.cut_once, self.close_connection = False, True
+                    hub.cut_once = False
+                    self.close_connection = True
                 elif span:
                     place = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
                     self.answer(206, place, content[start:])
@@ -155,24 +160,31 @@ def fetch(folder, endpoint, shards=1):
     process = start_fetch(folder, endpoint, shards)
     out, err = process.communicate(timeout=60)
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in err and len(errors) == (process.returncode == 2), err
+    assert "Traceback" not in err, err
+    assert len(errors) == (process.returncode == 2), err
     return process.returncode, out, errors[0] if errors else ""
 
 
 def test_fetch_and_fetch_again(hub, tmp_path):
     folder = tmp_path / "new" / "folder"
     code, out, _ = fetch(folder, hub.url)
-    assert code == 0 and "2 shards, 8,002 tokens" in out
+    assert code == 0
+    assert "2 shards, 8,002 tokens" in out
     assert names(folder) == ["SHA256SUMS", TRAIN, VAL]
     for name, content in hub.files.items():
         assert (folder / name).read_bytes() == content
         assert f"{sha256(content)}  {name}\n" in (folder / "SHA256SUMS").read_text()
     hub.requests.clear()
     code, out, _ = fetch(folder, hub.url)
-    assert code == 0 and out.count("already here") == 2 and hub.requests == []
+    assert code == 0
+    assert out.count("already here") == 2
+    assert hub.requests == []
     (folder / "SHA256SUMS").unlink()  # then the hub is asked what is right, and nothing is transferred
     code, out, _ = fetch(folder, hub.url)
-    assert code == 0 and out.count("already here") == 2 and len(hub.requests) == 2 and not hub.gets()
+    assert code == 0
+    assert out.count("already here") == 2
+    assert len(hub.requests) == 2
+    assert not hub.gets()
 
 
 def test_fetch_resumes_repairs_and_replaces(hub, tmp_path):
@@ -180,39 +192,51 @@ def test_fetch_resumes_repairs_and_replaces(hub, tmp_path):
     (tmp_path / f"{VAL}.part").write_bytes(b"stale" * 300)  # not a beginning of the file: the hash finds out
     (tmp_path / f"{TRAIN}.part").write_bytes(good[:5000])
     code, out, _ = fetch(tmp_path, hub.url)
-    assert code == 0 and "starting over" in out
+    assert code == 0
+    assert "starting over" in out
     assert hub.gets() == [(VAL, "bytes=1500-"), (VAL, None), (TRAIN, "bytes=5000-")]
     hub.requests.clear()
     (tmp_path / TRAIN).write_bytes(good[:-1] + b"x")
     hub.cut_once = True  # the library continues the broken stream by itself
     code, out, _ = fetch(tmp_path, hub.url)
-    assert code == 0 and "another SHA-256" in out and [name for name, _ in hub.gets()] == [TRAIN, TRAIN]
-    assert (tmp_path / TRAIN).read_bytes() == good and names(tmp_path) == ["SHA256SUMS", TRAIN, VAL]
+    assert code == 0
+    assert "another SHA-256" in out
+    assert [name for name, _ in hub.gets()] == [TRAIN, TRAIN]
+    assert (tmp_path / TRAIN).read_bytes() == good
+    assert names(tmp_path) == ["SHA256SUMS", TRAIN, VAL]
 
 
 def test_fetch_refuses_another_hash(hub, tmp_path):
     hub.stated[TRAIN] = "f" * 64
     (tmp_path / f"{TRAIN}.part").write_bytes(hub.files[TRAIN][:1500])
     code, _, error = fetch(tmp_path, hub.url)
-    assert code == 2 and f"expected {'f' * 64}, found {sha256(hub.files[TRAIN])}; fix: " in error
+    assert code == 2
+    assert f"expected {'f' * 64}, found {sha256(hub.files[TRAIN])}; fix: " in error
     assert names(tmp_path) == ["SHA256SUMS", VAL]  # what was right stays
     hub.stated[TRAIN] = "not-a-sha256"
     code, _, error = fetch(tmp_path, hub.url)
-    assert code == 2 and "expected a SHA-256 and a size, found etag not-a-sha256" in error
+    assert code == 2
+    assert "expected a SHA-256 and a size, found etag not-a-sha256" in error
 
 
 def test_fetch_refuses_what_is_not_a_shard(hub, tmp_path):
     hub.files[VAL] = shard([BOS, 1, 2], magic=7)
     code, _, error = fetch(tmp_path, hub.url)
-    assert code == 2 and "magic number: expected 20240520, found 7" in error and not (tmp_path / VAL).exists()
+    assert code == 2
+    assert "magic number: expected 20240520, found 7" in error
+    assert not (tmp_path / VAL).exists()
 
 
 def test_fetch_without_the_file_or_the_hub(hub, tmp_path):
     code, _, error = fetch(tmp_path, hub.url, shards=2)
-    assert code == 2 and "fineweb_train_000002.bin on the hub: expected HTTP 200, found HTTP 404" in error
-    assert (tmp_path / TRAIN).exists() and "train_000002" not in "".join(names(tmp_path))
+    assert code == 2
+    assert "fineweb_train_000002.bin on the hub: expected HTTP 200, found HTTP 404" in error
+    assert (tmp_path / TRAIN).exists()
+    assert "train_000002" not in "".join(names(tmp_path))
     code, _, error = fetch(tmp_path / "empty", "http://127.0.0.1:9")
-    assert code == 2 and "expected an answer, found ConnectError" in error and "it resumes" in error
+    assert code == 2
+    assert "expected an answer, found ConnectError" in error
+    assert "it resumes" in error
 
 
 def test_fetch_interrupted_and_one_at_a_time(hub, tmp_path):
@@ -224,12 +248,15 @@ def test_fetch_interrupted_and_one_at_a_time(hub, tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     hub.stall = False
-    assert process.returncode == 130 and "interrupted" in err and "Traceback" not in err
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
     assert names(tmp_path) == [f"{VAL}.part"]
     with open(tmp_path / f"{VAL}.part", "ab") as part:
         fcntl.flock(part, fcntl.LOCK_EX)
         code, _, error = fetch(tmp_path, hub.url)
-    assert code == 2 and "expected one at a time, found another fetch" in error
+    assert code == 2
+    assert "expected one at a time, found another fetch" in error
     assert fetch(tmp_path, hub.url)[0] == 0
 
 
@@ -237,7 +264,9 @@ def test_fetch_disk_full(tmp_path, monkeypatch):
     pytest.importorskip("huggingface_hub")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda _: usage(100, 90, 10))
-    with pytest.raises(fineweb.DataError, match="disk space for a.bin: expected 200 bytes, found 10 free; fix: free some"):
+    with pytest.raises(
+        fineweb.DataError, match="disk space for a.bin: expected 200 bytes, found 10 free; fix: free some"
+    ):
         fineweb.download(tmp_path / "a.bin.part", "a.bin", "http://127.0.0.1:9/a.bin", 200, "0" * 64)
     with pytest.raises(fineweb.DataError, match="expected enough, found disk full; fix: .* it resumes"):
         with fineweb.hub_errors("a.bin"):
@@ -280,8 +309,10 @@ def test_verify_bad_shard(tmp_path, capsys, content, message):
     assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     line = out.splitlines()[0]
-    assert line.startswith(f"error: {tmp_path}/bad.bin {message}") and "; fix: " in line
-    assert "good.bin  2 tokens" in out and "1 of 2 shards good, 2 tokens" in out
+    assert line.startswith(f"error: {tmp_path}/bad.bin {message}")
+    assert "; fix: " in line
+    assert "good.bin  2 tokens" in out
+    assert "1 of 2 shards good, 2 tokens" in out
     assert err == f"error: {tmp_path}: expected only good shards, found 1 bad; fix: see the lines above\n"
 
 
@@ -290,7 +321,8 @@ def test_verify_goes_on_after_a_shard_that_cannot_be_read(tmp_path, capsys):
     (tmp_path / "good.bin").write_bytes(shard([BOS, 7]))
     assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
     out = capsys.readouterr().out
-    assert f"error: {tmp_path}/bad.bin: expected a file that can be read, found Is a directory; fix: " in out and "1 of 2 shards good" in out
+    assert f"error: {tmp_path}/bad.bin: expected a file that can be read, found Is a directory; fix: " in out
+    assert "1 of 2 shards good" in out
 
 
 @pytest.mark.fast
@@ -300,7 +332,8 @@ def test_verify_refuses_a_shard_that_is_there_twice(tmp_path, capsys):
     assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert "a_train_000002.bin: expected another shard than the others, found the same as a_train_000001.bin" in out
-    assert "1 of 2 shards good, 2 tokens" in out and "found 1 bad" in err
+    assert "1 of 2 shards good, 2 tokens" in out
+    assert "found 1 bad" in err
 
 
 @pytest.mark.fast
@@ -347,7 +380,10 @@ def test_verify_knows_the_sums_and_the_empty_folder(tmp_path, capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 # tokenize
 
-TEXTS = [f"The {i}th whale said: <|endoftext|> that the then-other théorie, {i * i} ☃!\n\n  Bye." for i in range(300)]
+TEXTS = [
+    f"The {i}th whale said: <|endoftext|> that the then-other théorie, {i * i} ☃!\n\n  Bye."
+    for i in range(300)
+]
 
 
 MERGES = [b"th", b"the", b" t", b" th", b" the", b"at", b" that", b"wh", b"al", b"ale", b"\n\n"]
@@ -389,22 +425,29 @@ def test_json_lines_into_shards_any_number_of_processes(ranks, tmp_path, monkeyp
         out = tmp_path / str(processes)
         sizes = ["--val-tokens", 2000, "--shard-tokens", 3000, "--procs", processes]
         assert tokenize(ranks, source, out, *sizes) == 0
-    one, three = tmp_path / "1", tmp_path / "3"
+    one = tmp_path / "1"
+    three = tmp_path / "3"
     files = names(one)
-    assert files[:2] == ["text_train_000001.bin", "text_train_000002.bin"] and files[-1] == "text_val_000000.bin"
-    assert names(three) == files and all((one / f).read_bytes() == (three / f).read_bytes() for f in files)
+    assert files[:2] == ["text_train_000001.bin", "text_train_000002.bin"]
+    assert files[-1] == "text_val_000000.bin"
+    assert names(three) == files
+    assert all((one / f).read_bytes() == (three / f).read_bytes() for f in files)
 
     validation, *training = [read(one / f) for f in [files[-1], *files[:-1]]]
     documents = [document for tokens in [validation, *training] for document in decode(tokens)]
     assert documents == TEXTS  # nothing lost, nothing moved, <|endoftext|> in a text is text
     last = len(validation) - np.flatnonzero(validation == BOS)[-1]
     assert 2000 <= len(validation) < 2000 + last  # whole documents until the wish is met
-    assert all(len(tokens) <= 3000 for tokens in training) and all(len(tokens) > 2700 for tokens in training[:-1])
+    assert all(len(tokens) <= 3000 for tokens in training)
+    assert all(len(tokens) > 2700 for tokens in training[:-1])
     assert fineweb.main(["verify", "--dir", str(one)]) == 0
     out = capsys.readouterr().out
-    assert "300 documents" in out and "  300 documents" not in out, "in all, but they are spread over shards"
+    assert "300 documents" in out, "in all, but they are spread over shards"
+    assert "  300 documents" not in out, "in all, but they are spread over shards"
     used = np.unique(np.concatenate([validation, *training]))
-    assert used.max() == BOS and (used[:-1] >= 256).sum() >= 8  # merges were applied
+    # merges were applied
+    assert used.max() == BOS
+    assert (used[:-1] >= 256).sum() >= 8
 
 
 def test_killed_worker_is_an_error_and_none_stays(ranks):
@@ -439,7 +482,9 @@ def test_plain_text_and_empty_documents(ranks, tmp_path):
     assert decode(read(tmp_path / "a/cut_train_000001.bin")) == ["stays", "fourth\nline"]
 
 
-BOOK = "\n\n".join(f"Paragraph {number} of the book.\n" + "The whale swam on. " * (number % 9) for number in range(2000))
+BOOK = "\n\n".join(
+    f"Paragraph {number} of the book.\n" + "The whale swam on. " * (number % 9) for number in range(2000)
+)
 
 
 def test_one_long_text_is_cut_at_paragraphs(ranks, tmp_path, capsys):
@@ -463,7 +508,8 @@ def test_cuts_where_there_is_no_paragraph():
     def cut(text, most=20):
         return list(fineweb.cut_long([text], most))
 
-    assert cut("short") == ["short"] and cut("\nas it was\n") == ["\nas it was\n"]
+    assert cut("short") == ["short"]
+    assert cut("\nas it was\n") == ["\nas it was\n"]
     assert cut("a line of words\nand a second line\nend") == ["a line of words", "and a second line", "end"]
     assert cut("many words in one line without end") == ["many words in one", " line without end"]
     assert cut("x" * 45) == ["x" * 20, "x" * 20, "x" * 5]
@@ -500,12 +546,18 @@ def test_a_folder_is_searched_for_texts(ranks, tmp_path, capsys):
     assert tokenize(ranks, folder, tmp_path / "out", "--val-tokens", 0, "--procs", 1) == 0
     assert decode(read(tmp_path / "out/text_train_000001.bin")) == ["first", "second", "third", "fourth", "fifth"]
     out = capsys.readouterr().out
-    assert f"{folder}: 4 files, 2 of other kinds left out" in out and "5 documents" in out
+    assert f"{folder}: 4 files, 2 of other kinds left out" in out
+    assert "5 documents" in out
 
-    assert tokenize(ranks, folder / ".git", tmp_path / "b", "--val-tokens", 0, "--procs", 1) == 0, "if it is named itself"
+    assert tokenize(ranks, folder / ".git", tmp_path / "b", "--val-tokens", 0, "--procs", 1) == 0, (
+        "if it is named itself"
+    )
     (tmp_path / "empty").mkdir()
     assert tokenize(ranks, tmp_path / "empty", tmp_path / "b") == 2
-    assert "empty: expected files that end in .txt, .md, .jsonl, .ndjson, .parquet, found none among 0" in capsys.readouterr().err
+    assert (
+        "empty: expected files that end in .txt, .md, .jsonl, .ndjson, .parquet, found none among 0"
+        in capsys.readouterr().err
+    )
 
 
 def test_parquet(ranks, tmp_path, capsys):
@@ -537,14 +589,20 @@ def test_bad_input_leaves_nothing(ranks, tmp_path, capsys):
     good = as_jsonl(tmp_path / "good.jsonl", TEXTS)
     packed = gzip.compress("".join(TEXTS).encode())
     contents = {
-        "broken.jsonl": (b'{"text": "a"}\n\n{"text": \n', 'broken.jsonl line 3: expected an object with the text under'),
+        "broken.jsonl": (
+            b'{"text": "a"}\n\n{"text": \n',
+            "broken.jsonl line 3: expected an object with the text under",
+        ),
         "key.jsonl": (b'{"body": "a"}\n', "key.jsonl line 1: expected an object"),
         "list.jsonl": (b"[1, 2]\n", "list.jsonl line 1: expected an object"),
         "number.jsonl": (b'{"text": 5}\n', 'number.jsonl line 1: expected text under "text", found int'),
         "latin1.txt": ("caf\xe9 noir".encode("latin-1"), "latin1.txt: expected UTF-8 text, found byte 0xe9"),
         "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-9], "cut.txt.gz: expected a complete gzip file"),
         "no.txt.gz": (b"plain", "no.txt.gz: expected a complete gzip file"),
-        "hole.txt.gz": (packed[:30] + bytes(300) + packed[330:], "hole.txt.gz: expected a complete gzip file"),
+        "hole.txt.gz": (
+            packed[:30] + bytes(300) + packed[330:],
+            "hole.txt.gz: expected a complete gzip file",
+        ),
     }
     out = tmp_path / "out"
     for name, (content, message) in contents.items():
@@ -576,7 +634,8 @@ def test_two_tokenizers_in_one_folder(tmp_path, monkeypatch):
     with pytest.raises(fineweb.DataError, match="expected no shards named text, found text_train_000001.bin"):
         writers[0].finish()
     writers[0].abort()
-    assert names(tmp_path) == ["text_train_000001.bin"] and read(tmp_path / "text_train_000001.bin").tolist() == [BOS, 2]
+    assert names(tmp_path) == ["text_train_000001.bin"]
+    assert read(tmp_path / "text_train_000001.bin").tolist() == [BOS, 2]
 
 
 def test_a_full_disk_leaves_no_parts(tmp_path):
@@ -593,7 +652,10 @@ def test_bad_encoding(ranks, tmp_path, monkeypatch, capsys):
     good = as_jsonl(tmp_path / "good.jsonl", TEXTS)
     for lines, message in [
         (["no ranks here"], "bad.tiktoken line 1: expected base64 and a rank"),
-        (ranks.read_text().splitlines()[1:], "expected all 256 bytes, different ranks from 0 to 50255, found 266 tokens"),
+        (
+            ranks.read_text().splitlines()[1:],
+            "expected all 256 bytes, different ranks from 0 to 50255, found 266 tokens",
+        ),
         ([*ranks.read_text().splitlines(), "YWFh 50256"], "found 268 tokens, 268 ranks, the highest 50256"),
         ([*ranks.read_text().splitlines(), "YWFh 5"], "found 268 tokens, 267 ranks"),
     ]:
@@ -611,12 +673,24 @@ def test_bad_encoding(ranks, tmp_path, monkeypatch, capsys):
     assert "fix: git checkout data/sample" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["fetch", "--shards", "104"], ["fetch", "--shards", "x"], ["tokenize", "a"], [],
-                                       *(["tokenize", "a", "--out", "b", "--name", name] for name in ("a[b]", "my_train_set", "x_val", "../x", ""))])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fetch", "--shards", "104"],
+        ["fetch", "--shards", "x"],
+        ["tokenize", "a"],
+        [],
+        *(
+            ["tokenize", "a", "--out", "b", "--name", name]
+            for name in ("a[b]", "my_train_set", "x_val", "../x", "")
+        ),
+    ],
+)
 def test_wrong_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         fineweb.main(arguments)
-    assert stop.value.code == 2 and "error: " in capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "error: " in capsys.readouterr().err
 
 
 @pytest.mark.fast
@@ -624,14 +698,18 @@ def test_wrong_arguments_exit_with_2(arguments, capsys):
 def test_another_python_without_the_packages(command):
     """As after run.sh has made .venv: -S hides what is installed. One line, not a traceback."""
     done = subprocess.run([sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
     assert "numpy: expected it installed; fix: ./run.sh --check, then . .venv/bin/activate" in done.stderr
 
 
 def test_import_is_light():
-    code = "import sys, fineweb, make_sample; print({'huggingface_hub', 'tiktoken', 'pyarrow', 'torch'} & set(sys.modules))"
+    code = "import sys, fineweb, make_sample; "
+    code += "print({'huggingface_hub', 'tiktoken', 'pyarrow', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "data", capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n" and done.stderr == ""
+    assert done.stdout == "set()\n"
+    assert done.stderr == ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -650,7 +728,8 @@ def test_sample(capsys):
     assert 100_000 <= len(validation) <= 150_000
     assert sum(path.stat().st_size for path in paths) <= 4_000_000
     for tokens in training, validation:
-        assert tokens[0] == BOS and np.diff(np.flatnonzero(tokens == BOS), append=len(tokens)).min() >= 30
+        assert tokens[0] == BOS
+        assert np.diff(np.flatnonzero(tokens == BOS), append=len(tokens)).min() >= 30
     assert "public domain" in (folder / "LICENSE.md").read_text(encoding="utf-8")
 
 
@@ -675,9 +754,14 @@ def test_make_sample_reads_its_sources(tmp_path):
 
 def test_make_sample_cuts_books_between_paragraphs():
     lines = "The quick brown fox jumps over the lazy dog again and\nagain, until _dusk_."
-    book = "\n\n".join(["CHAPTER I", *[lines] * 40, "* * *", "    Roses\n    and violets", "Chapter 2", lines, "THE END"])
+    book = "\n\n".join(
+        ["CHAPTER I", *[lines] * 40, "* * *", "    Roses\n    and violets", "Chapter 2", lines, "THE END"]
+    )
     cut = list(make_sample.passages(book))
     prose = lines.replace("\n", " ").replace("_", "")
-    assert cut[-1] == prose and cut[-2].endswith(f"{prose}\n\nRoses\nand violets")
-    assert "\n\n".join(cut).count(prose) == 41 and "CHAPTER" not in "".join(cut).upper() and "*" not in "".join(cut)
+    assert cut[-1] == prose
+    assert cut[-2].endswith(f"{prose}\n\nRoses\nand violets")
+    assert "\n\n".join(cut).count(prose) == 41
+    assert "CHAPTER" not in "".join(cut).upper()
+    assert "*" not in "".join(cut)
     assert [len(passage) > 1500 for passage in cut] == [True, False, False]

@@ -1,8 +1,10 @@
-"""The FP8 kernels as machine code, compiled without a GPU: what ptxas makes of conversions whose results are stored in two layouts.
+"""The FP8 kernels as machine code, compiled without a GPU:
+what ptxas makes of conversions whose results are stored in two layouts.
 
-ptxas (of Triton 3.6 to 3.8) can drop the low half of a pair of FP8 numbers that is stored by single bytes while it packs the pair into a wider
-store, and then reads the stack pointer, R1, or a register that nothing has written, in its place. PTX and interpreter are right then; only the
-machine code and a GPU show it. So it is with clamps, which on a GPU lose a NaN unless told otherwise, and in the interpreter keep it."""
+ptxas (of Triton 3.6 to 3.8) can drop the low half of a pair of FP8 numbers that is stored by single bytes while it
+packs the pair into a wider store, and then reads the stack pointer, R1, or a register that nothing has written, in its
+place. PTX and interpreter are right then; only the machine code and a GPU show it. So it is with clamps, which on a GPU
+lose a NaN unless told otherwise, and in the interpreter keep it."""
 
 from __future__ import annotations
 
@@ -24,16 +26,24 @@ sys.path.append(str(ROOT / "benchmarks"))
 from machine_code import DISASSEMBLER, disassembled, faults
 
 pytestmark = pytest.mark.skipif(not DISASSEMBLER.exists(), reason="this Triton brings no nvdisasm")
-HOPPER, CONVERTING = (90, 100), (89, 90, 100, 120)  # compute capabilities: with FP8 MLPs and projections; with the FP8 head
-E4M3, E5M2 = ("fp8e4nv", 448.0), ("fp8e5", 57344.0)
+# compute capabilities: with FP8 MLPs and projections; with the FP8 head
+HOPPER = (90, 100)
+CONVERTING = (89, 90, 100, 120)
+E4M3 = ("fp8e4nv", 448.0)
+E5M2 = ("fp8e5", 57344.0)
 
 
 def types_of(kernel, given):
     """Signature and alignment of a kernel's arguments: `given` types, and for the rest what the names say."""
     usual = {"rate": "fp32", "scale": "fp32", "factor": "fp32", "cap": "fp32", "shift": "fp32", "temperature": "fp32"}
     def type_of(name):
-        return given.get(name) or ("*i32" if name.startswith(("class_index", "positions", "num_always")) else "*fp32" if name.endswith("_ptr") else
-                                   next((kind for end, kind in usual.items() if name.endswith(end)), "i32"))
+        return given.get(name) or (
+            "*i32"
+            if name.startswith(("class_index", "positions", "num_always"))
+            else "*fp32"
+            if name.endswith("_ptr")
+            else next((kind for end, kind in usual.items() if name.endswith(end)), "i32")
+        )
     return {name: type_of(name) for name in kernel.arg_names}
 
 
@@ -41,9 +51,20 @@ def machine_code(kernel, capability, warps, given, constants, stages=3):
     """The compiled kernel, disassembled."""
     types = {**types_of(kernel, given), **dict.fromkeys(constants, "constexpr")}
     places = {name: (i,) for i, name in enumerate(kernel.arg_names)}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*") or kind == "i32"}
-    source = ASTSource(fn=kernel, signature=types, constexprs={places[name]: value for name, value in constants.items()}, attrs=aligned)
-    compiled = compile_source(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps, num_stages=stages))
+    aligned = {
+        places[name]: [["tt.divisibility", 16]]
+        for name, kind in types.items()
+        if kind.startswith("*") or kind == "i32"
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs={places[name]: value for name, value in constants.items()},
+        attrs=aligned,
+    )
+    compiled = compile_source(
+        source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps, num_stages=stages)
+    )
     return disassembled(compiled.asm["cubin"])
 
 
@@ -55,16 +76,26 @@ def misuses(*arguments, **options):
 def check_conversion(code, clamp=r"\bFMNMX\S*"):
     """Right registers, and a NaN stays one: the instructions that clamp would by default take the limit instead."""
     found = re.findall(clamp, code)
-    assert not faults(code) and found and all(".NAN" in instruction for instruction in found)
+    assert not faults(code)
+    assert found
+    assert all(".NAN" in instruction for instruction in found)
 
 
 def test_the_search_finds_what_it_is_for():
     bad = "STS.U8 [R107+UR4], R1 ;", "STG.E.U8 desc[UR4][R2.64], R1 ;", "LOP3.LUT R6, R1, 0xffff, RZ, 0xc0, !PT ;"
     assert faults("  @!P3 NOP ; ".join(bad)) == list(bad)
-    assert not faults("LDC R1, c[0x0][0x28] ;  STL [R1+0x8], R4 ;  STS.U8 [R1], R12 ;  LOP3.LUT R6, R12, R10, RZ, 0xc0, !PT ;")
+    assert not faults(
+        "LDC R1, c[0x0][0x28] ;  STL [R1+0x8], R4 ;  STS.U8 [R1], R12 ;  LOP3.LUT R6, R12, R10, RZ, 0xc0, !PT ;"
+    )
     bad = "  /*0070*/  PRMT R25, R24, 0x9910, RZ ;", "  /*0080*/  STG.E.128 desc[UR6][R2.64], R4 ;"
-    good = "  /*0010*/  LDG.E.128 R4, desc[UR6][UR8.64] ;", "  /*0020*/  CS2R R2, SRZ ;", "  /*0030*/  PRMT R8, R4.reuse, 0x7632, R8 ;"
-    assert faults("\n".join(bad)) and faults("\n".join((*good, *bad))) == ["PRMT R25, R24, 0x9910, RZ"] and not faults("\n".join(good))
+    good = (
+        "  /*0010*/  LDG.E.128 R4, desc[UR6][UR8.64] ;",
+        "  /*0020*/  CS2R R2, SRZ ;",
+        "  /*0030*/  PRMT R8, R4.reuse, 0x7632, R8 ;",
+    )
+    assert faults("\n".join(bad))
+    assert faults("\n".join((*good, *bad))) == ["PRMT R25, R24, 0x9910, RZ"]
+    assert not faults("\n".join(good))
 
 
 @pytest.mark.slow
@@ -72,7 +103,8 @@ def test_no_kernel_of_a_step_has_the_fault():
     """All that the first stage of the sprint launches, and its validation, as an H100 would compile it."""
     script = [sys.executable, ROOT / "benchmarks/machine_code.py", "--stages", "0"]
     run = subprocess.run(script, capture_output=True, text=True)
-    assert run.returncode == 0 and int(run.stdout.splitlines()[-1].split()[0]) > 35, run.stdout + run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert int(run.stdout.splitlines()[-1].split()[0]) > 35, run.stdout + run.stderr
 
 
 @pytest.mark.slow
@@ -84,7 +116,8 @@ def test_compiled_kernels_are_found_again(tmp_path):
         folders = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / number)}
         run = subprocess.run(script, capture_output=True, text=True, env=os.environ | folders)
         counts.append(int(run.stdout.split()[0]))
-    assert counts[0] > 35 and counts[1] == 0, run.stdout + run.stderr
+    assert counts[0] > 35, run.stdout + run.stderr
+    assert counts[1] == 0, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("capability", CONVERTING)
@@ -101,14 +134,30 @@ def test_copies_in_both_layouts(kind, capability):
 @pytest.mark.parametrize("capability", CONVERTING)
 def test_gradient_of_the_logits(capability):
     given = dict(logits_ptr="*bf16", out_ptr="*i8", out_t_desc="tensordesc<i8[64, 32]>")
-    assert not misuses(tg.head_grad_kernel, capability, 4, given, dict(TARGETS=3, FAST=True, PTX=True, BLOCK_M=32, BLOCK_N=64))
+    assert not misuses(
+        tg.head_grad_kernel,
+        capability,
+        4,
+        given,
+        dict(TARGETS=3, FAST=True, PTX=True, BLOCK_M=32, BLOCK_N=64),
+    )
 
 
 def split_gradient(capability, ptx, value=True, keys=128, add=False):
     given = {f"{name}_ptr": "*bf16" for name in ("qkv", "value", "gates", "dq", "dk", "dv", "dvalue", "dgates")}
     given |= dict(dqkv_ptr="*i8", dqk_t_desc=f"tensordesc<i8[{keys // 2}, 64]>", dv_t_desc="tensordesc<i8[64, 64]>")
     nothing = {} if value else dict.fromkeys(("value_ptr", "gates_ptr", "dvalue_ptr", "dgates_ptr"))
-    constants = dict(ADD=add, PTX=ptx, HEADS=6, HEAD_DIM_QK=keys, HEAD_DIM_V=128, VALUE_WIDTH=768, KEY_OFFSET=False, BLOCK_M=64, **nothing)
+    constants = dict(
+        ADD=add,
+        PTX=ptx,
+        HEADS=6,
+        HEAD_DIM_QK=keys,
+        HEAD_DIM_V=128,
+        VALUE_WIDTH=768,
+        KEY_OFFSET=False,
+        BLOCK_M=64,
+        **nothing,
+    )
     return misuses(tg.split_heads_grad_kernel, capability, 8, given, constants)
 
 
@@ -128,9 +177,15 @@ def test_the_cure_is_still_needed():
 @pytest.mark.parametrize("capability", HOPPER)
 @pytest.mark.parametrize("backward", [False, True], ids=("forward", "backward"))
 def test_products_of_the_mlp(backward, capability):
-    (kind, limit), tile = E5M2 if backward else E4M3, "tensordesc<{}[{}, {}]>".format
+    kind, limit = E5M2 if backward else E4M3
+    tile = "tensordesc<{}[{}, {}]>".format
     cols, depth, warps, stages = (128, 64, 4, 4) if backward else (256, 128, 8, 3)
     given = dict(a_desc=tile(kind, 128, depth), b_desc=tile(E4M3[0], cols, depth), hidden_desc=tile(E4M3[0], 128, cols),
                  out_desc=tile(kind, 128, cols), out_t_desc=tile("i8", cols, 128))
-    constants = dict(WIDTH=768, LIMIT=limit, BLOCK_M=128, BLOCK_N=cols, BLOCK_K=depth) | ({} if backward else {"hidden_desc": None})
-    check_conversion(machine_code(tg.mlp_kernel, capability, warps, given, constants, stages=stages), clamp=r"\bFMNMX\S*XORSIGN\S*")  # others: relu
+    constants = dict(WIDTH=768, LIMIT=limit, BLOCK_M=128, BLOCK_N=cols, BLOCK_K=depth) | (
+        {} if backward else {"hidden_desc": None}
+    )
+    check_conversion(
+        machine_code(tg.mlp_kernel, capability, warps, given, constants, stages=stages),
+        clamp=r"\bFMNMX\S*XORSIGN\S*",
+    )  # others: relu

@@ -1,4 +1,5 @@
-"""data/hellaswag.py: scores against one ending at a time, its files and their faults, the fetch from an imitation of the hub."""
+"""data/hellaswag.py: scores against one ending at a time, its files and their faults,
+the fetch from an imitation of the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ import types
 import numpy as np
 import pytest
 
-import helpers
 import sample
 from helpers import BOS, CPU, ROOT, tg
 from test_fineweb import hub  # noqa: F401
@@ -20,8 +20,16 @@ sys.path.insert(0, str(ROOT / "data"))
 import fineweb
 import hellaswag
 
-QUESTIONS = [{"ctx": f"A person {verb} the", "endings": ["x", "some words that follow", "b c", ending], "label": 0 if number % 2 else number % 4}
-             for number, (verb, ending) in enumerate([("sees", "a"), ("takes", "zz"), ("opens", "a door"), ("leaves", "house.")] * 3)]
+QUESTIONS = [
+    {
+        "ctx": f"A person {verb} the",
+        "endings": ["x", "some words that follow", "b c", ending],
+        "label": 0 if number % 2 else number % 4,
+    }
+    for number, (verb, ending) in enumerate(
+        [("sees", "a"), ("takes", "zz"), ("opens", "a door"), ("leaves", "house.")] * 3
+    )
+]
 
 
 def write(path, rows):
@@ -33,9 +41,17 @@ def write(path, rows):
 def saved(corpus, tiny, tmp_path, monkeypatch, capsys):
     """A trained model's file; bytes are tokens."""
     path = tmp_path / "model.pt"
-    assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path / "logs"), "--save", str(path)]) == 0
+    arguments = [
+        "--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir",
+        str(tmp_path / "logs"), "--save", str(path),
+    ]
+    assert tg.main(arguments) == 0
     capsys.readouterr()
-    monkeypatch.setattr(hellaswag, "load_encoding", lambda spec: types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode())))
+    monkeypatch.setattr(
+        hellaswag,
+        "load_encoding",
+        lambda spec: types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode())),
+    )
     return path
 
 
@@ -52,16 +68,23 @@ def test_endings_are_scored_right(saved, tmp_path, monkeypatch, capsys, batch_to
     right = np.zeros(2)
     for question in QUESTIONS:
         context = [BOS, *question["ctx"].encode()]
-        sums = [total_loss(model, content, [*context, *f" {ending}".encode()]) - total_loss(model, content, context) for ending in question["endings"]]
+        sums = [
+            total_loss(model, content, [*context, *f" {ending}".encode()])
+            - total_loss(model, content, context)
+            for ending in question["endings"]
+        ]
         means = [loss / (1 + len(ending)) for loss, ending in zip(sums, question["endings"])]
         right += [np.argmin(sums) == question["label"], np.argmin(means) == question["label"]]
     monkeypatch.setattr(hellaswag, "BATCH_TOKENS", batch_tokens)
     assert hellaswag.main([str(saved), "--questions", str(write(tmp_path / "q.jsonl", QUESTIONS))]) == 0
     expected = "hellaswag, 12 questions: accuracy {:.4f}, acc_norm {:.4f}\n".format(*right / 12)
-    assert capsys.readouterr().out == expected and right[0] != right[1]
+    assert capsys.readouterr().out == expected
+    assert right[0] != right[1]
     losses = hellaswag.ending_losses(model, content, [([BOS, 1, 2, 3], 2), ([BOS, 7, 8], 1)], CPU)
     assert len(losses) == 2
-    assert losses[0] == pytest.approx(total_loss(model, content, [BOS, 1, 2, 3]) - total_loss(model, content, [BOS, 1]), rel=1e-5)
+    assert losses[0] == pytest.approx(
+        total_loss(model, content, [BOS, 1, 2, 3]) - total_loss(model, content, [BOS, 1]), rel=1e-5
+    )
 
 
 def test_limit_and_parquet(saved, tmp_path, capsys):
@@ -73,7 +96,8 @@ def test_limit_and_parquet(saved, tmp_path, capsys):
     for file in (path, write(tmp_path / "q.jsonl", QUESTIONS)):
         assert hellaswag.main([str(saved), "--questions", str(file), "--limit", "5"]) == 0
         results.append(capsys.readouterr().out)
-    assert results[0] == results[1] and "5 questions" in results[0]
+    assert results[0] == results[1]
+    assert "5 questions" in results[0]
     with pytest.raises(SystemExit) as caught:
         hellaswag.main([str(saved), "--limit", "0"])
     assert caught.value.code == 2
@@ -81,10 +105,16 @@ def test_limit_and_parquet(saved, tmp_path, capsys):
 
 GOOD = QUESTIONS[0]
 BAD = {
-    "no JSON": "{", "a list": "[1]", "nested": "[" * 5000, "no context": json.dumps({"endings": ["a"], "label": 0}),
-    "label beyond": json.dumps({**GOOD, "label": 4}), "negative label": json.dumps({**GOOD, "label": -1}), "no label": json.dumps({**GOOD, "label": ""}),
+    "no JSON": "{",
+    "a list": "[1]",
+    "nested": "[" * 5000,
+    "no context": json.dumps({"endings": ["a"], "label": 0}),
+    "label beyond": json.dumps({**GOOD, "label": 4}),
+    "negative label": json.dumps({**GOOD, "label": -1}),
+    "no label": json.dumps({**GOOD, "label": ""}),
     "label without end": json.dumps({**GOOD, "label": float("inf")}),
-    "an ending of no text": json.dumps({**GOOD, "endings": ["a", ""], "label": 0}), "endings of numbers": json.dumps({**GOOD, "endings": [1, 2]}),
+    "an ending of no text": json.dumps({**GOOD, "endings": ["a", ""], "label": 0}),
+    "endings of numbers": json.dumps({**GOOD, "endings": [1, 2]}),
 }
 
 
@@ -92,32 +122,58 @@ BAD = {
 def test_bad_questions(tmp_path, name):
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + BAD[name] + "\n")
-    with pytest.raises(fineweb.DataError, match=r"q.jsonl question 2: expected ctx, endings and the label of the right one, found \w+: .*; fix: "):
+    with pytest.raises(
+        fineweb.DataError,
+        match=r"q.jsonl question 2: expected ctx, endings and the label of the right one, found \w+: .*; fix: ",
+    ):
         hellaswag.read_questions(path)
 
 
 def test_other_bad_files(saved, tmp_path, capsys):
-    empty, broken = tmp_path / "empty.jsonl", tmp_path / "broken.parquet"
+    empty = tmp_path / "empty.jsonl"
+    broken = tmp_path / "broken.parquet"
     empty.write_text("")
     broken.write_bytes(b"PAR1 no")
     (tmp_path / "model.txt").write_text("no model")
-    for arguments in ([saved, "--questions", empty], [saved, "--questions", broken], [saved, "--questions", tmp_path / "none"], [tmp_path / "model.txt"]):
+    for arguments in (
+        [saved, "--questions", empty],
+        [saved, "--questions", broken],
+        [saved, "--questions", tmp_path / "none"],
+        [tmp_path / "model.txt"],
+    ):
         assert hellaswag.main([str(argument) for argument in arguments]) == 2
         said = capsys.readouterr().err
-        assert said.startswith("error: ") and said.count("\n") == 1 and "; fix: " in said
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+        assert "; fix: " in said
 
 
 def test_fetching(hub, tmp_path):
     """Only a file with the SHA-256 that the hub states gets its name."""
     hub.files[name := hellaswag.FILE.rpartition("/")[2]] = b"PAR1 imagine questions PAR1"
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1,localhost"}
-    code = f"import sys, pathlib; sys.path.insert(0, {str(ROOT / 'data')!r}); import hellaswag; hellaswag.fetch(pathlib.Path('q.parquet'))"
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "hf"),
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
+    code = f"import sys, pathlib; sys.path.insert(0, {str(ROOT / 'data')!r}); "
+    code += "import hellaswag; hellaswag.fetch(pathlib.Path('q.parquet'))"
 
     def fetch():
-        return subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
 
     hub.stated[name] = "f" * 64
-    assert "expected " + "f" * 64 in fetch().stderr and not (tmp_path / "q.parquet").exists()
+    assert "expected " + "f" * 64 in fetch().stderr
+    assert not (tmp_path / "q.parquet").exists()
     hub.stated.clear()
-    assert fetch().returncode == 0 and (tmp_path / "q.parquet").read_bytes() == hub.files[name]
+    assert fetch().returncode == 0
+    assert (tmp_path / "q.parquet").read_bytes() == hub.files[name]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["q.parquet"]

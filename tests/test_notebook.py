@@ -79,4 +79,5 @@ def test_outside_of_a_clone_it_says_what_is_missing(tmp_path):
     folder = tmp_path / "a/b"
     folder.mkdir(parents=True)
     done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.endswith("set REPOSITORY in the first cell to the address of the repository\n")
+    assert done.returncode == 1
+    assert done.stderr.endswith("set REPOSITORY in the first cell to the address of the repository\n")

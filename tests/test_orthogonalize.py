@@ -1,4 +1,5 @@
-"""Orthogonalisation: kernels against float64 formulas, fast path against reference, the composite polynomial against the polar factor.
+"""Orthogonalisation: kernels against float64 formulas, fast path against reference,
+the composite polynomial against the polar factor.
 
 On a CPU the kernels run in Triton's interpreter, which has to be chosen before triton is imported: run this file in its
 own process. On a GPU: TRITON_INTERPRET=0 pytest tests/test_orthogonalize.py (all of it, compiled).
@@ -17,7 +18,9 @@ DEFAULT = tg.ORTHOGONALIZATIONS["polar-express"]
 INTERPRETED = type(tg.gram_kernel).__name__ == "InterpretedFunction"
 COMPILED = tg.triton is not None and not INTERPRETED and torch.cuda.is_available()
 DEVICE = "cuda" if COMPILED else "cpu"
-needs_kernels = pytest.mark.skipif(not (INTERPRETED or COMPILED), reason="needs triton, interpreted or with a GPU")
+needs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or COMPILED), reason="needs triton, interpreted or with a GPU"
+)
 needs_gpu = pytest.mark.skipif(not COMPILED, reason="needs a GPU and TRITON_INTERPRET=0")
 
 SHAPES = [(1, 12), (6, 12), (12, 6), (65, 130), (130, 65), (200, 200)]
@@ -31,13 +34,17 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def gaussian(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def inside_nan(values, dtype, margin=140):
     """The values as a view into a larger buffer of NaN: no stride is a product of sizes; any use of the rest shows."""
     batch, rows, columns = values.shape
-    buffer = torch.full((batch + 1, rows + margin, columns + margin), torch.nan, dtype=dtype, device=DEVICE)
+    buffer = torch.full(
+        (batch + 1, rows + margin, columns + margin), torch.nan, dtype=dtype, device=DEVICE
+    )
     view = buffer[:batch, 2 : 2 + rows, 3 : 3 + columns]
     view.copy_(values)
     return buffer, view
@@ -59,7 +66,9 @@ def test_gram(shape, dtype, tiles):
     values = gaussian(2, *shape)
     _, matrices = inside_nan(values, dtype)
     X, exact = (M.mT if shape[0] > shape[1] else M for M in (matrices, matrices.double().cpu()))
-    buffer, out = inside_nan(torch.full((2, X.size(1), X.size(1)), torch.nan), dtype, margin=135)
+    buffer, out = inside_nan(
+        torch.full((2, X.size(1), X.size(1)), torch.nan), dtype, margin=135
+    )
     tg.gram(X, out=out, tiles=tiles)
     check(buffer, out, exact @ exact.mT, dtype)
     assert torch.equal(out, out.mT)
@@ -98,13 +107,17 @@ def test_polynomial_of_symmetric_matrix(n, dtype, tiles):
 @shapes
 @pytest.mark.fast
 def test_product(shape, dtype, tiles):
-    n, tall = min(shape), shape[0] > shape[1]
+    n = min(shape)
+    tall = shape[0] > shape[1]
     square = gaussian(2, n, n, seed=1)
     _, matrices = inside_nan(gaussian(2, *shape), dtype)
     _, B = inside_nan((square + square.mT) / n**0.5, dtype)
     buffer, out = inside_nan(torch.full((2, *shape), torch.nan), dtype, margin=135)
-    tg.add_product(B, matrices.mT if tall else matrices, 3.4445, out=out.mT if tall else out, tiles=tiles)
-    X, B = matrices.double().cpu(), B.double().cpu()
+    tg.add_product(
+        B, matrices.mT if tall else matrices, 3.4445, out=out.mT if tall else out, tiles=tiles
+    )
+    X = matrices.double().cpu()
+    B = B.double().cpu()
     check(buffer, out, 3.4445 * X + (X @ B if tall else B @ X), dtype)
 
 
@@ -112,7 +125,9 @@ def test_product(shape, dtype, tiles):
 @pytest.mark.fast
 def test_symmetric_output_from_asymmetric_input():
     """Rounding must not break the symmetry of a tile on the diagonal: its upper half is a copy."""
-    out = tg.gram(gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), x_scale=1.0)
+    out = tg.gram(
+        gaussian(1, 70, 70).float().to(DEVICE), out=torch.empty(1, 70, 70).to(DEVICE), x_scale=1.0
+    )
     assert torch.equal(out, out.mT)
 
 
@@ -123,7 +138,9 @@ def test_no_address_outside_the_operands(monkeypatch, n, m, tall):
     """Every lane that loads or stores does so inside X, B or the output, also where the value would not matter."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
-    X, Y = (inside_nan(gaussian(2, *((m, n) if tall else (n, m))), torch.float32)[1] for _ in range(2))
+    X, Y = (
+        inside_nan(gaussian(2, *((m, n) if tall else (n, m))), torch.float32)[1] for _ in range(2)
+    )
     A, B = (inside_nan(gaussian(2, n, n), torch.float32)[1] for _ in range(2))
     touched = []
 
@@ -155,7 +172,8 @@ def test_no_address_outside_the_operands(monkeypatch, n, m, tall):
 @pytest.mark.fast
 def test_product_does_not_assume_symmetry():
     """B is read as it stands, so an error that symmetry would hide shows."""
-    B, X = gaussian(1, 70, 70).float().to(DEVICE), gaussian(1, 70, 100).float().to(DEVICE)
+    B = gaussian(1, 70, 70).float().to(DEVICE)
+    X = gaussian(1, 70, 100).float().to(DEVICE)
     out = tg.add_product(B, X, 0.0, out=torch.empty_like(X))
     torch.testing.assert_close(out.double(), B.double() @ X.double(), rtol=1e-5, atol=1e-4)
 
@@ -170,7 +188,8 @@ def test_fast_path_equals_reference(method, shape):
     expected = tg.orthogonalize_reference(values, method)
     for matrices in (values, strided):
         out = tg.orthogonalize(matrices, method, torch.float32)
-        assert out.shape == values.shape and out.dtype == torch.float32
+        assert out.shape == values.shape
+        assert out.dtype == torch.float32
         assert (out - expected).norm() / expected.norm() < 5e-5
         assert torch.equal(matrices, values)
 
@@ -194,7 +213,9 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("shape", [(64, 192), (192, 64), (96, 96)], ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize(
+    "shape", [(64, 192), (192, 64), (96, 96)], ids=lambda shape: "x".join(map(str, shape))
+)
 @pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
 @pytest.mark.parametrize("method", tg.ORTHOGONALIZATIONS)
 @pytest.mark.fast
@@ -202,7 +223,11 @@ def test_close_to_polar_factor(method, path, shape):
     values = gaussian(1, *shape, seed=3)
     fast = path == "fast"
     matrices = values.float().to(DEVICE) if fast else values
-    run = functools.partial(tg.orthogonalize, dtype=torch.float32) if fast else tg.orthogonalize_reference
+    run = (
+        functools.partial(tg.orthogonalize, dtype=torch.float32)
+        if fast
+        else tg.orthogonalize_reference
+    )
     out = run(matrices, tg.ORTHOGONALIZATIONS[method]).double().cpu()
     U, _, Vh = torch.linalg.svd(values, full_matrices=False)
     (low, high), error_wide, error_square = BOUNDS[method]
@@ -222,17 +247,21 @@ def test_gain_and_room_above_one():
     for a, b, c in DEFAULT.coefficients:
         x = a * x + b * x**3 + c * x**5
     low, high = BOUNDS["polar-express"][0]
-    assert low < x.min() and x.max() < high
+    assert low < x.min()
+    assert x.max() < high
 
 
 @pytest.mark.fast
 def test_the_published_methods():
-    """Rounds and scales as published: the five of Polar Express, of which Turbo-Muon drops the first, and Muon's own."""
+    """Rounds and scales as published:
+    the five of Polar Express, of which Turbo-Muon drops the first, and Muon's own."""
     methods = tg.ORTHOGONALIZATIONS
     assert [len(method.coefficients) for method in methods.values()] == [4, 5, 4, 5]
     assert methods["turbo"].safety is None
     assert methods["turbo"].coefficients == methods["polar-express-5"].coefficients[1:]
-    assert methods["polar-express-5"].coefficients[0] == pytest.approx((8.1565545, -22.4832929, 15.8787699))
+    assert methods["polar-express-5"].coefficients[0] == pytest.approx(
+        (8.1565545, -22.4832929, 15.8787699)
+    )
     assert set(methods["quintic"].coefficients) == {(3.4445, -4.7750, 2.0315)}
 
 
@@ -248,7 +277,8 @@ def test_aol_scales_rows_below_one_without_a_product(shape):
         if i != 5:
             divisor = sum(abs(gram[0, i, j]) for j in range(shape[0])) ** 0.5
             torch.testing.assert_close(scaled[0, i], values[0, i] / divisor)
-    assert (scaled[0, 5] == 0).all() and torch.isfinite(scaled).all()
+    assert (scaled[0, 5] == 0).all()
+    assert torch.isfinite(scaled).all()
     torch.testing.assert_close(scaled_gram, scaled @ scaled.mT)
     assert torch.equal(scaled_gram, scaled_gram.mT)
     assert torch.linalg.matrix_norm(scaled, ord=2).max() <= 1 + 1e-12
@@ -278,8 +308,14 @@ def test_reference_applies_the_composite_polynomial(method, transposed):
 @pytest.mark.parametrize("method", tg.ORTHOGONALIZATIONS.values(), ids=tg.ORTHOGONALIZATIONS)
 def test_scale_invariance(method, path, factor):
     values = gaussian(1, 20, 33).float().to(DEVICE)
-    run = tg.orthogonalize_reference if path == "reference" else lambda *a: tg.orthogonalize(*a, torch.float32)
-    torch.testing.assert_close(run(factor * values, method), run(values, method), rtol=1e-3, atol=1e-4)
+    run = (
+        tg.orthogonalize_reference
+        if path == "reference"
+        else lambda *a: tg.orthogonalize(*a, torch.float32)
+    )
+    torch.testing.assert_close(
+        run(factor * values, method), run(values, method), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("path", ["reference", pytest.param("fast", marks=needs_kernels)])
@@ -288,25 +324,39 @@ def test_zero_matrix_and_zero_row(method, path):
     values = gaussian(3, 6, 12).float().to(DEVICE)
     values[1] = 0
     values[2, 3] = 0
-    run = tg.orthogonalize_reference if path == "reference" else lambda *a: tg.orthogonalize(*a, torch.float32)
+    run = (
+        tg.orthogonalize_reference
+        if path == "reference"
+        else lambda *a: tg.orthogonalize(*a, torch.float32)
+    )
     out = run(values, method)
     assert torch.isfinite(out).all()
-    assert (out[1] == 0).all() and (out[2, 3] == 0).all() and out[0].norm() > 2
+    assert (out[1] == 0).all()
+    assert (out[2, 3] == 0).all()
+    assert out[0].norm() > 2
 
 
 @pytest.mark.fast
 def test_tiles_fit_in_shared_memory():
     for dtype in (torch.bfloat16, torch.float32):
-        for batch, rows, columns in ((40, 768, 768), (3, 768, 3072), (60, 256, 768), (8, 6, 12)):
+        for batch, rows, columns in (
+            (40, 768, 768),
+            (3, 768, 3072),
+            (60, 256, 768),
+            (8, 6, 12),
+        ):
             for symmetric in (True, False):
                 tiles = tg.product_tiles(batch, rows, columns, dtype, symmetric)
-                staged = (tiles["BLOCK_M"] + tiles["BLOCK_N"]) * tiles["BLOCK_K"] * tiles["num_stages"]
+                staged = (
+                    (tiles["BLOCK_M"] + tiles["BLOCK_N"]) * tiles["BLOCK_K"] * tiles["num_stages"]
+                )
                 assert staged * dtype.itemsize <= 227 * 1024
                 assert not symmetric or tiles["BLOCK_M"] == tiles["BLOCK_N"]
 
 
 def orthogonalize_rounded(values, method):
-    """The reference for wide matrices in float32, with what the kernels write rounded to bfloat16: each product, and the X they begin with."""
+    """The reference for wide matrices in float32, with what the kernels write rounded to bfloat16:
+    each product, and the X they begin with."""
     X = values.bfloat16().float()
     if method.safety is not None:
         X = tg.frobenius_scale(values.float(), method.safety, torch.bfloat16).float()
@@ -321,14 +371,21 @@ def orthogonalize_rounded(values, method):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("shape", [(8, 768, 768), (3, 3072, 768), (8, 256, 768), (4, 6, 12), (2, 1, 12)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(8, 768, 768), (3, 3072, 768), (8, 256, 768), (4, 6, 12), (2, 1, 12)], ids=str
+)
 @pytest.mark.parametrize("method", tg.ORTHOGONALIZATIONS.values(), ids=tg.ORTHOGONALIZATIONS)
 def test_bf16_on_gpu(method, shape):
-    """Against the same rounding: float64's result is up to a quarter away where a matrix has one row, so one singular value."""
+    """Against the same rounding:
+    float64's result is up to a quarter away where a matrix has one row, so one singular value."""
     values = gaussian(*shape)
     out = tg.orthogonalize(values.float().cuda(), method).cpu()
     tall = shape[1] > shape[2]
-    expected = orthogonalize_rounded(values.mT, method).mT if tall else orthogonalize_rounded(values, method)
+    expected = (
+        orthogonalize_rounded(values.mT, method).mT
+        if tall
+        else orthogonalize_rounded(values, method)
+    )
     assert out.dtype == torch.bfloat16
     assert (out.float() - expected).norm() / expected.norm() < 0.02
 

@@ -53,9 +53,12 @@ def test_the_newest_log_is_drawn(tmp_path):
         os.utime(logs / f"{name}.jsonl", (number, number))
     for name in ("plot.svg", "plot.png"):
         done = plot("--log", "--out", name, cwd=tmp_path)
-        assert done.returncode == 0 and done.stdout == f"{name}\n" and done.stderr == "", done.stderr
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{name}\n", done.stderr
+        assert done.stderr == "", done.stderr
         assert (tmp_path / name).stat().st_size > 5000
-    assert plots.newest_log(logs).stem == "going-on" and plots.newest_log(logs / "finished.jsonl").stem == "finished"
+    assert plots.newest_log(logs).stem == "going-on"
+    assert plots.newest_log(logs / "finished.jsonl").stem == "finished"
 
 
 @pytest.mark.parametrize("kinds", [("head", "stage"), ()], ids=["", "without its schedule"])
@@ -72,7 +75,8 @@ def test_a_run_that_diverged_is_drawn(tmp_path, kinds):
         chain = runlog.sha256(chain + text)[:16]
         rows.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
     log.write_text("".join(rows))
-    assert runlog.read_run(log).broken is None and len(runlog.read_run(log).train) == len(steps)
+    assert runlog.read_run(log).broken is None
+    assert len(runlog.read_run(log).train) == len(steps)
     plots.plot_log(log, tmp_path / "nan.png")
     assert (tmp_path / "nan.png").exists()
 
@@ -84,20 +88,25 @@ def test_what_cannot_be_drawn(tmp_path, text, found):
     if text:
         (tmp_path / "x.jsonl").write_text(text)
     done = plot("--log", tmp_path, "--out", tmp_path / "x.svg")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and found in done.stderr and "; fix: " in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert found in done.stderr
+    assert "; fix: " in done.stderr
 
 
 def test_one_log_or_runs_but_not_both(tmp_path):
     (tmp_path / "x.jsonl").write_text(WHOLE)
     done = plot("--log", tmp_path, tmp_path / "x.jsonl", "--out", tmp_path / "x.svg")
-    assert done.returncode == 2 and "found 1 other runs too; fix: leave out either" in done.stderr
+    assert done.returncode == 2
+    assert "found 1 other runs too; fix: leave out either" in done.stderr
 
 
 def test_a_file_of_another_kind(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "x.jsonl").write_text(WHOLE)
     done = plot("--log", tmp_path, "--out", tmp_path / "x.pdf")
-    assert done.returncode == 2 and "expected a path ending in .svg or .png, found .pdf" in done.stderr
+    assert done.returncode == 2
+    assert "expected a path ending in .svg or .png, found .pdf" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
@@ -119,7 +128,9 @@ FIGURES = {
     "history": lambda: plots.history_figure(),
     "README": lambda: curve.readme_figure(),
     "curve": lambda: curve.curve_figure(["sprint", "record-89"]),
-    "near ends": lambda: curve.curve_figure(["2026-11-21_target-reached-1gpu", "2026-11-21_target-reached-4gpu"]),
+    "near ends": lambda: curve.curve_figure(
+        ["2026-11-21_target-reached-1gpu", "2026-11-21_target-reached-4gpu"]
+    ),
     "two runs": lambda: plots.runs_figure(["2026-11-26_shorter-1gpu", "2026-11-25_lean-1gpu"]),
     "other batches": lambda: plots.runs_figure(["2026-11-27_leaner-1gpu", "2026-11-25_two-thirds-1gpu",
                                                 "2026-11-25_full-size-1gpu"]),
@@ -139,7 +150,8 @@ def test_no_text_lies_over_another(name):
              and id(text) not in hidden]
     outside = [text.get_text() for text in drawn if not (whole.contains(*plots.text_box(figure, text).min)
                                                          and whole.contains(*plots.text_box(figure, text).max))]
-    assert len(drawn) > 10 and outside == []
+    assert len(drawn) > 10
+    assert outside == []
 
 
 def test_two_labels_at_one_point_are_seen_and_moved():
@@ -151,18 +163,21 @@ def test_two_labels_at_one_point_are_seen_and_moved():
     for text in written:
         text.remove()
     plots.place_labels(figure, axes, [("first", (1, 1), "black"), ("second", (1, 1), "black")])
-    assert plots.overlapping_texts(figure) == [] and len(axes.texts) == 2
+    assert plots.overlapping_texts(figure) == []
+    assert len(axes.texts) == 2
 
 
 def test_eight_classes_are_told_apart_and_no_legend_hides_data():
     pytest.importorskip("matplotlib")
     figure = plots.history_figure()
     figure.canvas.draw()
-    ours, looks = plots.our_records(), set()
+    ours = plots.our_records()
+    looks = set()
     legend = figure.legends[0]
     for handle in legend.legend_handles:
         looks.add((handle.get_color(), handle.get_marker()))
-    assert len(looks) == len(ours) >= 8 and len({colour for colour, _ in looks}) >= 8
+    assert len(looks) == len(ours) >= 8
+    assert len({colour for colour, _ in looks}) >= 8
     box = legend.get_window_extent()
     assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
     assert not any(axes.get_legend() for axes in figure.axes)
@@ -182,7 +197,9 @@ def test_what_was_computed_is_not_drawn_as_measured():
     assert ends == {(181.57, 3.09), (113.35, 3.23)} and all(line.get_fillstyle() == "full"
                                                             for line in right.get_lines())
     words = " ".join(text.get_text() for text in (*left.texts, *right.texts))
-    assert "3.220 in 137 s (computed)" in words and "3.0924 in 181.6 s" in words and "3.2257 in 113.4 s" in words
+    assert "3.220 in 137 s (computed)" in words
+    assert "3.0924 in 181.6 s" in words
+    assert "3.2257 in 113.4 s" in words
 
 
 def test_bars_stand_side_by_side_for_equal_batches():

@@ -1,4 +1,5 @@
-"""The pointer: log_copy and its gradient against a dense float64 formula (kernels interpreted on a CPU, in fp32 and fp16), and the model with it.
+"""The pointer: log_copy and its gradient against a dense float64 formula (kernels interpreted on a CPU,
+in fp32 and fp16), and the model with it.
 
 Run in a process of its own, as test_attention.py. On a GPU: TRITON_INTERPRET=0 pytest -m gpu.
 """
@@ -19,10 +20,22 @@ pytest.importorskip("triton")
 import helpers
 import sample
 from helpers import CPU, tg
-from test_attention import LAYOUTS, capability, distances, each_capability, each_tile, interpreted, needs_gpu, tiles  # noqa: F401
+from test_attention import (  # noqa: F401  # some are fixtures
+    LAYOUTS,
+    capability,
+    distances,
+    each_capability,
+    each_tile,
+    interpreted,
+    needs_gpu,
+    tiles,
+)
 
 # log2 of no match at all is -inf, as intended
-pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:overflow:RuntimeWarning")]
+pytestmark = [
+    pytest.mark.fast,
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:overflow:RuntimeWarning"),
+]
 
 
 def dense_log_copy(qk, ids, lengths, window, scale):
@@ -39,8 +52,13 @@ def dense_log_copy(qk, ids, lengths, window, scale):
 def operands(tokens, width=16, names=5, dtype=torch.float32, device="cpu", seed=0):
     """qk, normalised; ids, one of them -1; the incoming gradient."""
     generator = torch.Generator().manual_seed(seed)
-    qk, omega = tg.norm(torch.randn(tokens, 2, width, generator=generator)), torch.randn(tokens, generator=generator)
-    return qk.to(device, dtype), torch.randint(-1, names, (tokens,), generator=generator).to(device, torch.int32), omega.to(device)
+    qk = tg.norm(torch.randn(tokens, 2, width, generator=generator))
+    omega = torch.randn(tokens, generator=generator)
+    return (
+        qk.to(device, dtype),
+        torch.randint(-1, names, (tokens,), generator=generator).to(device, torch.int32),
+        omega.to(device),
+    )
 
 
 def gradients(function, qk, omega):
@@ -59,14 +77,22 @@ def compare(results, expected, tolerance):
         assert x.shape == y.shape
         found = y > tg.NEG_INF / 2
         assert torch.equal(x > tg.NEG_INF / 2, found) or name == "dqk"
-        assert not found.any() or (x.double() - y)[found].abs().max() / y[found].abs().max().clamp(min=1) < tolerance, name
+        assert (
+            not found.any()
+            or (x.double() - y)[found].abs().max() / y[found].abs().max().clamp(min=1) < tolerance
+        ), name
 
 
 def check(lengths, window, tolerance=2e-6, scale=0.3, device="cpu", **shape):
     qk, ids, omega = operands(sum(lengths), device=device, **shape)
     results = gradients(kernels(ids, lengths, window, scale), qk, omega)
-    assert results[0].dtype == torch.float32 and results[1].dtype == qk.dtype
-    compare(results, gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, scale), qk.double(), omega), tolerance)
+    assert results[0].dtype == torch.float32
+    assert results[1].dtype == qk.dtype
+    compare(
+        results,
+        gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, scale), qk.double(), omega),
+        tolerance,
+    )
     return results
 
 
@@ -75,7 +101,11 @@ def check(lengths, window, tolerance=2e-6, scale=0.3, device="cpu", **shape):
 def test_reference_is_the_definition(layout, block):
     lengths, window = LAYOUTS[layout]
     qk, ids, omega = operands(sum(lengths), dtype=torch.float64)
-    results = gradients(lambda qk: tg.pointer_reference(qk, ids, distances(lengths)[0], window, 0.3, block), qk, omega)
+    results = gradients(
+        lambda qk: tg.pointer_reference(qk, ids, distances(lengths)[0], window, 0.3, block),
+        qk,
+        omega,
+    )
     compare(results, gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, 0.3), qk, omega), 1e-12)
 
 
@@ -118,7 +148,8 @@ def test_half_precision(tiles):
 @interpreted
 @pytest.mark.parametrize("names, shares", [(1, "all"), (10**6, "none")])
 def test_everything_or_nothing_matches(names, shares, tiles):
-    """Where all earlier tokens are the same only the first of a document copies nothing; without a match gradients are exactly zero."""
+    """Where all earlier tokens are the same only the first of a document copies nothing;
+    without a match gradients are exactly zero."""
     lengths, window = LAYOUTS["many_in_a_tile"]
     tokens = sum(lengths)
     qk, _, omega = operands(tokens)
@@ -126,8 +157,14 @@ def test_everything_or_nothing_matches(names, shares, tiles):
     log_copy, dqk = gradients(kernels(ids, lengths, window, 0.3), qk, omega)
     first = distances(lengths)[0] == 0
     assert torch.equal(log_copy == tg.NEG_INF, first if shares == "all" else torch.ones_like(first))
-    assert not dqk[first, 0].any() and bool(dqk.any()) == (shares == "all") and dqk.isfinite().all()
-    compare((log_copy, dqk), gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, 0.3), qk.double(), omega), 2e-6)
+    assert not dqk[first, 0].any()
+    assert bool(dqk.any()) == (shares == "all")
+    assert dqk.isfinite().all()
+    compare(
+        (log_copy, dqk),
+        gradients(lambda qk: dense_log_copy(qk, ids, lengths, window, 0.3), qk.double(), omega),
+        2e-6,
+    )
 
 
 @interpreted
@@ -138,7 +175,11 @@ def test_extreme_scores(sign, tiles):
     qk[::3, 1] = -sign
     _, ids, omega = operands(40)
     results = gradients(kernels(ids, [40], 20, 59.9 / 16), qk, omega)
-    compare(results, gradients(lambda qk: dense_log_copy(qk, ids, [40], 20, 59.9 / 16), qk.double(), omega), 1e-4)
+    compare(
+        results,
+        gradients(lambda qk: dense_log_copy(qk, ids, [40], 20, 59.9 / 16), qk.double(), omega),
+        1e-4,
+    )
     with pytest.raises(ValueError, match=r"expected scale \* width < 60, found 3.75 \* 16"):
         kernels(ids, [40], 20, 3.75)(qk)
 
@@ -146,14 +187,24 @@ def test_extreme_scores(sign, tiles):
 @interpreted
 @each_tile
 def test_documents_do_not_leak(tiles):
-    """Other and large values in the other documents change no bit of a document's results, whatever the strides of qk."""
-    lengths, tokens = [13, 30, 21], 64
+    """Other and large values in the other documents change no bit of a document's results,
+    whatever the strides of qk."""
+    lengths = [13, 30, 21]
+    tokens = 64
     own = torch.zeros(tokens, dtype=torch.bool)
     own[13:43] = True
     clean = operands(tokens)
-    poisoned = [torch.where(own.view(-1, *[1] * (x.ndim - 1)), x, y * size) for x, y, size in zip(clean, operands(tokens, seed=1), (1, 1, 1e6))]
+    poisoned = [
+        torch.where(own.view(-1, *[1] * (x.ndim - 1)), x, y * size)
+        for x, y, size in zip(clean, operands(tokens, seed=1), (1, 1, 1e6))
+    ]
     poisoned[0] = poisoned[0].transpose(0, 2).contiguous().transpose(0, 2)
-    for x, y in zip(*(gradients(kernels(ids, lengths, 25, 0.3), qk, omega) for qk, ids, omega in (clean, poisoned))):
+    for x, y in zip(
+        *(
+            gradients(kernels(ids, lengths, 25, 0.3), qk, omega)
+            for qk, ids, omega in (clean, poisoned)
+        )
+    ):
         assert torch.equal(x[own], y[own])
 
 
@@ -167,7 +218,8 @@ def packed(pieces, **options):
 
 
 def document(length, seed, names=9):
-    return np.concatenate([[BOS], np.random.default_rng(seed).integers(0, names, length)]).astype(np.uint16)
+    random = np.random.default_rng(seed)
+    return np.concatenate([[BOS], random.integers(0, names, length)]).astype(np.uint16)
 
 
 def random_model(config=DOUBLE):
@@ -185,20 +237,27 @@ def geometry_of(positions):
 def losses(model, pieces, **options):
     """The loss of each token: the first target weights of its position alone."""
     h, head, targets, cap = model.predictions(packed(pieces, **options), geometry_of(60), torch.ones(1))
-    rows = [(targets._replace(class_index=torch.where(torch.arange(len(h)) == t, targets.class_index, -1))) for t in range(len(h))]
+    rows = [
+        (targets._replace(class_index=torch.where(torch.arange(len(h)) == t, targets.class_index, -1)))
+        for t in range(len(h))
+    ]
     return torch.stack([tg.head_loss_reference(h, head, row, cap) for row in rows])
 
 
 @pytest.mark.parametrize("window", [3, 2048])
 def test_probabilities_add_up(tiny, window):
-    """Over all ids that may come next: exp(-loss) is next_token's probability, and these sum to one over the padded vocabulary."""
-    model, piece = random_model(replace(DOUBLE, pointer_window_tokens=window)), document(30, seed=1)
+    """Over all ids that may come next:
+    exp(-loss) is next_token's probability, and these sum to one over the padded vocabulary."""
+    model = random_model(replace(DOUBLE, pointer_window_tokens=window))
+    piece = document(30, seed=1)
     for stop in (1, 2, 17, 30):
         p = sample.next_token(model, packed([piece[:stop + 1]]), geometry_of(60))
         assert float(p.sum()) == pytest.approx(1, abs=1e-6)
         for token in (0, 3, 8, 400, BOS):
             pieces = np.append(piece[:stop], token).astype(np.uint16)
-            last = model.evaluate(packed([pieces]), geometry_of(60)) - (model.evaluate(packed([pieces[:-1]]), geometry_of(60)) if stop > 1 else 0)
+            last = model.evaluate(packed([pieces]), geometry_of(60)) - (
+                model.evaluate(packed([pieces[:-1]]), geometry_of(60)) if stop > 1 else 0
+            )
             assert float((-last).exp()) == pytest.approx(float(p[token]), rel=1e-5)
     model.pointer.zero_()
     assert not sample.next_token(model, packed([piece]), geometry_of(60)).allclose(p), "the pointer has a say"
@@ -206,16 +265,22 @@ def test_probabilities_add_up(tiny, window):
 
 def test_a_documents_loss_does_not_depend_on_its_place(tiny):
     """Evaluation of packed windows is what next_token says of each document by itself."""
-    model, (first, second) = random_model(DOUBLE), (document(length, seed=2) for length in (45, 30))
+    model = random_model(DOUBLE)
+    first, second = (document(length, seed=2) for length in (45, 30))
     apart = sum(model.evaluate(packed([piece]), geometry_of(60)) for piece in (first, second))
-    assert float(model.evaluate(packed([first, second]), geometry_of(60))) == pytest.approx(float(apart), rel=1e-12)
+    assert float(model.evaluate(packed([first, second]), geometry_of(60))) == pytest.approx(
+        float(apart), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("candidates", [None, 200])
 def test_loss_is_causal_and_stays_in_its_document(tiny, candidates):
-    """A token changes its own loss and later ones of its document, none before and none of others; a cut piece knows its following token."""
-    model, pieces = random_model(), [document(length, seed) for seed, length in enumerate((12, 1, 20))]
-    base, start = losses(model, pieces, sampled_classes=candidates), 0
+    """A token changes its own loss and later ones of its document, none before and none of others;
+    a cut piece knows its following token."""
+    model = random_model()
+    pieces = [document(length, seed) for seed, length in enumerate((12, 1, 20))]
+    base = losses(model, pieces, sampled_classes=candidates)
+    start = 0
     for number, piece in enumerate(pieces):
         for at in range(1, len(piece)):
             changed = [p.copy() for p in pieces]
@@ -224,21 +289,31 @@ def test_loss_is_causal_and_stays_in_its_document(tiny, candidates):
             if candidates and len({*np.concatenate(changed)}) != len({*np.concatenate(pieces)}):
                 continue
             differs = (losses(model, changed, sampled_classes=candidates) - base).abs() > 1e-9
-            first, stop = start + at - 1, start + len(piece) - 1
-            assert differs[first:stop].any() and not differs[:first].any() and not differs[stop:].any(), (number, at)
+            first = start + at - 1
+            stop = start + len(piece) - 1
+            assert differs[first:stop].any(), (number, at)
+            assert not differs[:first].any(), (number, at)
+            assert not differs[stop:].any(), (number, at)
         start += len(piece) - 1
 
 
 def test_the_spare_id_is_a_certain_candidate(tiny):
     documents = packed([document(40, 3)], sampled_classes=64)
-    assert documents.classes[0, 0] == DOUBLE.vocabulary and documents.num_always[0] == len(set(document(40, 3)[1:])) + 1
-    assert (documents.classes[0, documents.class_index.long()] == torch.from_numpy(document(40, 3)[1:].astype(int))).all()
+    assert documents.classes[0, 0] == DOUBLE.vocabulary
+    assert documents.num_always[0] == len(set(document(40, 3)[1:])) + 1
+    assert (
+        documents.classes[0, documents.class_index.long()]
+        == torch.from_numpy(document(40, 3)[1:].astype(int))
+    ).all()
     ids, certain, columns = tg.sample_classes(np.arange(9), 5, 512, 0, [509])
-    assert ids.tolist() == [509, 0, 1, 2, 3] and certain == 5 and columns.tolist() == [1, 2, 3, 4, -1, -1, -1, -1, -1]
+    assert ids.tolist() == [509, 0, 1, 2, 3]
+    assert certain == 5
+    assert columns.tolist() == [1, 2, 3, 4, -1, -1, -1, -1, -1]
 
 
 def test_gradients_of_the_whole(tiny):
-    """By finite differences, through pointer and softmax, into the pointer's matrix and the head: several targets, candidates with one missing."""
+    """By finite differences, through pointer and softmax, into the pointer's matrix and the head:
+    several targets, candidates with one missing."""
     model = random_model()
     batch = packed([document(14, 5, names=4), document(6, 6)], sampled_classes=12)
     batch.class_index[7] = -1
@@ -246,8 +321,11 @@ def test_gradients_of_the_whole(tiny):
 
     def loss(pointer, columns):
         head = torch.cat([columns, model.lm_head.detach()[:, 3:]], 1)
-        pointer.info, head.info = model.pointer.info, model.lm_head.info
-        return torch.func.functional_call(model, {"pointer": pointer, "lm_head": head}, (batch, geometry_of(60), torch.tensor([1.0, 0.5])))
+        pointer.info = model.pointer.info
+        head.info = model.lm_head.info
+        return torch.func.functional_call(
+            model, {"pointer": pointer, "lm_head": head}, (batch, geometry_of(60), torch.tensor([1.0, 0.5]))
+        )
 
     assert torch.autograd.gradcheck(loss, [value.requires_grad_() for value in values], fast_mode=True)
 
@@ -256,13 +334,16 @@ def test_keys_start_as_queries(tiny):
     model = tg.GPT(helpers.MODEL, tg.select_ops(CPU), CPU)
     model.reset(3)
     queries, keys = model.pointer.chunk(2)
-    assert queries.equal(keys) and float(keys.detach().std()) == pytest.approx(0.5 * keys.size(1) ** -0.5, rel=0.1)
+    assert queries.equal(keys)
+    assert float(keys.detach().std()) == pytest.approx(0.5 * keys.size(1) ** -0.5, rel=0.1)
 
 
 # ---- on a GPU, in bf16 -----------------------------------------------------------------------------------------------
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "three_documents"])
+@pytest.mark.parametrize(
+    "layout", ["one_document", "single_tokens", "window_0", "window_past_everything", "three_documents"]
+)
 def test_gpu_layouts(layout):
     check(*LAYOUTS[layout], dtype=torch.bfloat16, tolerance=2e-2, device="cuda", scale=128 ** -0.5, width=128)
 
@@ -271,13 +352,20 @@ def test_gpu_layouts(layout):
 @needs_gpu
 @pytest.mark.parametrize("tokens, window", [(65_536, 2048), (49_151, 640)])
 def test_gpu_full_size(tokens, window, monkeypatch):
-    """Documents of 1 to 2,048 tokens, Zipf-like ids, outputs full of NaN beforehand, against the reference in float64; bitwise repeatable."""
+    """Documents of 1 to 2,048 tokens, Zipf-like ids, outputs full of NaN beforehand,
+    against the reference in float64; bitwise repeatable."""
     lengths = [2048, 391, 1, 1, 17] * (tokens // 2458)
     lengths.append(tokens - sum(lengths))
     qk, _, omega = operands(tokens, 128, dtype=torch.bfloat16, device="cuda")
-    ids = torch.from_numpy((50_257 * np.random.default_rng(0).power(0.28, tokens)).astype(np.int32)).cuda()
+    ids = torch.from_numpy(
+        (50_257 * np.random.default_rng(0).power(0.28, tokens)).astype(np.int32)
+    ).cuda()
     scale = 128 ** -0.5
-    expected = gradients(lambda qk: tg.pointer_reference(qk, ids, distances(lengths, "cuda")[0], window, scale), qk.double(), omega)
+    expected = gradients(
+        lambda qk: tg.pointer_reference(qk, ids, distances(lengths, "cuda")[0], window, scale),
+        qk.double(),
+        omega,
+    )
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *x, **options: empty(*x, **options).fill_(torch.nan))
     run = lambda: gradients(kernels(ids, lengths, window, scale), qk, omega)

@@ -1,7 +1,7 @@
 """run.sh: which preset and how many processes it chooses, when it installs, and what its test command counts.
 
-Each test runs a copy of run.sh in a folder of its own, with stand-ins for torch and the other packages that answer as the
-machine under test would. Nothing is installed, fetched or trained.
+Each test runs a copy of run.sh in a folder of its own, with stand-ins for torch and the other packages that answer as
+the machine under test would. Nothing is installed, fetched or trained.
 """
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ __version__ = os.environ.get("FAKE_TORCH", "2.13.0")
 class cuda:
     is_available = staticmethod(lambda: cuda.device_count() > 0)
     device_count = staticmethod(lambda: int(os.environ.get("FAKE_GPUS", "0")))
-    get_device_properties = staticmethod(lambda gpu: SimpleNamespace(total_memory=int(float(os.environ.get("FAKE_GIB", "79.2")) * 2**30)))
+    memory = int(float(os.environ.get("FAKE_GIB", "79.2")) * 2**30)
+    get_device_properties = staticmethod(lambda gpu: SimpleNamespace(total_memory=cuda.memory))
     get_device_capability = staticmethod(lambda gpu: (int(os.environ.get("FAKE_CAPABILITY", "9")), 0))
 """
 FAKE_HUB = """
@@ -95,7 +96,9 @@ class Machine:
         command = [BASH, self.folder / "run.sh", *arguments]
         pipes = {name: subprocess.PIPE for name in ("stdout", "stderr")}
         environment = base | environment
-        return subprocess.Popen(command, cwd=cwd or self.folder, env=environment, text=True, stdin=subprocess.DEVNULL, **pipes)
+        return subprocess.Popen(
+            command, cwd=cwd or self.folder, env=environment, text=True, stdin=subprocess.DEVNULL, **pipes
+        )
 
     def run(self, *arguments: str, **options) -> subprocess.CompletedProcess:
         process = self.start(*arguments, **options)
@@ -167,18 +170,29 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)(device ? 
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-@pytest.mark.parametrize("build, expected", [
-    ("13.0", "preset sprint-small, 2 process(es): 500 M training tokens in data/fineweb10B; GPU memory of 12 GiB, sprint needs a card of 80 GB. 2 GPU(s)"),
-    ("14.0", "preset smoke, 1 process(es): torch sees no GPU. 0 GPU(s)"), (None, "preset smoke, 1 process(es): torch sees no GPU. 0 GPU(s)")])
+@pytest.mark.parametrize(
+    "build, expected",
+    [
+        (
+            "13.0",
+            "preset sprint-small, 2 process(es): 500 M training tokens in data/fineweb10B; "
+            "GPU memory of 12 GiB, sprint needs a card of 80 GB. 2 GPU(s)",
+        ),
+        ("14.0", "preset smoke, 1 process(es): torch sees no GPU. 0 GPU(s)"),
+        (None, "preset smoke, 1 process(es): torch sees no GPU. 0 GPU(s)"),
+    ],
+)
 def test_driver_is_asked_before_torch(machine, build, expected):
-    """The least of both GPUs counts. torch has its say where the driver is older than its build, and a build for CPUs."""
+    """The least of both GPUs counts.
+    torch has its say where the driver is older than its build, and a build for CPUs."""
     machine.shards("data/fineweb10B", 100_000_000, 5)
     machine.write("modules/torch/__init__.py", "raise ImportError('slow')" if build == "13.0" else FAKE_TORCH)
     machine.write("modules/torch/version.py", f"__version__ = '2.13.0+here'\ncuda = {build!r}")
     machine.write("driver.c", FAKE_DRIVER)
     subprocess.run(["cc", "-shared", "-fPIC", "driver.c", "-o", "libcuda.so.1"], cwd=machine.folder, check=True)
     said = machine.run(LD_LIBRARY_PATH=str(machine.folder)).stderr
-    assert expected in said and ("torch 2.13.0+here" in said) == (build == "13.0")
+    assert expected in said
+    assert ("torch 2.13.0+here" in said) == (build == "13.0")
 
 
 @pytest.mark.parametrize("gib, capability, shards, preset, reason", [
@@ -195,8 +209,10 @@ def test_memory_decides(machine, gib, capability, shards, preset, reason):
     if shards:
         machine.shards("data/fineweb10B", 100_000_000, shards)
     result = machine.run(FAKE_GPUS="1", FAKE_CAPABILITY=str(capability), FAKE_GIB=str(gib), FAKE_HUB="1")
-    assert result.stdout.strip().endswith(f"train_gpt.py --preset {preset}") and "fetched" not in result.stdout
-    assert f"preset {preset}, 1 process(es): " in result.stderr and reason in result.stderr
+    assert result.stdout.strip().endswith(f"train_gpt.py --preset {preset}")
+    assert "fetched" not in result.stdout
+    assert f"preset {preset}, 1 process(es): " in result.stderr
+    assert reason in result.stderr
 
 
 @pytest.mark.parametrize("name", ["speedrun", "sprint", "sprint-small"])
@@ -205,7 +221,8 @@ def test_memory_of_the_smallest_card_is_enough(name):
     import torch
 
     import train_gpt
-    preset, meta = train_gpt.PRESETS[name], train_gpt.Ranks(0, 1, torch.device("meta"))
+    preset = train_gpt.PRESETS[name]
+    meta = train_gpt.Ranks(0, 1, torch.device("meta"))
     ops = replace(train_gpt.reference_ops(), names={"mlp": "bf16"})
     optimizer = train_gpt.Optimizer(train_gpt.GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
     state = sum(tensor.nbytes for tensor in optimizer.state().values())
@@ -213,7 +230,8 @@ def test_memory_of_the_smallest_card_is_enough(name):
     gib = int(re.search(rf"{name.upper().replace('-', '_')}_GIB=(\d+)", (ROOT / "run.sh").read_text())[1])
     train_gpt.memory_plan(preset, ops, 0.95 * ((gib - 0.4) * 2**30 - state) - train_gpt.LATER_BYTES)
 
-    # Gradients exist twice, but for tables; averaging takes four tensors as large as one; sparse gradients are gathered.
+    # Gradients exist twice, but for tables; averaging takes four tensors as large as one;
+    # sparse gradients are gathered.
     gradients = 2 * sum(item.weights.nbytes for item in (*optimizer.scalars, *optimizer.banks))
     gradients += sum(table.weights.nbytes for table in optimizer.dense)
     averaging = 4 * max(item.average.nbytes for item in optimizer.averaged)
@@ -221,25 +239,60 @@ def test_memory_of_the_smallest_card_is_enough(name):
     assert 0 < gradients + averaging + gathered <= train_gpt.LATER_BYTES
 
 
-@pytest.mark.parametrize("arguments, environment, lines", [
-    (["--seed", "3"], {}, ["can run preset smoke (one to two minutes on two free CPU cores)", "next: ./run.sh --seed 3"]),
-    (["--preset", "sprint", "--data=my texts"], {"FAKE_GPUS": "2"}, ["can run preset sprint (on one H200 37 s ", "next: ./run.sh --preset sprint --data=my\\ texts"]),
-    (["--preset", "sprint"], {}, ["can run preset sprint (many hours here", "next: ./run.sh --preset sprint"]),
-    ([], {"FAKE_GPUS": "1"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", "without --check it asks the Hugging Face hub"]),
-    ([], {"FAKE_GPUS": "1", "FAKE_GIB": "15.5"}, ["can run preset smoke-gpu (20 steps", "next: ./run.sh", f"then: {sys.executable} data/fineweb.py fetch --shards 1"]),
-])
+@pytest.mark.parametrize(
+    "arguments, environment, lines",
+    [
+        (
+            ["--seed", "3"],
+            {},
+            ["can run preset smoke (one to two minutes on two free CPU cores)", "next: ./run.sh --seed 3"],
+        ),
+        (
+            ["--preset", "sprint", "--data=my texts"],
+            {"FAKE_GPUS": "2"},
+            ["can run preset sprint (on one H200 37 s ", "next: ./run.sh --preset sprint --data=my\\ texts"],
+        ),
+        (
+            ["--preset", "sprint"],
+            {},
+            ["can run preset sprint (many hours here", "next: ./run.sh --preset sprint"],
+        ),
+        (
+            [],
+            {"FAKE_GPUS": "1"},
+            [
+                "can run preset smoke-gpu (20 steps",
+                "next: ./run.sh",
+                "without --check it asks the Hugging Face hub",
+            ],
+        ),
+        (
+            [],
+            {"FAKE_GPUS": "1", "FAKE_GIB": "15.5"},
+            [
+                "can run preset smoke-gpu (20 steps",
+                "next: ./run.sh",
+                f"then: {sys.executable} data/fineweb.py fetch --shards 1",
+            ],
+        ),
+    ],
+)
 def test_check_ends_with_what_to_type(machine, arguments, environment, lines):
     result = machine.run("--check", *arguments, **environment)
-    assert result.returncode == 0 and "--check" in result.stdout
+    assert result.returncode == 0
+    assert "--check" in result.stdout
     found = result.stderr.splitlines()[-len(lines):]
-    assert all(line in text for line, text in zip(lines, found)) and found[1] == f"run.sh: {lines[1]}"
+    assert all(line in text for line, text in zip(lines, found))
+    assert found[1] == f"run.sh: {lines[1]}"
 
 
 def test_check_that_fails_says_so(machine):
     machine.write("train_gpt.py", "raise SystemExit(4)")
     result = machine.run("--check", RUN_SH_DRY="")
     said = result.stderr.splitlines()[-1]
-    assert result.returncode == 4 and said.startswith("run.sh: preset smoke cannot run yet (exit code 4)") and "It takes one to two minutes" in said
+    assert result.returncode == 4
+    assert said.startswith("run.sh: preset smoke cannot run yet (exit code 4)")
+    assert "It takes one to two minutes" in said
 
 
 @pytest.mark.parametrize("capability, gib, gpus, expected", [
@@ -250,7 +303,10 @@ def test_step_is_compiled_beside_the_trainer(machine, capability, gib, gpus, exp
     machine.shards("data/fineweb10B", 100_000_000)
     machine.write("modules/torch/__init__.py", FAKE_TORCH)
     machine.write("modules/torch/distributed/run.py", "import runpy; runpy.run_path('train_gpt.py')")
-    machine.write("benchmarks/compile_ahead.py", "import sys; open('told', 'w').write(' '.join(sys.argv[1:])); print('seen'); sys.exit(1)")
+    machine.write(
+        "benchmarks/compile_ahead.py",
+        "import sys; open('told', 'w').write(' '.join(sys.argv[1:])); print('seen'); sys.exit(1)",
+    )
     machine.write("train_gpt.py", f"""
 import time
 from pathlib import Path
@@ -259,8 +315,17 @@ while not (Path("told").exists() and Path("told").read_text()) and time.monotoni
     time.sleep(0.01)
 print(Path("told").read_text() if Path("told").exists() else "nothing")
 """)
-    result = machine.run("--preset", "sprint", RUN_SH_DRY="", FAKE_GPUS=str(gpus), FAKE_CAPABILITY=str(capability), FAKE_GIB=str(gib))
-    assert result.returncode == 0 and result.stdout == expected + "\n" and "seen" not in result.stderr
+    result = machine.run(
+        "--preset",
+        "sprint",
+        RUN_SH_DRY="",
+        FAKE_GPUS=str(gpus),
+        FAKE_CAPABILITY=str(capability),
+        FAKE_GIB=str(gib),
+    )
+    assert result.returncode == 0
+    assert result.stdout == expected + "\n"
+    assert "seen" not in result.stderr
 
 
 @pytest.mark.parametrize("preset", ["speedrun", "sprint", "sprint-small"])
@@ -277,7 +342,10 @@ def test_explicit_options_win(machine):
     machine.shards("data/fineweb10B", 100_000_000, 7)
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=8 "
     assert machine.command("--preset", "sprint", FAKE_GPUS="8") == torchrun + "train_gpt.py --preset sprint"
-    assert machine.command("--seed", "1", "--preset=smoke-gpu", FAKE_GPUS="1") == "train_gpt.py --seed 1 --preset=smoke-gpu"
+    assert (
+        machine.command("--seed", "1", "--preset=smoke-gpu", FAKE_GPUS="1")
+        == "train_gpt.py --seed 1 --preset=smoke-gpu"
+    )
     assert machine.command("--preset", "smoke", FAKE_GPUS="8") == "train_gpt.py --preset smoke", "128 wide: one process"
 
 
@@ -291,30 +359,44 @@ NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
 
 
 def test_several_nodes_share_eight_processes(machine):
-    begin, end = "-m torch.distributed.run", "train_gpt.py --preset sprint"
+    begin = "-m torch.distributed.run"
+    end = "train_gpt.py --preset sprint"
     for gpus, nodes, processes in ((8, 2, 4), (8, 4, 2), (1, 2, 1), (3, 2, 2), (8, 8, 1)):
         command = machine.command("--preset", "sprint", FAKE_GPUS=str(gpus), **NODE | {"NNODES": str(nodes)})
-        assert command == f"{begin} --nnodes={nodes} --node_rank=1 --master_addr=first --master_port=29500 --nproc_per_node={processes} {end}"
+        where = f"--nnodes={nodes} --node_rank=1 --master_addr=first --master_port=29500"
+        assert command == f"{begin} {where} --nproc_per_node={processes} {end}"
     assert "--nnodes=2" in machine.command(**NODE), "one process of the smoke preset on each"
     assert "--master_port=1234 " in machine.command(**NODE, MASTER_PORT="1234")
 
 
-@pytest.mark.parametrize("name, value, told", [
-    ("NNODES", "3", "NNODES: expected 1, 2, 4 or 8, found 3"),
-    ("NODE_RANK", "2", "NODE_RANK: expected 0 to 1, found 2"),
-    ("NODE_RANK", "", "NODE_RANK: expected 0 to 1, found none"),
-    ("NODE_RANK", "-1", "NODE_RANK: expected 0 to 1, found -1"),
-    ("MASTER_ADDR", "", "MASTER_ADDR: expected the address of node 0, found none"),
-    *(("MASTER_PORT", port, f"MASTER_PORT: expected 1 to 65535, found {port}") for port in ("x", "0", "-1", "65536", "999999"))])
+@pytest.mark.parametrize(
+    "name, value, told",
+    [
+        ("NNODES", "3", "NNODES: expected 1, 2, 4 or 8, found 3"),
+        ("NODE_RANK", "2", "NODE_RANK: expected 0 to 1, found 2"),
+        ("NODE_RANK", "", "NODE_RANK: expected 0 to 1, found none"),
+        ("NODE_RANK", "-1", "NODE_RANK: expected 0 to 1, found -1"),
+        ("MASTER_ADDR", "", "MASTER_ADDR: expected the address of node 0, found none"),
+        *(
+            ("MASTER_PORT", port, f"MASTER_PORT: expected 1 to 65535, found {port}")
+            for port in ("x", "0", "-1", "65536", "999999")
+        ),
+    ],
+)
 def test_wrong_nodes(machine, name, value, told):
     result = machine.run(FAKE_GPUS="1", **NODE | {name: value})
-    assert result.returncode == 2 and told in result.stderr.splitlines()[-1] and "; fix: " in result.stderr and not result.stdout
+    assert result.returncode == 2
+    assert told in result.stderr.splitlines()[-1]
+    assert "; fix: " in result.stderr
+    assert not result.stdout
 
 
 @pytest.mark.parametrize("limit", ["x", "0", "-3", "1e3x"])
 def test_wrong_limit_on_several_nodes(machine, limit):
     result = machine.run("--stall-limit", limit, FAKE_GPUS="1", **NODE)
-    assert result.returncode == 2 and f"--stall-limit: expected seconds, found {limit}; fix: " in result.stderr and not result.stdout
+    assert result.returncode == 2
+    assert f"--stall-limit: expected seconds, found {limit}; fix: " in result.stderr
+    assert not result.stdout
 
 
 @pytest.mark.parametrize("option", [["--data", "my texts"], ["--data=my texts"]])
@@ -324,7 +406,10 @@ def test_data_decides_where_it_is_counted(machine, option):
 
 
 def test_fetches_when_the_hub_answers(machine):
-    assert machine.command(FAKE_GPUS="1", FAKE_HUB="1").splitlines() == ["fetched", sys.executable + " train_gpt.py --preset speedrun"]
+    assert machine.command(FAKE_GPUS="1", FAKE_HUB="1").splitlines() == [
+        "fetched",
+        sys.executable + " train_gpt.py --preset speedrun",
+    ]
     assert "fetched" not in machine.command("--preset", "sprint", FAKE_GPUS="1", FAKE_HUB="1")
     assert "fetched" not in machine.command(FAKE_GPUS="1", FAKE_CAPABILITY="8", FAKE_HUB="1")
     machine.write("data/fineweb.py", "raise SystemExit(2)")
@@ -342,7 +427,9 @@ def test_installs_into_venv_once(machine):
         assert result.stdout.splitlines()[-1] == ".venv/bin/python train_gpt.py --preset smoke --seed 1"
     assert (machine.folder / "pip.log").read_text().count("-r requirements.txt") == 1
     result = machine.run("test", "tests/test_x.py", PYTHON="python3")
-    assert result.returncode == 2 and "requirements-dev.txt" in result.stderr and "fix:" in result.stderr
+    assert result.returncode == 2
+    assert "requirements-dev.txt" in result.stderr
+    assert "fix:" in result.stderr
 
 
 def test_older_torch_is_not_used(machine):
@@ -357,7 +444,8 @@ def test_python_too_old(machine):
     for name in ("python3", "python"):
         machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
     result = machine.run(PYTHON="python3", TOO_OLD="1")
-    assert result.returncode == 2 and "expected Python 3.11 to 3.14, found Python 3.9.1" in result.stderr
+    assert result.returncode == 2
+    assert "expected Python 3.11 to 3.14, found Python 3.9.1" in result.stderr
 
 
 def test_python_3_10_with_all_packages_is_not_used(machine):
@@ -366,7 +454,8 @@ def test_python_3_10_with_all_packages_is_not_used(machine):
     for name in ("python3", "python", "python3.11", "python3.12", "python3.13", "python3.14"):
         machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
     result = machine.run(PYTHON="python3.10", TOO_OLD="1")
-    assert result.returncode == 2 and result.stdout == ""
+    assert result.returncode == 2
+    assert result.stdout == ""
     assert result.stderr.startswith("run.sh: python3.10: expected Python 3.11 to 3.14, found Python 3.10.1; fix: ")
     assert len(result.stderr.splitlines()) == 1
 
@@ -384,14 +473,18 @@ def test_help_installs_nothing(machine):
     for name in ("python3", "python"):
         machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
     result = machine.run("--help", PYTHON="python3")
-    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "", result.stderr
     assert result.stdout.startswith("./run.sh [train_gpt.py options] ")
-    assert "NNODES=2" in result.stdout and "docs/options.md" in result.stdout.splitlines()[-1]
-    assert not (machine.folder / ".venv").exists() and not (machine.folder / "pip.log").exists()
+    assert "NNODES=2" in result.stdout
+    assert "docs/options.md" in result.stdout.splitlines()[-1]
+    assert not (machine.folder / ".venv").exists()
+    assert not (machine.folder / "pip.log").exists()
 
     machine.write("train_gpt.py", "import sys; print('options of the trainer', sys.argv[1:])")
     out = machine.run("--seed", "1", "--help").stdout
-    assert out.startswith("./run.sh [train_gpt.py options] ") and out.endswith("options of the trainer ['--help']\n")
+    assert out.startswith("./run.sh [train_gpt.py options] ")
+    assert out.endswith("options of the trainer ['--help']\n")
     assert "pytest options" in machine.run("test", "-h").stdout
 
 
@@ -419,7 +512,10 @@ def test_paths_mean_the_folder_where_they_were_typed(machine, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     typed = ["--preset", "smoke", "--data", "texts", "--save=model.safetensors", "--log-dir", "/abs"]
     found = machine.run(*typed, cwd=elsewhere).stdout.split()[1:]
-    expected = ["--preset", "smoke", "--data", f"{elsewhere}/texts", f"--save={elsewhere}/model.safetensors", "--log-dir", "/abs"]
+    expected = [
+        "--preset", "smoke", "--data", f"{elsewhere}/texts",
+        f"--save={elsewhere}/model.safetensors", "--log-dir", "/abs",
+    ]
     assert found == ["train_gpt.py", *expected]
     assert machine.command(*typed) == " ".join(["train_gpt.py", *typed]), "from its own folder as they are"
 
@@ -434,11 +530,16 @@ def test_paths_mean_the_folder_where_they_were_typed(machine, tmp_path_factory):
 
 
 def test_counts_tests_of_all_processes(machine):
-    machine.write("tests/test_a.py", "import pytest\ndef test_1(): pass\ndef test_2(): pass\n@pytest.mark.skip\ndef test_3(): pass\n")
+    machine.write(
+        "tests/test_a.py",
+        "import pytest\ndef test_1(): pass\ndef test_2(): pass\n@pytest.mark.skip\ndef test_3(): pass\n",
+    )
     machine.write("tests/test_b.py", "import os\nos.environ['TRITON_INTERPRET'] = '1'\ndef test_4(): pass\n")
     machine.write("tests/test_c.py", "import os\ndef test_5(): assert 'TRITON_INTERPRET' not in os.environ\n")
     result = machine.run("test")
-    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "4 passed, 0 failed, 1 skipped"), result.stdout + result.stderr
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "4 passed, 0 failed, 1 skipped"), (
+        result.stdout + result.stderr
+    )
     assert "1 file(s) in a process of their own" in result.stderr
 
     result = machine.run("test", "tests/test_a.py::test_1", "-k", "test_1")
@@ -447,9 +548,14 @@ def test_counts_tests_of_all_processes(machine):
     assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "0 passed, 0 failed, 0 skipped"), "no test ran"
 
     machine.write("tests/test_a.py", "def test_1(): assert False\ndef test_2(x): pass\ndef test_3(): pass\n")
-    machine.write("tests/test_b.py", "import os\nos.environ.setdefault('TRITON_INTERPRET', '1')\ndef test_4(): os._exit(3)\n")
+    machine.write(
+        "tests/test_b.py",
+        "import os\nos.environ.setdefault('TRITON_INTERPRET', '1')\ndef test_4(): os._exit(3)\n",
+    )
     result = machine.run("test")
-    assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "2 passed, 3 failed, 0 skipped"), "a crash is a failure"
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "2 passed, 3 failed, 0 skipped"), (
+        "a crash is a failure"
+    )
 
 
 def test_fast_runs_what_is_marked_fast(machine):
@@ -457,9 +563,17 @@ def test_fast_runs_what_is_marked_fast(machine):
     mark = "import pytest\npytestmark = pytest.mark.fast\n"
     machine.write("tests/test_a.py", mark + "def test_1(): pass\n@pytest.mark.slow\ndef test_2(): assert False\n")
     machine.write("tests/test_b.py", "raise SystemExit('a file without a fast test is imported')")
-    machine.write("tests/test_c.py", "import os, pytest\nos.environ['TRITON_INTERPRET'] = '1'\n@pytest.mark.fast\ndef test_3(): pass\ndef test_4(): assert False\n")
+    machine.write(
+        "tests/test_c.py",
+        "import os, pytest\nos.environ['TRITON_INTERPRET'] = '1'\n"
+        "@pytest.mark.fast\ndef test_3(): pass\ndef test_4(): assert False\n",
+    )
     for arguments, passed in ((["--fast"], 2), (["tests/test_c.py", "--fast"], 1)):
         result = machine.run("test", *arguments)
-        assert (result.returncode, result.stdout.splitlines()[-1]) == (0, f"{passed} passed, 0 failed, 0 skipped"), result.stdout + result.stderr
+        assert (result.returncode, result.stdout.splitlines()[-1]) == (
+            0,
+            f"{passed} passed, 0 failed, 0 skipped",
+        ), result.stdout + result.stderr
     result = machine.run("test", "--fast", "tests/test_b.py")
-    assert result.returncode == 2 and "test --fast: expected a test marked fast" in result.stderr
+    assert result.returncode == 2
+    assert "test --fast: expected a test marked fast" in result.stderr

@@ -29,7 +29,8 @@ class Stub:
         return list(text.encode())
 
     def decode_single_token_bytes(self, token):
-        assert isinstance(token, int) and 0 <= token < helpers.VOCABULARY
+        assert isinstance(token, int)
+        assert 0 <= token < helpers.VOCABULARY
         return f" {token}".encode()
 
 
@@ -88,14 +89,18 @@ def test_a_saved_model_evaluates_to_its_loss(saved, use, corpus):
     found = use(path, "--eval")
     pattern = rf"val loss (\d\.\d{{6}}) on {re.escape(str(corpus))}; logged (\d\.\d{{6}})\n"
     loss, logged = map(float, re.fullmatch(pattern, found.out).groups())
-    assert found.code == 0 and found.err == ""
-    assert loss == pytest.approx(log[-1]["loss"], rel=1e-5) and logged == pytest.approx(log[-1]["loss"], abs=1e-6)
+    assert found.code == 0
+    assert found.err == ""
+    assert loss == pytest.approx(log[-1]["loss"], rel=1e-5)
+    assert logged == pytest.approx(log[-1]["loss"], abs=1e-6)
     assert [file.name for file in path.parent.iterdir() if file.is_file()] == [path.name], "nothing is left beside it"
 
     model, content = sample.load_model(path, CPU)
-    assert content["provenance"]["seed"] == 3 and content["validation"]["hash"] == log[-1]["val_hash"]
+    assert content["provenance"]["seed"] == 3
+    assert content["validation"]["hash"] == log[-1]["val_hash"]
     assert content["provenance"]["data"] == log[0]["data"]
-    assert model.config == MODEL and not any(p.requires_grad for p in model.parameters())
+    assert model.config == MODEL
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.fast
@@ -107,7 +112,8 @@ def test_other_tokens_are_told_from_those_of_the_training(saved, use, corpus, tm
     helpers.write_shard(other / "x_val_000000.bin", helpers.documents(1500, seed=31))
     found = use(path, "--eval", "--data", other)
     pattern = rf"val loss \d\.\d+ on {other}; logged \d\.\d+ on other tokens, of {re.escape(str(corpus))}\n"
-    assert found.code == 0 and re.fullmatch(pattern, found.out)
+    assert found.code == 0
+    assert re.fullmatch(pattern, found.out)
 
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -137,10 +143,12 @@ def test_a_folder_that_is_gone(saved, use):
 def test_sampling(saved, use, bytes_as_tokens, monkeypatch, capsys):
     path, _ = saved
     first, again = (use(path, "Once") for _ in range(2))
-    assert first.out == again.out and re.fullmatch(r"Once( \d+){1,256}\n", first.out)
+    assert first.out == again.out
+    assert re.fullmatch(r"Once( \d+){1,256}\n", first.out)
     assert re.fullmatch(rf"{len(first.out.split()) - 1} tokens, \d+\.\d a second\n", first.err)
 
-    drawn, shown = iter([5, 6, helpers.BOS, 7]), []
+    drawn = iter([5, 6, helpers.BOS, 7])
+    shown = []
 
     def draw(*_):
         shown.append(capsys.readouterr().out)
@@ -177,7 +185,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
         generator = torch.Generator().manual_seed(1)
         drawn = [sample.draw(p, temperature, top_p, generator) for _ in range(3000)]
         found = torch.bincount(torch.tensor(drawn), minlength=4) / len(drawn)
-        assert found.sub(expected).abs().max() < 0.03 and not found[expected == 0].any()
+        assert found.sub(expected).abs().max() < 0.03
+        assert not found[expected == 0].any()
 
 
 def test_a_loop_of_prompts(saved, use, bytes_as_tokens, monkeypatch):
@@ -193,8 +202,10 @@ def test_a_loop_of_prompts(saved, use, bytes_as_tokens, monkeypatch):
 
     monkeypatch.setattr("builtins.input", typed)
     found = use(path, "--length", 3)
-    assert found.code == 0 and re.fullmatch(r"Once( \d+){1,3}\n( \d+){1,3}\nTwice( \d+){1,3}\n", found.out)
-    assert found.err.count(" a second\n") == 3 and found.out.startswith(use(path, "Once", "--length", 3).out)
+    assert found.code == 0
+    assert re.fullmatch(r"Once( \d+){1,3}\n( \d+){1,3}\nTwice( \d+){1,3}\n", found.out)
+    assert found.err.count(" a second\n") == 3
+    assert found.out.startswith(use(path, "Once", "--length", 3).out)
 
 
 def test_ctrl_c_in_the_loop(saved, use, bytes_as_tokens, monkeypatch):
@@ -203,7 +214,8 @@ def test_ctrl_c_in_the_loop(saved, use, bytes_as_tokens, monkeypatch):
 
     monkeypatch.setattr("builtins.input", interrupted)
     found = use(saved[0])
-    assert found.code == 130 and found.err == "sample: interrupted\n"
+    assert found.code == 130
+    assert found.err == "sample: interrupted\n"
 
 
 @pytest.mark.parametrize("options, told", [
@@ -218,7 +230,8 @@ def test_wrong_options_exit_with_2(capsys, options, told):
     """Options that would do nothing are refused, not ignored, also with the value that they have without."""
     with pytest.raises(SystemExit) as caught:
         sample.main(["model", *options])
-    assert caught.value.code == 2 and told in capsys.readouterr().err
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_sampling_without_tiktoken(saved, use, monkeypatch):
@@ -257,9 +270,13 @@ def test_rows_that_were_not_trained_are_not_saved(saved):
     header, data = helpers.read_safetensors(path)
     assert "ngram.scales" not in header
     ids, rows = (header[f"ngram.{name}"]["shape"] for name in ("ids", "rows"))
-    assert ids == rows[:1] and rows[1] == MODEL.width / 2 and 0 < rows[0] < 0.9 * 2 * MODEL.table_rows
+    assert ids == rows[:1]
+    assert rows[1] == MODEL.width / 2
+    assert 0 < rows[0] < 0.9 * 2 * MODEL.table_rows
     model, _, stored = sample.read_model_file(path)
-    assert (stored.ids.diff() > 0).all() and stored.rows.any(1).all() and model.ngram.is_meta
+    assert (stored.ids.diff() > 0).all()
+    assert stored.rows.any(1).all()
+    assert model.ngram.is_meta
     sizes = [p.nbytes for p in model.parameters() if p is not model.ngram]
     assert len(data) == sum(sizes) + stored.ids.nbytes + stored.rows.nbytes
 
@@ -268,7 +285,9 @@ def test_rows_that_were_not_trained_are_not_saved(saved):
 def test_stored_rows_are_those_of_the_table(saved, packed):
     """Of any ids, those below, between and above the stored ones included."""
     _, _, stored = sample.read_model_file(saved[0])
-    ids, rows, scales = stored.ids[5:-5], stored.rows[5:-5], None
+    ids = stored.ids[5:-5]
+    rows = stored.rows[5:-5]
+    scales = None
     values = rows
     if packed:
         rows, scales = sample.quantize_rows(rows)
@@ -278,7 +297,8 @@ def test_stored_rows_are_those_of_the_table(saved, packed):
     table[ids.long()] = values
     found = sample.StoredRows(ids, rows, scales).sums(wanted, torch.empty(0, device="meta"))
     expected = torch.nn.functional.embedding(wanted.long(), table).sum(1)
-    assert found.dtype == torch.float32 and found.allclose(expected, rtol=0, atol=1e-7)
+    assert found.dtype == torch.float32
+    assert found.allclose(expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.fast
@@ -288,10 +308,13 @@ def test_a_row_has_a_scale_for_each_32_numbers():
     rows = torch.randn(9, 192, generator=torch.Generator().manual_seed(1)) * sizes
     rows[3, 64:96] = 0
     packed, scales = sample.quantize_rows(rows)
-    assert packed.shape == (9, 96) and scales.shape == (9, 6)
-    groups, found = rows.view(9, 6, 32), unpacked(packed, scales).view(9, 6, 32)
+    assert packed.shape == (9, 96)
+    assert scales.shape == (9, 6)
+    groups = rows.view(9, 6, 32)
+    found = unpacked(packed, scales).view(9, 6, 32)
     assert sample.unpack_rows(packed, scales).equal(found.view(9, 192))
-    assert (found[3, 2] == 0).all() and (found[:, 0] == 0).all(), "numbers too small for a scale are zero"
+    assert (found[3, 2] == 0).all(), "numbers too small for a scale are zero"
+    assert (found[:, 0] == 0).all(), "numbers too small for a scale are zero"
     largest = groups[:, 1:].abs().amax(2)
     assert found[:, 1:].abs().amax(2).allclose(largest, rtol=2**-8)
     room = 0.52 * largest[..., None] / 7 + 2**-8 * largest[..., None]
@@ -311,7 +334,8 @@ def test_exported_rows_are_rounded_to_four_bits(corpus, small, tmp_path, dtype):
     table[7, 3] = -100
     tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
     _, _, whole = sample.read_model_file(tmp_path / "model", rows_too=True)
-    assert whole.rows.dtype == table.dtype and whole.rows.equal(table[whole.ids.long()])
+    assert whole.rows.dtype == table.dtype
+    assert whole.rows.equal(table[whole.ids.long()])
 
     for source in ("model", "compact"):  # a copy of a copy is that copy
         sample.export_model(tmp_path / source, tmp_path / f"of {source}", dense=False)
@@ -322,9 +346,11 @@ def test_exported_rows_are_rounded_to_four_bits(corpus, small, tmp_path, dtype):
         want = table[stored.ids.long()].float().unflatten(1, (-1, 16))
         largest = want.abs().amax(2, keepdim=True)
         found = unpacked(stored.rows, stored.scales).view_as(want)
-        assert found.isfinite().all() and ((found - want).abs() <= 1.02 * largest / 14 + 7 * largest * 2**-9).all()
+        assert found.isfinite().all()
+        assert ((found - want).abs() <= 1.02 * largest / 14 + 7 * largest * 2**-9).all()
         bytes_that_occur = {low + 16 * high for low in range(1, 16) for high in range(1, 16)}
-        assert len(found.unique()) > 1000 and set(stored.rows.flatten().tolist()) <= bytes_that_occur
+        assert len(found.unique()) > 1000
+        assert set(stored.rows.flatten().tolist()) <= bytes_that_occur
 
 
 @pytest.mark.fast
@@ -334,7 +360,8 @@ def test_a_compact_copy_evaluates_to_the_loss(saved, use, bytes_as_tokens, tmp_p
     header, _ = helpers.read_safetensors(tmp_path / "out" / "compact")
     assert header["ngram.rows"]["dtype"] == "U8"
     found = use(tmp_path / "out" / "compact", "--eval")
-    assert found.code == 0 and float(found.out.split()[2]) == pytest.approx(log[-1]["loss"], abs=1e-3)
+    assert found.code == 0
+    assert float(found.out.split()[2]) == pytest.approx(log[-1]["loss"], abs=1e-3)
     assert use(tmp_path / "out" / "compact", "Once", "--length", 3).code == 0
 
 
@@ -344,7 +371,8 @@ def test_exported_weights(saved, use, tmp_path):
     target = tmp_path / "out" / "dense.safetensors"
     assert use(path, "--export", target, "--dense").code == 0
     before = path.read_bytes()
-    assert use(path, "--export", path).code == 2 and path.read_bytes() == before, "never onto itself"
+    assert use(path, "--export", path).code == 2, "never onto itself"
+    assert path.read_bytes() == before, "never onto itself"
 
     header, data = helpers.read_safetensors(target)
     assert all(isinstance(value, str) for value in header.pop("__metadata__").values())
@@ -353,12 +381,15 @@ def test_exported_weights(saved, use, tmp_path):
     rows, scales = sample.quantize_rows(stored.rows[suffixes])
     expected = dict(model.state_dict())
     expected |= {"ngram.ids": stored.ids[suffixes], "ngram.rows": rows, "ngram.scales": scales}
-    assert header.keys() == expected.keys() - {"ngram"} and suffixes.any() and not suffixes.all()
+    assert header.keys() == expected.keys() - {"ngram"}
+    assert suffixes.any()
+    assert not suffixes.all()
     end = 0
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
         tensor = torch.frombuffer(bytearray(data[start:stop]), dtype=tg.STORED_DTYPES[entry["dtype"]])
-        assert start == end and tensor.view(entry["shape"]).float().equal(expected[name].float()), name
+        assert start == end, name
+        assert tensor.view(entry["shape"]).float().equal(expected[name].float()), name
         end = stop
     assert end == len(data)
 
@@ -375,8 +406,10 @@ def test_the_safetensors_library_reads_it(saved, tmp_path, monkeypatch):
     model, _, stored = sample.read_model_file(saved[0])
     first = MODEL.ngram_pieces * MODEL.ngram_rows
     kept = stored.ids >= first
-    assert found["head"].equal(model.lm_head) and found["content"]["model"]["width"] == MODEL.width
-    assert found["ids"].equal(stored.ids[kept] - first) and found["ids"].min() >= 0
+    assert found["head"].equal(model.lm_head)
+    assert found["content"]["model"]["width"] == MODEL.width
+    assert found["ids"].equal(stored.ids[kept] - first)
+    assert found["ids"].min() >= 0
     assert found["rows"].equal(unpacked(*sample.quantize_rows(stored.rows[kept])))
 
 
@@ -395,7 +428,8 @@ def test_a_mapped_model_keeps_its_dtype_on_disk_only(corpus, small, tmp_path):
     wide = tg.GPT(MODEL, tg.reference_ops(), CPU)
     wide.load_state_dict(trainer.model.state_dict())
     piece = torch.randint(508, (50,)).numpy().astype("uint16")
-    batch, geometry = tg.pack({0: [piece]}, MODEL, pin=False).to(CPU), sample.saved_geometry(content, model, 50)
+    batch = tg.pack({0: [piece]}, MODEL, pin=False).to(CPU)
+    geometry = sample.saved_geometry(content, model, 50)
     assert float(model.evaluate(batch, geometry)) == pytest.approx(float(wide.evaluate(batch, geometry)), rel=1e-6)
 
 
@@ -551,12 +585,15 @@ def test_bad_model_files(saved, use, monkeypatch, tmp_path, name):
     fault, told = BAD_MODELS[name]
     fault(path)
     found = use(path, "--eval")
-    assert found.code == 2 and found.err.count("\n") == 1 and told in found.err
+    assert found.code == 2
+    assert found.err.count("\n") == 1
+    assert told in found.err
     assert re.match(r"sample: model file .*: expected train_gpt model 4, .*, found .*; fix: ", found.err)
     assert not (tmp_path / "executed").exists()
     if name in ("missing", "zeros in lm_head"):
         for arguments in (("Once",), ("--export", tmp_path / "copy")):
-            assert use(path, *arguments).code == 2 and not (tmp_path / "copy").exists()
+            assert use(path, *arguments).code == 2
+            assert not (tmp_path / "copy").exists()
 
 
 @pytest.mark.fast

@@ -14,19 +14,30 @@ from helpers import CPU, tg
 
 pytestmark = pytest.mark.fast
 
-SPEEDRUN, SPRINT = tg.PRESETS["speedrun"], tg.PRESETS["sprint"]
+SPEEDRUN = tg.PRESETS["speedrun"]
+SPRINT = tg.PRESETS["sprint"]
 # Two schedules whose values were worked out by hand; the presets' own may be tuned without touching them.
 CONFIG = tg.OptimizerConfig(
-    muon_momentum=(0.85, 0.95), momentum_warmup_fraction=300 / 2160, momentum_cooldown_fraction=50 / 2160, muon_learning_rate=0.023, adam_learning_rate=0.008,
-    cooldown_fraction=0.55, final_learning_rate=0.1,
-    rules=(("matrix", tg.MuonRule(2.0)), ("table", tg.AdamRule(75.0, (0.65, 0.95), decay=0.025, sharded=True)),
-           ("lm_head", tg.AdamRule(1.0, (0.5, 0.95), decay=0.75, sharded=True)), ("gate", tg.AdamRule(1.0, (0.9, 0.99)))))
+    muon_momentum=(0.85, 0.95),
+    momentum_warmup_fraction=300 / 2160,
+    momentum_cooldown_fraction=50 / 2160,
+    muon_learning_rate=0.023,
+    adam_learning_rate=0.008,
+    cooldown_fraction=0.55,
+    final_learning_rate=0.1,
+    rules=(
+        ("matrix", tg.MuonRule(2.0)),
+        ("table", tg.AdamRule(75.0, (0.65, 0.95), decay=0.025, sharded=True)),
+        ("lm_head", tg.AdamRule(1.0, (0.5, 0.95), decay=0.75, sharded=True)),
+        ("gate", tg.AdamRule(1.0, (0.9, 0.99))),
+    ),
+)
 LONG = replace(SPEEDRUN, optimizer=CONFIG, stages=helpers.three_stages((707, 707, 706), 40))
 SHORT_CONFIG = replace(CONFIG, momentum_warmup_fraction=300 / 340, momentum_cooldown_fraction=50 / 340)
 SHORT = replace(SPEEDRUN, optimizer=SHORT_CONFIG, stages=helpers.three_stages((112, 111, 112), 5))
-# 2120 scheduled steps in thirds and 40 more. Rate: 1, 1.51, 1.93 with the batch; from step 954 = .45 * 2120 a line down to .1 at 2120:
-# step 1413 has (707 / 2120) / .55 = .6063465 of the way left, so 1.51 * .6063465 + .1 * .3936535 = .9549485.
-# Momentum: .85 + .1 * step / 300; at the end .85 + .1 * (2160 - step) / 50.
+# 2120 scheduled steps in thirds and 40 more. Rate: 1, 1.51, 1.93 with the batch; from step 954 = .45 * 2120 a line down
+# to .1 at 2120: step 1413 has (707 / 2120) / .55 = .6063465 of the way left, so 1.51 * .6063465 + .1 * .3936535 =
+# .9549485. Momentum: .85 + .1 * step / 300; at the end .85 + .1 * (2160 - step) / 50.
 AT = {
     # step: (stage, batch, windows, rate, momentum)
     0: (0, 131_072, (128, 384), 1.0, 0.85),
@@ -45,7 +56,8 @@ AT = {
     2120: (3, 393_216, (384, 1664), 0.1, 0.93),
     2159: (3, 393_216, (384, 1664), 0.1, 0.852),
 }
-# 335 scheduled steps (112, 111, 112) and 5 more; the cool-down begins at .45 * 335 = 150.75; 222 has (113 / 335) / .55 = .6132972 left.
+# 335 scheduled steps (112, 111, 112) and 5 more; the cool-down begins at .45 * 335 = 150.75;
+# 222 has (113 / 335) / .55 = .6132972 left.
 SHORT_AT = {
     0: (0, 131_072, (128, 384), 1.0, 0.85),
     111: (0, 131_072, (128, 384), 1.0, 0.887),
@@ -63,13 +75,17 @@ SHORT_AT = {
 }
 
 
-@pytest.mark.parametrize("preset, step, expected", [(p, s, e) for p, table in ((LONG, AT), (SHORT, SHORT_AT)) for s, e in table.items()],
-                         ids=[f"{p}-{s}" for p, table in (("long", AT), ("short", SHORT_AT)) for s in table])
+@pytest.mark.parametrize(
+    "preset, step, expected",
+    [(p, s, e) for p, table in ((LONG, AT), (SHORT, SHORT_AT)) for s, e in table.items()],
+    ids=[f"{p}-{s}" for p, table in (("long", AT), ("short", SHORT_AT)) for s in table],
+)
 def test_borders(preset, step, expected):
     index, batch, windows, rate, momentum = expected
     assert tg.stage_index(preset, step) == index
     stage = preset.stages[index]
-    assert stage.batch_tokens == batch and stage.chunk_tokens * 8 == batch
+    assert stage.batch_tokens == batch
+    assert stage.chunk_tokens * 8 == batch
     assert (stage.short_window_tokens, stage.long_window_tokens) == windows
     assert tg.learning_rate(preset, step) == pytest.approx(rate, abs=2e-7)
     assert tg.muon_momentum(preset, step) == pytest.approx(momentum, abs=2e-7)
@@ -80,7 +96,8 @@ def test_lengths():
     for preset in (SPEEDRUN, SPRINT):
         assert preset.val_attention_windows == (384, 2560)
         assert tg.stage_index(preset, preset.steps) == len(preset.stages)
-    assert SPEEDRUN.val_tokens == 10_485_760 and SPRINT.val_tokens == 2_097_152
+    assert SPEEDRUN.val_tokens == 10_485_760
+    assert SPRINT.val_tokens == 2_097_152
     assert SPRINT.train_tokens <= 95_000_000, "one pass over one shard"
 
 
@@ -88,23 +105,37 @@ def test_lengths():
 def test_every_preset_is_consistent(preset):
     """What holds between a preset's numbers, for the presets that nobody works out by hand."""
     model = preset.model
-    assert model.padded_vocabulary % (128 if model.width >= 768 else tg.CHUNKS) == 0 and model.padded_vocabulary >= model.vocabulary
+    assert model.padded_vocabulary % (128 if model.width >= 768 else tg.CHUNKS) == 0
+    assert model.padded_vocabulary >= model.vocabulary
     for index, layer in enumerate(model.layers):
         assert layer.skip_from is None or layer.skip_from < index
         assert layer.window in ("short", "long")
-    assert [l.value_embedding for l in model.layers if l.value_embedding not in (None, tg.NGRAMS)] == list(range(model.value_embeddings)), "one table a use"
+    assert [l.value_embedding for l in model.layers if l.value_embedding not in (None, tg.NGRAMS)] == list(
+        range(model.value_embeddings)
+    ), "one table a use"
     assert sum(stage.steps * stage.batch_tokens for stage in preset.stages) < preset.train_tokens
     for stage in preset.stages:
         assert stage.batch_tokens % (8 * 16) == 0  # 16: the FP8 products need that many tokens
         assert stage.short_window_tokens <= stage.long_window_tokens
-        assert not (stage.short_window_tokens | stage.long_window_tokens) % 16, "else Triton compiles another kernel for it"
-        assert stage.sampled_classes is None or stage.sampled_classes % 128 == 0 and stage.sampled_classes <= model.padded_vocabulary
-        assert len(stage.targets[0]) == len(stage.targets[1]) and stage.targets[0][0] == stage.targets[1][0] == 1.0
+        assert not (stage.short_window_tokens | stage.long_window_tokens) % 16, (
+            "else Triton compiles another kernel for it"
+        )
+        assert (
+            stage.sampled_classes is None
+            or stage.sampled_classes % 128 == 0
+            and stage.sampled_classes <= model.padded_vocabulary
+        )
+        assert len(stage.targets[0]) == len(stage.targets[1])
+        assert stage.targets[0][0] == stage.targets[1][0] == 1.0
     assert not any(window % 16 for window in (*preset.val_attention_windows, model.pointer_window_tokens))
     assert preset.stages[-1].targets == ((1.0,), (1.0,)), "it ends on what is validated"
-    assert preset.val_tokens % 8 == 0 and not any(a.extension and not b.extension for a, b in zip(preset.stages, preset.stages[1:]))
+    assert preset.val_tokens % 8 == 0
+    assert not any(
+        a.extension and not b.extension for a, b in zip(preset.stages, preset.stages[1:])
+    )
     rates = [tg.learning_rate(preset, step) for step in range(preset.steps)]
-    assert min(rates) >= preset.optimizer.final_learning_rate > 0 and max(rates) <= max(s.learning_rate_multiplier for s in preset.stages)
+    assert min(rates) >= preset.optimizer.final_learning_rate > 0
+    assert max(rates) <= max(s.learning_rate_multiplier for s in preset.stages)
 
 
 def test_the_preset_itself_is_of_length_one():
@@ -114,11 +145,17 @@ def test_the_preset_itself_is_of_length_one():
 
 def test_a_scaled_preset():
     """Stages and extension by hand: 707, 707, 706 and 40 steps, times .1 and times 2."""
-    for length, steps in ((0.1, [71, 71, 71, 4]), (2.0, [1414, 1414, 1412, 80]), (0.001, [1, 1, 1, 1])):
+    for length, steps in (
+        (0.1, [71, 71, 71, 4]),
+        (2.0, [1414, 1414, 1412, 80]),
+        (0.001, [1, 1, 1, 1]),
+    ):
         scaled = tg.scaled_preset(LONG, length)
         assert [stage.steps for stage in scaled.stages] == steps
         assert scaled.optimizer == LONG.optimizer, "whose times are shares of the schedule"
-        assert [replace(stage, steps=0) for stage in scaled.stages] == [replace(stage, steps=0) for stage in LONG.stages], "nothing else of a stage"
+        assert [replace(stage, steps=0) for stage in scaled.stages] == [
+            replace(stage, steps=0) for stage in LONG.stages
+        ], "nothing else of a stage"
     twice = tg.scaled_preset(LONG, 2.0)
     for fraction in (0, 0.25, 0.5, 0.75):
         step = int(fraction * LONG.steps)
@@ -130,18 +167,30 @@ def test_a_scaled_preset():
 @pytest.mark.parametrize("preset", tg.PRESETS.values(), ids=tg.PRESETS)
 def test_a_scaled_preset_opens_enough_shards(preset, length):
     """However its steps are rounded, train_tokens stay as far above what the schedule takes."""
-    spare = [p.train_tokens - sum(stage.steps * stage.batch_tokens for stage in p.stages) for p in (preset, tg.scaled_preset(preset, length))]
+    spare = [
+        p.train_tokens - sum(stage.steps * stage.batch_tokens for stage in p.stages)
+        for p in (preset, tg.scaled_preset(preset, length))
+    ]
     assert spare[0] == spare[1] > 0
 
 
 def test_the_speedrun_on_webmix():
     """The speedrun, its schedule scaled to one pass over 24 shards, which hold 243.2 M tokens."""
     webmix = tg.PRESETS["speedrun-webmix"]
-    assert webmix.model == SPEEDRUN.model and webmix.val_attention_windows == SPEEDRUN.val_attention_windows
+    assert webmix.model == SPEEDRUN.model
+    assert webmix.val_attention_windows == SPEEDRUN.val_attention_windows
     assert [stage.steps for stage in webmix.stages] == [618, 618, 592, 25]
-    assert [replace(stage, steps=0) for stage in webmix.stages] == [replace(stage, steps=0) for stage in SPEEDRUN.stages]
-    assert sum(stage.steps * stage.batch_tokens for stage in webmix.stages) == 242_810_880 < webmix.train_tokens <= 243_200_000
-    assert webmix.val_tokens == 4_194_304 and "webmix" in webmix.data
+    assert [replace(stage, steps=0) for stage in webmix.stages] == [
+        replace(stage, steps=0) for stage in SPEEDRUN.stages
+    ]
+    assert (
+        sum(stage.steps * stage.batch_tokens for stage in webmix.stages)
+        == 242_810_880
+        < webmix.train_tokens
+        <= 243_200_000
+    )
+    assert webmix.val_tokens == 4_194_304
+    assert "webmix" in webmix.data
     assert not webmix.val_tokens % webmix.val_window_tokens
 
 
@@ -152,45 +201,81 @@ def test_layer_table_of_the_record():
     assert [i for i, l in enumerate(layers) if l.window == "long"] == [4, 11]
     assert {i: l.skip_from for i, l in enumerate(layers) if l.skip_from is not None} == {7: 4}
     sprint = tg.GPT_SPRINT.layers
-    assert [i for i, l in enumerate(sprint) if l.attention] == [2, 4, 6, 9, 11] and [i for i, l in enumerate(sprint) if not l.mlp] == [0, 3, 5, 8, 10]
-    assert all([i for i, l in enumerate(table) if l.value_embedding == tg.NGRAMS] == [4, 6] for table in (layers, sprint))
+    assert [i for i, l in enumerate(sprint) if l.attention] == [2, 4, 6, 9, 11]
+    assert [i for i, l in enumerate(sprint) if not l.mlp] == [0, 3, 5, 8, 10]
+    assert all(
+        [i for i, l in enumerate(table) if l.value_embedding == tg.NGRAMS] == [4, 6]
+        for table in (layers, sprint)
+    )
 
 
 def test_averaging():
-    """540 steps, the last quarter from 405 on, every fourth: the first weights enter whole, later ones by .1; after step 539 half of the way."""
-    config = replace(CONFIG, averaging_fraction=0.25, averaging_interval_steps=4, averaging_lookback=40 / 540, averaged_share=0.5)
+    """540 steps, the last quarter from 405 on, every fourth: the first weights enter whole, later ones by .1;
+    after step 539 half of the way."""
+    config = replace(
+        CONFIG,
+        averaging_fraction=0.25,
+        averaging_interval_steps=4,
+        averaging_lookback=40 / 540,
+        averaged_share=0.5,
+    )
     preset = replace(SPEEDRUN, optimizer=config, stages=helpers.three_stages((200, 200, 130), 10))
     found = {step: shares for step in range(540) if any(shares := tg.averaging(preset, step))}
     never = replace(preset, optimizer=replace(config, averaging_fraction=0.0))
-    assert not any(any(tg.averaging(never, step)) for step in range(540)), "an average of nothing moves nothing"
-    assert found == {405: (1.0, 0.0)} | {step: (0.1, 0.0) for step in range(409, 540, 4)} | {539: (0.0, 0.5)}
+    assert not any(any(tg.averaging(never, step)) for step in range(540)), (
+        "an average of nothing moves nothing"
+    )
+    assert found == {405: (1.0, 0.0)} | {step: (0.1, 0.0) for step in range(409, 540, 4)} | {
+        539: (0.0, 0.5)
+    }
 
 
 def test_step_rates():
-    """Muon's rate is .023 times the schedule; Adam's carries .008, its role's multiplier and the bias corrections, the decay
-    the square of the rate."""
+    """Muon's rate is .023 times the schedule;
+    Adam's carries .008, its role's multiplier and the bias corrections, the decay the square of the rate."""
     first = tg.step_rates(LONG, 0)
-    assert first["muon"] == pytest.approx(0.023) and first["momentum"] == pytest.approx(0.85)
-    assert first["table"] == pytest.approx(0.008 * 75 * math.sqrt(1 - 0.95) / (1 - 0.65)) and first["table decay"] == pytest.approx(0.36 * 0.025)
-    assert first["lm_head"] == pytest.approx(0.008 * math.sqrt(1 - 0.95) / (1 - 0.5)) and first["lm_head decay"] == pytest.approx(0.000064 * 0.75)
-    assert first["gate"] == pytest.approx(0.008 * math.sqrt(1 - 0.99) / (1 - 0.9)) and first["gate decay"] == 0
+    assert first["muon"] == pytest.approx(0.023)
+    assert first["momentum"] == pytest.approx(0.85)
+    assert first["table"] == pytest.approx(0.008 * 75 * math.sqrt(1 - 0.95) / (1 - 0.65))
+    assert first["table decay"] == pytest.approx(0.36 * 0.025)
+    assert first["lm_head"] == pytest.approx(0.008 * math.sqrt(1 - 0.95) / (1 - 0.5))
+    assert first["lm_head decay"] == pytest.approx(0.000064 * 0.75)
+    assert first["gate"] == pytest.approx(0.008 * math.sqrt(1 - 0.99) / (1 - 0.9))
+    assert first["gate decay"] == 0
     later = tg.step_rates(LONG, 707)  # at 1.51 times the rate; update number 708
-    assert later["muon"] == pytest.approx(0.023 * 1.51) and "matrix" not in later
-    assert later["gate"] == pytest.approx(0.008 * 1.51 * math.sqrt(1 - 0.99 ** 708) / (1 - 0.9 ** 708))
+    assert later["muon"] == pytest.approx(0.023 * 1.51)
+    assert "matrix" not in later
+    assert later["gate"] == pytest.approx(0.008 * 1.51 * math.sqrt(1 - 0.99**708) / (1 - 0.9**708))
     assert later["lm_head decay"] == pytest.approx((0.008 * 1.51) ** 2 * 0.75)
-    assert tg.step_rates(LONG, 1)["table"] == pytest.approx(0.6 * math.sqrt(1 - 0.95 ** 2) / (1 - 0.65 ** 2))
+    assert tg.step_rates(LONG, 1)["table"] == pytest.approx(
+        0.6 * math.sqrt(1 - 0.95**2) / (1 - 0.65**2)
+    )
 
 
-@pytest.mark.parametrize("step, weights", [(0, [1, 0.5, 0.25]), (1, [1, 0.5 - 0.2 / 707, 0.25 * 706 / 707]), (706, [1, 0.3 + 0.2 / 707, 0.25 / 707]),
-                                           (707, [1, 0.3]), (1413, [1, 0.3 / 707]), (1414, [1]), (2119, [1]), (2120, [1]), (2159, [1])])
+@pytest.mark.parametrize(
+    "step, weights",
+    [
+        (0, [1, 0.5, 0.25]),
+        (1, [1, 0.5 - 0.2 / 707, 0.25 * 706 / 707]),
+        (706, [1, 0.3 + 0.2 / 707, 0.25 / 707]),
+        (707, [1, 0.3]),
+        (1413, [1, 0.3 / 707]),
+        (1414, [1]),
+        (2119, [1]),
+        (2120, [1]),
+        (2159, [1]),
+    ],
+)
 def test_target_weights(step, weights):
-    """The third token ahead fades in the first stage, the second in the first two; a stage begins where the one before would have ended."""
+    """The third token ahead fades in the first stage, the second in the first two;
+    a stage begins where the one before would have ended."""
     assert tg.target_weights(LONG, step) == pytest.approx(weights, abs=1e-9)
 
 
 def yarn(base, turning, windows):
     """The published formula, one frequency at a time, in exact windows and plain floats."""
-    frequencies, scale = [base ** (-j / (turning - 1)) for j in range(turning)], 0.1
+    frequencies = [base ** (-j / (turning - 1)) for j in range(turning)]
+    scale = 0.1
     for old, new in zip(windows, windows[1:]):
         ratio = Fraction(old, new)
         for j, frequency in enumerate(frequencies):
@@ -203,19 +288,29 @@ def yarn(base, turning, windows):
 
 @pytest.mark.parametrize("index, scale", [(0, 0.1), (1, 0.11695), (2, 0.12752), (3, 0.13178)])
 def test_rotary_geometry(index, scale):
-    exact = replace(SPEEDRUN, model=replace(SPEEDRUN.model, dtype="float64", key_width=128, attention_scale=0.1))
+    exact = replace(
+        SPEEDRUN, model=replace(SPEEDRUN.model, dtype="float64", key_width=128, attention_scale=0.1)
+    )
     geometry = tg.rotary_geometry(exact, index, 300, CPU)
-    frequencies, expected_scale = yarn(1024.0, 32, (384, 896, 1408, 1664)[:index + 1])
-    assert geometry.scale == pytest.approx(scale, abs=5e-6) and geometry.scale == pytest.approx(expected_scale)
+    frequencies, expected_scale = yarn(1024.0, 32, (384, 896, 1408, 1664)[: index + 1])
+    assert geometry.scale == pytest.approx(scale, abs=5e-6)
+    assert geometry.scale == pytest.approx(expected_scale)
     assert geometry.cos.shape == geometry.sin.shape == (300, 64)
     angle = np.arange(300)[:, None] * np.array(frequencies + [0.0] * 32)
     assert np.abs(geometry.cos.numpy() - np.cos(angle)).max() < 1e-9
     assert np.abs(geometry.sin.numpy() - np.sin(angle)).max() < 1e-9
-    assert tuple(geometry.windows.values()) == ((128, 384), (256, 896), (256, 1408), (384, 1664))[index]
+    assert (
+        tuple(geometry.windows.values())
+        == ((128, 384), (256, 896), (256, 1408), (384, 1664))[index]
+    )
     assert tg.rotary_geometry(SPEEDRUN, index, 10, CPU).cos.dtype == tg.torch.bfloat16
 
 
 def test_validation_geometry_stretches_nothing():
-    final, validation = (tg.rotary_geometry(SPEEDRUN, 3, 50, CPU, windows) for windows in (None, (768, 2560)))
+    final, validation = (
+        tg.rotary_geometry(SPEEDRUN, 3, 50, CPU, windows) for windows in (None, (768, 2560))
+    )
     assert validation.windows == {"short": 768, "long": 2560}
-    assert validation.scale == final.scale and validation.cos.equal(final.cos) and validation.sin.equal(final.sin)
+    assert validation.scale == final.scale
+    assert validation.cos.equal(final.cos)
+    assert validation.sin.equal(final.sin)

@@ -1,4 +1,5 @@
-"""The rules of the one file: sections in order, nothing happens on import, short functions, one clock, allowed compile settings."""
+"""The rules of the one file:
+sections in order, nothing happens on import, short functions, one clock, allowed compile settings."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ TREE = ast.parse(SOURCE)
 BANNER = re.compile(r"# ==== (.*\w) =+")
 SECTIONS = ["Imports, constants", "Configuration", "Data", "Model", "Optimizer", "Training", "Triton kernels",
             "Operator selection", "Runtime", "Main"]
-# Which other sections a section may use, besides imports and configuration, which all may. The story comes first and the machinery after it.
+# Which other sections a section may use, besides imports and configuration, which all may.
+# The story comes first and the machinery after it.
 USES = {
     "Data": ["Runtime"],
     "Model": ["Runtime"],
@@ -65,7 +67,8 @@ def definitions():
 
 
 def global_reads(code: CodeType):
-    """(name, line) of every global that a code object and those inside it read. Annotations are strings by then: they do not count."""
+    """(name, line) of every global that a code object and those inside it read.
+    Annotations are strings by then: they do not count."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield instruction.argval, instruction.positions.lineno
@@ -83,22 +86,34 @@ def test_sections_are_numbered_and_named_in_order():
     found = [title for _, title in titles()]
     assert len(found) == len(expected)
     assert all(re.match(re.escape(e) + r"\b", f) for e, f in zip(expected, found)), found
-    assert not [line for line in LINES if re.match(r"# ?[=#*~]{4,}", line) and not (BANNER.fullmatch(line) and len(line) == 120)], "one banner style"
+    assert not [
+        line
+        for line in LINES
+        if re.match(r"# ?[=#*~]{4,}", line) and not (BANNER.fullmatch(line) and len(line) == 120)
+    ], "one banner style"
 
 
 def test_docstring_maps_the_sections():
-    listed = dict(re.findall(r"\b(\d+) ([A-Za-z][a-z]+)", ast.get_docstring(TREE)[ast.get_docstring(TREE).index("\nMap"):]))
-    assert [listed.get(str(number), "").lower() for number in range(1, len(SECTIONS) + 1)] == [re.split(r"[ ,]", t)[0].lower() for t in SECTIONS]
+    listed = dict(
+        re.findall(
+            r"\b(\d+) ([A-Za-z][a-z]+)", ast.get_docstring(TREE)[ast.get_docstring(TREE).index("\nMap") :]
+        )
+    )
+    assert [listed.get(str(number), "").lower() for number in range(1, len(SECTIONS) + 1)] == [
+        re.split(r"[ ,]", t)[0].lower() for t in SECTIONS
+    ]
 
 
 def test_a_section_uses_only_those_that_the_table_names():
     names = definitions()
     assert {"BOS", "Layer", "PRESETS", "GPT", "main", "jit", "torch"} <= set(names)
     allowed = {title: {title, *SECTIONS[:2], *USES.get(title, [])} for title in SECTIONS}
-    wrong, used = set(), set()
+    wrong = set()
+    used = set()
     for name, line in global_reads(compile(SOURCE, PATH, "exec", dont_inherit=True)):
         if name in names and section(line):
-            reader, owner = SECTIONS[section(line) - 1], SECTIONS[section(names[name]) - 1]
+            reader = SECTIONS[section(line) - 1]
+            owner = SECTIONS[section(names[name]) - 1]
             used.add((reader, owner))
             if owner not in allowed[reader]:
                 wrong.add(f"line {line} ({reader}) reads {name} ({owner})")
@@ -115,20 +130,32 @@ def test_top_level_holds_only_declarations():
     guards = []
     for position, node in enumerate(TREE.body):
         if isinstance(node, ast.Expr):
-            assert position == 0 and isinstance(node.value, ast.Constant), f"line {node.lineno}: a statement"
+            assert position == 0, f"line {node.lineno}: a statement"
+            assert isinstance(node.value, ast.Constant), f"line {node.lineno}: a statement"
         elif isinstance(node, ast.Assign):
             for name in node.targets:
-                assert all(n.id.isupper() for n in ast.walk(name) if isinstance(n, ast.Name)), f"line {node.lineno}: not a constant"
-            declared = {n.name for n in TREE.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))} | {"constexpr", "dict", "replace", "tuple"}
+                assert all(n.id.isupper() for n in ast.walk(name) if isinstance(n, ast.Name)), (
+                    f"line {node.lineno}: not a constant"
+                )
+            declared = {n.name for n in TREE.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))} | {
+                "constexpr",
+                "dict",
+                "replace",
+                "tuple",
+            }
             called = {dotted(call.func) for call in ast.walk(node.value) if isinstance(call, ast.Call)}
             assert called <= declared, f"line {node.lineno}: a constant that runs {called - declared}"
         elif isinstance(node, (ast.Try, ast.If)):
             guards.append(node)
         else:
-            assert isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)), f"line {node.lineno}: {ast.unparse(node)[:60]}"
+            assert isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)), (
+                f"line {node.lineno}: {ast.unparse(node)[:60]}"
+            )
     attempt, script = guards
-    assert [dotted(handler.type) for handler in attempt.handlers] == ["ImportError"] and "import triton" in ast.unparse(attempt)
-    assert node is script and ast.unparse(script.test) == "__name__ == '__main__'"
+    assert [dotted(handler.type) for handler in attempt.handlers] == ["ImportError"]
+    assert "import triton" in ast.unparse(attempt)
+    assert node is script
+    assert ast.unparse(script.test) == "__name__ == '__main__'"
 
 
 def test_the_top_imports_nothing_that_may_be_missing():
@@ -143,9 +170,14 @@ import numpy, torch, torch.nn.functional, torch.utils.checkpoint, torch.distribu
 if {hidden}: sys.modules["triton"] = None
 else: import triton
 environment, events = dict(os.environ), []
-sys.addaudithook(lambda event, arguments: events.append((event, arguments[0])) if event.startswith(("socket.", "subprocess.", "os.system", "os.mkdir"))
-                 or event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+") else None)
-state = lambda: (threading.active_count(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_rng_state().sum().item())
+def watch(event, arguments):
+    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    if writes or event.startswith(("socket.", "subprocess.", "os.system", "os.mkdir")):
+        events.append((event, arguments[0]))
+def state():
+    rng = torch.get_rng_state().sum().item()
+    return threading.active_count(), torch.get_default_dtype(), torch.is_grad_enabled(), rng
+sys.addaudithook(watch)
 before = state()
 import train_gpt
 assert not events, events
@@ -162,38 +194,87 @@ assert not torch.cuda.is_initialized()
 def test_importing_has_no_side_effects(tmp_path, hidden):
     if not hidden:
         pytest.importorskip("triton")
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     result = subprocess.run([sys.executable, "-c", WATCHED_IMPORT.format(hidden=hidden)], cwd=tmp_path, env=environment,
                             capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "" and list(tmp_path.iterdir()) == []
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_functions_are_short():
     limits = {node: 120 if any(dotted(d) == "jit" for d in node.decorator_list) else 70 for node in FUNCTIONS}
-    assert not {node.name: node.end_lineno - node.lineno + 1 for node, limit in limits.items() if node.end_lineno - node.lineno + 1 >= limit}
+    assert not {
+        node.name: node.end_lineno - node.lineno + 1
+        for node, limit in limits.items()
+        if node.end_lineno - node.lineno + 1 >= limit
+    }
 
 
 def code_tokens(source):
     """Python's tokens of a script but for comments, layout and strings that stand alone, which are docstrings."""
     expressions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
-    strings = [node for node in expressions if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)]
+    strings = [
+        node
+        for node in expressions
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
     prose = {line for node in strings for line in range(node.lineno, node.end_lineno + 1)}
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token for token in tokens if token.type not in layout and token.start[0] not in prose]
 
 
-@pytest.mark.parametrize("path", [PATH, SIBLING], ids=lambda path: path.name)
-def test_a_script_is_not_dense(path):
-    tokens = code_tokens(path.read_text())
+# Of every folder with code. A record's script is what ran, and stays as it was.
+FOLDERS = (".", "benchmarks", "data", "records", "tests")
+FILES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/*.py"))]
+# What does not meet the two limits yet. A file that does has to leave this list, and no other may join it.
+PENDING = {
+    "records/__main__.py",
+    "records/audit.py",
+    "records/codediff.py",
+    "records/curve.py",
+    "records/guard.py",
+    "records/leaderboard.py",
+    "records/plots.py",
+    "records/record.py",
+    "records/report.py",
+    "records/rule.py",
+    "records/runlog.py",
+    "records/runner.py",
+    "records/starts.py",
+    "records/stats.py",
+    "records/tracks.py",
+    "records/verify.py",
+    "tests/test_records.py",
+    "tests/test_records_forgeries.py",
+    "tests/test_records_rule.py",
+    "tests/test_records_stats.py",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_is_neither_dense_nor_wide(path):
+    """At most 12.5 tokens a line of code, so that a line holds one idea, and 120 columns: in tests and tools too."""
+    source = path.read_text(encoding="utf-8")
+    tokens = code_tokens(source)
     lines = len({token.start[0] for token in tokens})
-    assert len(tokens) <= 12.5 * lines, f"{len(tokens) / lines:.1f} tokens a line of code: one idea a line"
+    wide = [number for number, line in enumerate(source.splitlines(), 1) if len(line) > 120]
+    found = f"{len(tokens) / lines:.1f} tokens a line; lines over 120 columns: {wide}"
+    good = len(tokens) <= 12.5 * lines and not wide
+    if str(path.relative_to(ROOT)) in PENDING:
+        assert not good, "it meets the limits now: take it out of PENDING"
+    else:
+        assert good, found
 
 
-@pytest.mark.parametrize("path", [PATH, SIBLING], ids=lambda path: path.name)
-def test_no_line_is_wide(path):
-    assert not [number for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120]
+def test_what_is_pending_is_there():
+    assert PENDING <= {str(path.relative_to(ROOT)) for path in FILES}
 
 
 def test_the_script_holds_the_training_alone():
@@ -202,7 +283,8 @@ def test_the_script_holds_the_training_alone():
     assert not names & {"load_model", "evaluate_file", "export_model", "sample_text", "check_network", "training_work"}
     assert not re.search(r"^\s*(from|import) (sample|benchmarks|records|data)\b", SOURCE, re.MULTILINE)
     options = {option for action in tg_options() for option in action.option_strings}
-    assert "--save" in options and not options & {"--eval", "--sample", "--export"}
+    assert "--save" in options
+    assert not options & {"--eval", "--sample", "--export"}
 
 
 def tg_options():
@@ -210,7 +292,11 @@ def tg_options():
     found = []
     add = tg.argparse.ArgumentParser.add_argument
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg.argparse.ArgumentParser, "add_argument", lambda *a, **k: found.append(add(*a, **k)) or found[-1])
+        patch.setattr(
+            tg.argparse.ArgumentParser,
+            "add_argument",
+            lambda *a, **k: found.append(add(*a, **k)) or found[-1],
+        )
         tg.parse_arguments([])
     return found
 
@@ -229,24 +315,39 @@ def test_every_guarantee_names_its_tests():
 
 
 def test_only_allowed_compile_settings():
-    for word in ("_inductor", "TORCHINDUCTOR", "autotune", "set_stance", "cudnn.benchmark", "TORCH_COMPILE", "TORCHDYNAMO"):
+    for word in (
+        "_inductor", "TORCHINDUCTOR", "autotune", "set_stance", "cudnn.benchmark",
+        "TORCH_COMPILE", "TORCHDYNAMO",
+    ):
         assert word.lower() not in SOURCE.lower(), word
     compiles = [call for call in CALLS if dotted(call.func) == "torch.compile"]
     assert compiles
     for call in compiles:
         assert {keyword.arg for keyword in call.keywords} <= {"fullgraph", "dynamic"}, ast.unparse(call)
-    written = {dotted(target) for node in ast.walk(TREE) if isinstance(node, (ast.Assign, ast.AugAssign))
-               for target in getattr(node, "targets", [getattr(node, "target", None)]) if "torch" in dotted(target) and ".config" in dotted(target)}
+    written = {
+        dotted(target)
+        for node in ast.walk(TREE)
+        if isinstance(node, (ast.Assign, ast.AugAssign))
+        for target in getattr(node, "targets", [getattr(node, "target", None)])
+        if "torch" in dotted(target) and ".config" in dotted(target)
+    }
     assert written <= {"torch._dynamo.config.recompile_limit"}, written
-    assert not [ast.unparse(call) for call in CALLS if dotted(call.func).endswith(("config.patch", "os.environ.update", "os.putenv", "setenv"))]
-    assert not re.search(r"os\.environ\[[^]]*\] *=[^=]|os\.environ *\|=", SOURCE), "environment variables are the user's"
+    assert not [
+        ast.unparse(call)
+        for call in CALLS
+        if dotted(call.func).endswith(("config.patch", "os.environ.update", "os.putenv", "setenv"))
+    ]
+    assert not re.search(r"os\.environ\[[^]]*\] *=[^=]|os\.environ *\|=", SOURCE), (
+        "environment variables are the user's"
+    )
 
 
 def test_the_clock_alone_reads_the_time():
     owners = [node for node in TREE.body if getattr(node, "name", "") in ("Clock", "process_age_seconds")]
     assert len(owners) == 2
     uses = [node.lineno for node in ast.walk(TREE) if isinstance(node, ast.Name) and node.id == "time"]
-    assert uses and all(any(o.lineno <= line <= o.end_lineno for o in owners) for line in uses), uses
+    assert uses, uses
+    assert all(any(o.lineno <= line <= o.end_lineno for o in owners) for line in uses), uses
     other = SOURCE.replace("from datetime import timedelta\n", "")  # a length of time, which reads no clock
     assert not re.search(r"\b(datetime|timeit|perf_counter_ns|from time import|import time as)\b", other)
 
@@ -258,17 +359,28 @@ def tree_of(name):
     return node
 
 
-@pytest.mark.parametrize("name", ["GPT.forward", "GPT.features", "GPT.evaluate", "Block.forward", "Optimizer", "MatrixBank", "AdamTable",
-                                  "SparseTable", "AdamScalars"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT.forward", "GPT.features", "GPT.evaluate", "Block.forward", "Optimizer",
+        "MatrixBank", "AdamTable", "SparseTable", "AdamScalars",
+    ],
+)
 def test_roles_come_from_tables(name):
     """No layer number and no parameter name is compared where the model runs or parameters are updated."""
     for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Compare) and "step" not in {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}:
-            constants = [c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, (int, str))]
+            constants = [
+                c.value
+                for c in ast.walk(node)
+                if isinstance(c, ast.Constant) and isinstance(c.value, (int, str))
+            ]
             assert not constants, f"line {node.lineno}: {ast.unparse(node)}"
         assert not isinstance(node, ast.Match), f"line {node.lineno}"
         if isinstance(node, ast.Call):
-            assert dotted(node.func).split(".")[-1] not in ("startswith", "endswith", "named_parameters"), f"line {node.lineno}: {ast.unparse(node)}"
+            assert dotted(node.func).split(".")[-1] not in ("startswith", "endswith", "named_parameters"), (
+                f"line {node.lineno}: {ast.unparse(node)}"
+            )
         if isinstance(node, ast.Subscript) and dotted(node.value).endswith(("blocks", "layers", "value_embeddings")):
             assert not isinstance(node.slice, (ast.Constant, ast.UnaryOp)), f"line {node.lineno}: {ast.unparse(node)}"
 
@@ -277,11 +389,17 @@ def test_the_model_never_asks_for_the_hardware():
     """Only the runtime, the operator selection, training (memory, events) and the log ask whether there is a GPU."""
     for node in ast.walk(TREE):
         if isinstance(node, ast.Attribute) and dotted(node).startswith("torch.cuda"):
-            assert SECTIONS[section(node.lineno) - 1] in ("Training", "Operator selection", "Runtime", "Run log", "Main"), f"line {node.lineno}: {dotted(node)}"
+            assert SECTIONS[section(node.lineno) - 1] in (
+                "Training", "Operator selection", "Runtime", "Run log", "Main",
+            ), f"line {node.lineno}: {dotted(node)}"
 
 
 def test_every_role_has_one_rule():
     roles = [role for role, _ in tg.OptimizerConfig().rules]
     assert len(roles) == len(set(roles))
-    declared = {call.args[0].value for call in CALLS if dotted(call.func) == "make_param" and isinstance(call.args[0], ast.Constant)}
+    declared = {
+        call.args[0].value
+        for call in CALLS
+        if dotted(call.func) == "make_param" and isinstance(call.args[0], ast.Constant)
+    }
     assert declared == set(roles)

@@ -1,4 +1,5 @@
-"""Training steps: eager = compiled, 1 = 2 = 4 = 8 processes, accumulation, who sees whom, gradients, and when they leave."""
+"""Training steps: eager = compiled, 1 = 2 = 4 = 8 processes, accumulation,
+who sees whom, gradients, and when they leave."""
 
 from __future__ import annotations
 
@@ -45,9 +46,12 @@ def geometry_of(config, positions, windows=None):
 
 # ---- who sees whom ---------------------------------------------------------------------------------------------------
 def influence(config, lengths, windows):
-    """seen[i, j]: whether the features at i change, in any bit, when token j does. One changed token at a time, in float64."""
-    model, pieces = random_model(config), pieces_of(lengths, np.random.default_rng(0))
-    geometry, columns = geometry_of(config, max(lengths), windows), []
+    """seen[i, j]: whether the features at i change, in any bit, when token j does.
+    One changed token at a time, in float64."""
+    model = random_model(config)
+    pieces = pieces_of(lengths, np.random.default_rng(0))
+    geometry = geometry_of(config, max(lengths), windows)
+    columns = []
     with torch.no_grad():
         base = model.features(packed(pieces), geometry)
         for number, length in enumerate(lengths):
@@ -64,7 +68,8 @@ TABLES = {"tiny": MODEL.layers, "record's": tg.LAYERS, "key offset": (L(key_offs
 @pytest.mark.parametrize("layers", TABLES.values(), ids=TABLES)
 @pytest.mark.fast
 def test_no_attention_across_documents_or_into_the_future(tiny, layers):
-    """Two batch chunks in one micro-batch, cut documents at both ends: exactly the earlier tokens of one's own document count."""
+    """Two batch chunks in one micro-batch, cut documents at both ends:
+    exactly the earlier tokens of one's own document count."""
     chunks = [[13, 1, 18], [9, 2, 21]]  # the first document of chunk 1 follows directly on the last of chunk 0
     seen = influence(replace(DOUBLE, layers=layers, value_embeddings=5), sum(chunks, []), windows=(60, 60))
     owner = torch.repeat_interleave(torch.arange(6), torch.tensor(sum(chunks, [])))
@@ -75,18 +80,24 @@ def test_no_attention_across_documents_or_into_the_future(tiny, layers):
 
 
 REACHES = {  # how far a table of layers sees with windows of 3 and 7
-    "short, long, MLP, short": ((L(value_embedding=0), L(window="long"), L(attention=False, skip_from=0), L()), 3 + 7 + 3),
-    "key offset": ((L(key_offset=True),), 3 + 1), "long with key offset, short": ((L(window="long", key_offset=True), L()), 7 + 1 + 3),
+    "short, long, MLP, short": (
+        (L(value_embedding=0), L(window="long"), L(attention=False, skip_from=0), L()),
+        3 + 7 + 3,
+    ),
+    "key offset": ((L(key_offset=True),), 3 + 1),
+    "long with key offset, short": ((L(window="long", key_offset=True), L()), 7 + 1 + 3),
 }
 
 
 @pytest.mark.parametrize("layers, reach", REACHES.values(), ids=REACHES)
 @pytest.mark.fast
 def test_windows_bound_what_is_seen(tiny, layers, reach, monkeypatch):
-    """The reach of the network is the sum of its layers', two for the token triples and the taps of each MLP; what is recalled may lie anywhere before."""
+    """The reach of the network is the sum of its layers', two for the token triples and the taps of each MLP;
+    what is recalled may lie anywhere before."""
     monkeypatch.setattr(tg, "longest_suffix_match", lambda tokens, positions, vocabulary: 0 * positions)
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
-    seen = influence(replace(DOUBLE, layers=layers, value_embeddings=1, ngram_rows=2**16), [40], windows=(3, 7))  # no two triples in one row
+    # no two triples in one row
+    seen = influence(replace(DOUBLE, layers=layers, value_embeddings=1, ngram_rows=2**16), [40], windows=(3, 7))
     taps = 2 * sum(layer.mlp for layer in layers)
     assert seen.equal((distance >= 0) & (distance <= reach + 2 + taps))
 
@@ -94,7 +105,8 @@ def test_windows_bound_what_is_seen(tiny, layers, reach, monkeypatch):
 @pytest.mark.fast
 def test_layers_use_what_their_table_says(tiny):
     """Each entry of the table and each parameter changes the features: nothing is ignored."""
-    documents, geometry = packed(pieces_of([20, 12], np.random.default_rng(2))), geometry_of(MODEL, 20, (2, 9))
+    documents = packed(pieces_of([20, 12], np.random.default_rng(2)))
+    geometry = geometry_of(MODEL, 20, (2, 9))
 
     def features(change=lambda model: None, **changes):
         layers = list(MODEL.layers)
@@ -111,7 +123,8 @@ def test_layers_use_what_their_table_says(tiny):
             continue
 
         def zero(model):
-            dict(model.named_parameters())[name].detach().fill_(-50.0 if "skip_weight" in name else 0.0)  # a skip passes through a sigmoid
+            # a skip passes through a sigmoid
+            dict(model.named_parameters())[name].detach().fill_(-50.0 if "skip_weight" in name else 0.0)
 
         assert not base.allclose(features(zero)), name
     for change in ({"window": "short"}, {"key_offset": True}):
@@ -139,7 +152,11 @@ def gradients(trainer, monkeypatch, step, batches):
     """What one training_step leaves in every .grad, or in what stands for it, before the optimizer would use it."""
     monkeypatch.setattr(trainer.optimizer, "step", lambda *_: None)
     loss = trainer.training_step(step, batches)
-    found = {name: helpers.gradient(p).clone() for name, p in trainer.model.named_parameters() if helpers.gradient(p) is not None}
+    found = {
+        name: helpers.gradient(p).clone()
+        for name, p in trainer.model.named_parameters()
+        if helpers.gradient(p) is not None
+    }
     return float(loss), found | {"ngram": dense_gradient(trainer.model.ngram, *of_the_step(trainer))}
 
 
@@ -168,7 +185,10 @@ def plain_features(model, documents, geometry):
             rows.append(h[t] + sum(taps[k - 1] * h[t - k] for k in range(1, 1 + min(position, len(taps)))))
         return torch.stack(rows)
 
-    config, tokens, heads, after = model.config, documents.tokens.long(), model.config.heads, {}
+    config = model.config
+    tokens = documents.tokens.long()
+    heads = model.config.heads
+    after = {}
     x = x0 = norm(model.embedding[tokens])
     ngram = model.ngram[documents.ngrams.long()].sum(1).view(len(tokens), -1)
     sources = [x0, ngram]  # of the final states
@@ -181,14 +201,24 @@ def plain_features(model, documents, geometry):
         x = block.scalars[0] * (x + block.scalars[1] * x0 + block.scalars[2] * ngram)
         if layer.attention:
             h = norm(x if layer.attention_from is None else after[layer.attention_from])
-            half, of = config.gate_inputs // 2, layer.value_embedding
+            half = config.gate_inputs // 2
+            of = layer.value_embedding
             value = None if of is None else ngram if of == tg.NGRAMS else model.value_embeddings[of][tokens]
             if config.final_values and of not in (None, tg.NGRAMS):
                 sources.append(value)
             read = h[:, :2 * half] if value is None else torch.cat([h[:, :half], value[:, :half].detach()], dim=1)
             gates = (read @ block.gate.to(x.dtype).T).sigmoid()
             qkv = h @ block.qkv.T
-            q, k, v = tg.split_heads_reference(qkv, value, 4 * gates[:, heads:], documents.positions, geometry.cos, geometry.sin, heads, layer.key_offset)
+            q, k, v = tg.split_heads_reference(
+                qkv,
+                value,
+                4 * gates[:, heads:],
+                documents.positions,
+                geometry.cos,
+                geometry.sin,
+                heads,
+                layer.key_offset,
+            )
             y = tg.attention_reference(q, k, v, documents.positions, geometry.windows[layer.window], geometry.scale)
             x = x + ((block.scalars[3].abs() * gates[:, :heads])[:, :, None] * y).flatten(1) @ block.out
         if layer.mlp:
@@ -205,25 +235,41 @@ def test_initial_weights(tiny):
     """As the records have them: of each layer what it adds starts at nothing, but for the mixes."""
     model = tg.GPT(replace(DOUBLE, width=128, heads=8, mlp_width=256), tg.select_ops(CPU), CPU)
     model.reset(0)
-    spread = {"qkv": 0.5 * 128 ** -0.5, "up": 0.5 * 128 ** -0.5, "embedding": 1.0, "value_embeddings": 0.01, "lm_head": 0.005, "pointer": 0.5 * 128 ** -0.5}
+    spread = {
+        "qkv": 0.5 * 128**-0.5,
+        "up": 0.5 * 128**-0.5,
+        "embedding": 1.0,
+        "value_embeddings": 0.01,
+        "lm_head": 0.005,
+        "pointer": 0.5 * 128**-0.5,
+    }
     for path, parameter in model.named_parameters():
-        name, values = next(part for part in reversed(path.split(".")) if not part.isdigit()), parameter.detach()
+        name = next(part for part in reversed(path.split(".")) if not part.isdigit())
+        values = parameter.detach()
         if name in spread:
             assert float(values.std()) == pytest.approx(spread[name], rel=0.03), path
             assert name not in ("qkv", "up") or float(values.abs().max()) <= 3 ** 0.5 * spread[name], path
         else:
-            assert values.equal(torch.tensor({"scalars": (1.1, 0.0, 0.09, 0.5), "skip_weight": -1.5}.get(name, 0.0)).expand_as(values)), path
+            assert values.equal(
+                torch.tensor(
+                    {"scalars": (1.1, 0.0, 0.09, 0.5), "skip_weight": -1.5}.get(name, 0.0)
+                ).expand_as(values)
+            ), path
 
 
 @pytest.mark.parametrize("key_width", [16, 8])
 @pytest.mark.fast
 def test_features_and_gradients_by_their_formulas(tiny, key_width):
-    """Queries and keys as wide as values, and half as wide: then v and out are two matrices each of the shape that q and k have."""
+    """Queries and keys as wide as values, and half as wide:
+    then v and out are two matrices each of the shape that q and k have."""
     config = replace(DOUBLE, key_width=key_width)
-    documents, geometry = packed(pieces_of([20, 12], np.random.default_rng(4))), geometry_of(config, 20, (3, 9))
-    found, want = random_model(config), random_model(config)
+    documents = packed(pieces_of([20, 12], np.random.default_rng(4)))
+    geometry = geometry_of(config, 20, (3, 9))
+    found = random_model(config)
+    want = random_model(config)
     block = found.blocks["1"]
-    assert block.qkv.shape == (2 * 2 * key_width + 32, 32) and block.qkv.info.matrix_shape == block.out.info.matrix_shape == (2 * key_width, 32)
+    assert block.qkv.shape == (2 * 2 * key_width + 32, 32)
+    assert block.qkv.info.matrix_shape == block.out.info.matrix_shape == (2 * key_width, 32)
     features = found.features(documents, geometry), plain_features(want, documents, geometry)
     assert relative(*features) < 1e-12
     weights = torch.randn(features[0].shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
@@ -232,19 +278,27 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
     for name, parameter in want.named_parameters():
         if name not in ("lm_head", "pointer"):
             # Gates and scalars are float32, and so is what each token adds to their gradients.
-            assert relative(found[name], parameter.grad) < {torch.float64: 1e-12, torch.float32: 1e-6}[parameter.dtype], name
+            assert (
+                relative(found[name], parameter.grad)
+                < {torch.float64: 1e-12, torch.float32: 1e-6}[parameter.dtype]
+            ), name
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="step {}".format)
 def plain_gradients(corpus, request):
-    """A step, and the mean over its batch chunks of each one's summed loss by plain autograd, one chunk at a time in float64: several
-    targets and drawn candidates, of both stages; one target and all columns."""
-    step, losses = request.param, []
+    """A step, and the mean over its batch chunks of each chunk's summed loss by plain autograd, one chunk at a time in float64:
+    several targets and drawn candidates, of both stages; one target and all columns."""
+    step = request.param
+    losses = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "BOS", BOS)
-        index, stream, model = tg.stage_index(PRESET, step), tg.TokenStream(corpus, 8000, helpers.VOCABULARY), random_model(DOUBLE)
-        stage, starts = PRESET.stages[index], np.concatenate(helpers.chunk_starts(stream, PRESET.stages))[step]
-        weights, geometry = torch.tensor(tg.target_weights(PRESET, step)), tg.rotary_geometry(replace(PRESET, model=DOUBLE), index, 97, CPU)
+        index = tg.stage_index(PRESET, step)
+        stream = tg.TokenStream(corpus, 8000, helpers.VOCABULARY)
+        model = random_model(DOUBLE)
+        stage = PRESET.stages[index]
+        starts = np.concatenate(helpers.chunk_starts(stream, PRESET.stages))[step]
+        weights = torch.tensor(tg.target_weights(PRESET, step))
+        geometry = tg.rotary_geometry(replace(PRESET, model=DOUBLE), index, 97, CPU)
         for chunk, start in enumerate(starts, step * tg.CHUNKS):
             pieces = tg.cut_documents(stream.read(start, stage.chunk_tokens + 1), stage.document_cap_tokens)
             batch = tg.pack({chunk: pieces}, DOUBLE, pin=False, sampled_classes=stage.sampled_classes)
@@ -256,7 +310,8 @@ def plain_gradients(corpus, request):
 @pytest.mark.fast
 def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_gradients, chunks):
     monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: chunks)
-    trainer, (step, expected_loss, expected) = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE)), plain_gradients
+    trainer = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE))
+    step, expected_loss, expected = plain_gradients
     helpers.randomise(trainer.model)
     batches = helpers.all_batches(trainer)[step]
     assert len(batches) == 8 // chunks
@@ -269,7 +324,8 @@ def test_accumulation_gives_the_same_gradients(corpus, tiny, monkeypatch, plain_
 
 
 def test_accumulation_trains_the_same_table(corpus, tiny, monkeypatch):
-    """The n-grams' gradients lie where they would without accumulation: all steps leave the same weights, second moments and steps."""
+    """The n-grams' gradients lie where they would without accumulation:
+    all steps leave the same weights, second moments and steps."""
     ends = []
     for chunks in (8, 4, 1):
         monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: chunks)
@@ -286,8 +342,10 @@ def test_accumulation_trains_the_same_table(corpus, tiny, monkeypatch):
 
 @pytest.mark.fast
 def test_candidates_that_are_all_columns_change_nothing(tiny):
-    """In another order, each target certain and each other standing for itself: loss and gradients of the full softmax."""
-    pieces, results = pieces_of([20, 12], np.random.default_rng(3)), []
+    """In another order, each target certain and each other standing for itself:
+    loss and gradients of the full softmax."""
+    pieces = pieces_of([20, 12], np.random.default_rng(3))
+    results = []
     for candidates in (None, MODEL.padded_vocabulary):
         model = random_model(DOUBLE)
         loss = model(packed(pieces, sampled_classes=candidates), geometry_of(DOUBLE, 20), torch.tensor([1.0, 0.5]))
@@ -298,10 +356,22 @@ def test_candidates_that_are_all_columns_change_nothing(tiny):
 @pytest.mark.fast
 def test_head_chunks_do_not_matter(tiny):
     """Chunks of the loss are an implementation detail: the same loss and gradients for any size of them."""
-    results, documents = [], packed(pieces_of([40, 24], np.random.default_rng(4)), sampled_classes=90)
-    targets = tg.Targets(documents.class_index, documents.positions, torch.tensor([1.0, 0.5, 0.25]), documents.classes, documents.num_always)
+    results = []
+    documents = packed(pieces_of([40, 24], np.random.default_rng(4)), sampled_classes=90)
+    targets = tg.Targets(
+        documents.class_index,
+        documents.positions,
+        torch.tensor([1.0, 0.5, 0.25]),
+        documents.classes,
+        documents.num_always,
+    )
     for rows in (7, 64, 4096):
-        x, weight = (torch.randn(n, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64).requires_grad_() for n in (64, 512))
+        x, weight = (
+            torch.randn(
+                n, 8, generator=torch.Generator().manual_seed(n), dtype=torch.float64
+            ).requires_grad_()
+            for n in (64, 512)
+        )
         loss = tg.head_loss_reference(x, weight, targets, tg.Softcap(), rows)
         results.append((loss.detach(), *torch.autograd.grad(loss, (x, weight))))
     assert all(relative(a, b) < 1e-12 for result in results[1:] for a, b in zip(result, results[0]))
@@ -309,16 +379,22 @@ def test_head_chunks_do_not_matter(tiny):
 
 @pytest.mark.fast
 def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
-    """From the zero initialisation it takes some updates until the signal has reached everything; no gradient outlives its step."""
+    """From the zero initialisation it takes some updates until the signal has reached everything;
+    no gradient outlives its step."""
     trainer = helpers.make_trainer(corpus)
     trainer.initialise(3)
     parameters = dict(trainer.model.named_parameters())
     storage = {name: p.data_ptr() for name, p in parameters.items()}
-    reached, start = set(), {name: p.detach().clone() for name, p in parameters.items()}
+    reached = set()
+    start = {name: p.detach().clone() for name, p in parameters.items()}
     step_of = trainer.optimizer.step
 
     def look_and_step(rates):
-        reached.update(name for name, p in parameters.items() if helpers.gradient(p) is not None and helpers.gradient(p).any())
+        reached.update(
+            name
+            for name, p in parameters.items()
+            if helpers.gradient(p) is not None and helpers.gradient(p).any()
+        )
         assert of_the_step(trainer)[0].any(1).all(), "of every token's n-grams"
         step_of(rates)
 
@@ -332,16 +408,25 @@ def test_every_parameter_gets_a_gradient_and_keeps_its_buffer(corpus, tiny):
 
 
 def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
-    """The lookups that make their table's gradient themselves, as on the GPU but for their kernel: the same training but for rounding, here to float64."""
+    """The lookups that make their table's gradient themselves, as on the GPU but for their kernel:
+    the same training but for rounding, here to float64."""
     def launch(kernel, grad, tokens, order, starts, rows, dense, ADD):
-        assert kernel is tg.embedding_grad_kernel and order.equal(torch.argsort(tokens, stable=True)) and (rows, int(starts[-1])) == (len(dense), len(tokens))
+        assert kernel is tg.embedding_grad_kernel
+        assert order.equal(torch.argsort(tokens, stable=True))
+        assert (rows, int(starts[-1])) == (len(dense), len(tokens))
         found = tg.embedding_grad_reference(grad, tokens, len(dense)).to(dense.dtype)
         return dense.add_(found) if ADD else dense.copy_(found)
 
     monkeypatch.setattr(tg, "launch_groups", launch)
     monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: 4)
-    ops, ends = tg.select_ops(CPU), []
-    for embed in (ops.embed, lambda table, batch: tg.EmbeddingLookup.apply(F.embedding, table, batch.tokens, batch.order, batch.starts)):
+    ops = tg.select_ops(CPU)
+    ends = []
+    for embed in (
+        ops.embed,
+        lambda table, batch: tg.EmbeddingLookup.apply(
+            F.embedding, table, batch.tokens, batch.order, batch.starts
+        ),
+    ):
         trainer = helpers.make_trainer(corpus, replace(PRESET, model=DOUBLE), replace(ops, embed=embed))
         helpers.randomise(trainer.model)
         for step, batches in enumerate(helpers.all_batches(trainer)):
@@ -355,12 +440,16 @@ def test_direct_gradients_are_autograds(corpus, tiny, monkeypatch):
 @pytest.mark.parametrize("chunks", [2, 8])
 @pytest.mark.fast
 def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monkeypatch, chunks):
-    """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed: the n-grams' before the
-    embedding's; the scalars' after all else."""
+    """Only on the last micro-batch of a step, each table once, complete, and while others are still being computed:
+    the n-grams' before the embedding's; the scalars' after all else."""
     monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: chunks)
     trainer = helpers.make_trainer(corpus)
     helpers.randomise(trainer.model)
-    events, later, passes, backward, final = [], [], [], torch.Tensor.backward, {}
+    events = []
+    later = []
+    passes = []
+    backward = torch.Tensor.backward
+    final = {}
 
     def counted_backward(loss, *arguments, **options):
         passes.append("running")
@@ -378,8 +467,16 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
     monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
     monkeypatch.setattr(tg.AdamTable, "reduce_", counted(tg.AdamTable.reduce_))
     for kind in (tg.AdamScalars, tg.SparseTable):
-        monkeypatch.setattr(kind, "reduce_", lambda item, reduce_=kind.reduce_: (later.append((type(item), len(events), passes[-1])), reduce_(item)))
-    step_of, tables = trainer.optimizer.step, trainer.optimizer.dense
+        monkeypatch.setattr(
+            kind,
+            "reduce_",
+            lambda item, reduce_=kind.reduce_: (
+                later.append((type(item), len(events), passes[-1])),
+                reduce_(item),
+            ),
+        )
+    step_of = trainer.optimizer.step
+    tables = trainer.optimizer.dense
 
     def keep_and_step(rates):
         final.update({table: table.parameter.grad.clone() for table in tables})
@@ -395,7 +492,10 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
         (embedding,) = [grads for table, grads in final.items() if table.role == "embedding"]
         assert events[0][0].role == "lm_head", "the head's left before the embedding's was there"
         assert chunks == 8 and events[0][3] is None or chunks == 2 and not events[0][3].equal(embedding)
-        assert later == [(tg.SparseTable, len(tables) - 1, "running"), *[(tg.AdamScalars, len(tables), "done")] * 2], "the n-grams' before the embedding's"
+        assert later == [
+            (tg.SparseTable, len(tables) - 1, "running"),
+            *[(tg.AdamScalars, len(tables), "done")] * 2,
+        ], "the n-grams' before the embedding's"
         assert not sparse_table(trainer).lookup_grads
 
 
@@ -404,7 +504,10 @@ class Recorded(tg.Ranks):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.sent, self.wanted, self.barriers = [], [], []  # each with a copy of it as it was; before which of the wanted a barrier is
+        # each with a copy of it as it was; before which of the wanted a barrier is
+        self.sent = []
+        self.wanted = []
+        self.barriers = []
 
     def reduce_scatter(self, full, received):
         self.sent.append((full, full.clone()))
@@ -428,14 +531,19 @@ class Recorded(tg.Ranks):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.fast
 def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
-    """Gradients of the last layers leave first, during the backward pass, each group once and complete; weights are asked for in the order in which
-    the forward pass waits for them."""
+    """Gradients of the last layers leave first, during the backward pass, each group once and complete;
+    weights are asked for in the order in which the forward pass waits for them."""
     monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: 1)
-    monkeypatch.setattr(tg.SparseTable, "compute_", lambda table, _: setattr(table, "pending_reduce", None))  # the others' gradients are not there
+    # the others' gradients are not there
+    monkeypatch.setattr(tg.SparseTable, "compute_", lambda table, _: setattr(table, "pending_reduce", None))
     trainer = helpers.make_trainer(corpus, ranks=Recorded(1, world, CPU))
     helpers.randomise(trainer.model)
-    ranks, optimizer = trainer.ranks, trainer.optimizer
-    waits, wait_gather, step_of, at_step = [], tg.Owner.wait_gather, optimizer.step, []
+    ranks = trainer.ranks
+    optimizer = trainer.optimizer
+    waits = []
+    wait_gather = tg.Owner.wait_gather
+    step_of = optimizer.step
+    at_step = []
     monkeypatch.setattr(tg.Owner, "wait_gather", lambda owner: (waits.append(owner), wait_gather(owner)))
 
     def count_and_step(rates):
@@ -444,7 +552,8 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
 
     optimizer.step = count_and_step
     groups = [group for bank in optimizer.banks for group in bank.groups]
-    assert len(groups) >= 7 and all(len(group.weights) % world == 0 for group in groups)
+    assert len(groups) >= 7
+    assert all(len(group.weights) % world == 0 for group in groups)
     for number, batches in enumerate(helpers.all_batches(trainer)[:2]):
         ranks.sent.clear(), ranks.wanted.clear(), ranks.barriers.clear(), waits.clear()
         trainer.training_step(number, batches)
@@ -454,13 +563,21 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
         assert len({id(full) for full, _ in ranks.sent}) == len(ranks.sent) == len(groups) + len(optimizer.dense)
         sent = [full.data_ptr() for full, _ in ranks.sent]
         for bank in optimizer.banks:
-            assert [sent.index(group.grads.data_ptr()) for group in bank.groups] == sorted((sent.index(g.grads.data_ptr()) for g in bank.groups), reverse=True)
+            assert [sent.index(group.grads.data_ptr()) for group in bank.groups] == sorted(
+                (sent.index(g.grads.data_ptr()) for g in bank.groups), reverse=True
+            )
         lazy = [owner for owner in dict.fromkeys(waits[:at_step[-1][1]]) if owner not in optimizer.gather_now]
         wanted = [full.data_ptr() for full in ranks.wanted if full.is_floating_point()]
-        assert [owner.weights.data_ptr() for owner in lazy] == wanted[:len(lazy)] and len(lazy) == len(optimizer.gather_lazy)
-        assert optimizer.gather_now and all(owner.weights.data_ptr() in wanted[len(lazy):] for owner in optimizer.gather_now)
+        assert [owner.weights.data_ptr() for owner in lazy] == wanted[:len(lazy)]
+        assert len(lazy) == len(optimizer.gather_lazy)
+        assert optimizer.gather_now
+        assert all(owner.weights.data_ptr() in wanted[len(lazy):] for owner in optimizer.gather_now)
         assert ranks.barriers[0], "nothing is fetched before all ranks have updated it"
-        assert all(barrier for full, barrier in zip(ranks.wanted, ranks.barriers) if full.data_ptr() in {o.weights.data_ptr() for o in optimizer.gather_now})
+        assert all(
+            barrier
+            for full, barrier in zip(ranks.wanted, ranks.barriers)
+            if full.data_ptr() in {o.weights.data_ptr() for o in optimizer.gather_now}
+        )
 
 
 @pytest.mark.fast
@@ -484,11 +601,14 @@ def test_a_step_that_was_broken_off_leaves_nothing(corpus, tiny, monkeypatch):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_nothing_reads_weights_before_they_have_arrived(corpus, tiny, monkeypatch, recompute):
-    """With gathers that leave NaN, and row 0 for ids, until somebody waits for them: the same losses and the same end."""
+    """With gathers that leave NaN, and row 0 for ids, until somebody waits for them:
+    the same losses and the same end."""
     under_way, ends = [], []
 
     def late(_, full, barrier=True):
-        kept, full = full.clone(), full.data  # a copy's room in truth: autograd need not know
+        # a copy's room in truth: autograd need not know
+        kept = full.clone()
+        full = full.data
         full.fill_(torch.nan if full.is_floating_point() else 0)
         under_way.append(full)
         return lambda: (full.copy_(kept), under_way.pop())
@@ -497,7 +617,8 @@ def test_nothing_reads_weights_before_they_have_arrived(corpus, tiny, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(tg.Ranks, "all_gather", all_gather)
             patch.setattr(tg, "memory_plan", lambda *_: (recompute, collections.defaultdict(lambda: 10**9)))
-            trainer, losses = helpers.make_trainer(corpus), []
+            trainer = helpers.make_trainer(corpus)
+            losses = []
             trainer.initialise(1)
             for step, batches in enumerate(helpers.all_batches(trainer)):
                 losses.append(float(trainer.training_step(step, batches)))
@@ -506,26 +627,33 @@ def test_nothing_reads_weights_before_they_have_arrived(corpus, tiny, monkeypatc
                     losses.append(trainer.validate(trainer.final_geometry))
                     assert not under_way
             ends.append((losses, tg.state_hash(trainer.optimizer.state())))
-    assert ends[0] == ends[1] and len(ends[0][0]) > 5
+    assert ends[0] == ends[1]
+    assert len(ends[0][0]) > 5
 
 
 # ---- eager = compiled ------------------------------------------------------------------------------------------------
 def three_steps(corpus, ops, preset, validate):
     trainer = helpers.make_trainer(corpus, preset, ops)
     helpers.randomise(trainer.model)
-    losses, counts = [], [tg.compiled_graphs()]
+    losses = []
+    counts = [tg.compiled_graphs()]
     for step, batches in enumerate(helpers.all_batches(trainer)):
         losses.append(trainer.training_step(step, batches))
         counts.append(tg.compiled_graphs())
     if validate:
-        losses += [torch.tensor(trainer.validate(trainer.geometries[0])), torch.tensor(trainer.validate(trainer.final_geometry))]
+        losses += [
+            torch.tensor(trainer.validate(trainer.geometries[0])),
+            torch.tensor(trainer.validate(trainer.final_geometry)),
+        ]
     return losses, {name: t.clone() for name, t in trainer.optimizer.state().items()}, np.diff(counts).tolist()
 
 
 def compare(corpus, preset, validate=False):
-    """Three steps eager and compiled from the same weights: relative differences, and the graphs that each step compiled.
+    """Three steps eager and compiled from the same weights:
+    relative differences, and the graphs that each step compiled.
 
-    The second step has twice the tokens of the first, other windows and other documents; the third begins with new weights.
+    The second step has twice the tokens of the first, other windows and other documents;
+    the third begins with new weights.
     """
     torch._dynamo.reset()
     eager = tg.select_ops(CPU)
@@ -539,20 +667,25 @@ def compare(corpus, preset, validate=False):
     return {name: d for name, d in differences.items() if "weights" in name or "loss" in name}, counts
 
 
-# Steps small beside the weights: orthogonalisation enlarges the rounding of a matrix's weakest directions a thousandfold, and
-# Adam's first steps depend on a gradient's sign alone, so where one cancels to rounding noise they go either way.
+# Steps small beside the weights: orthogonalisation enlarges the rounding of a matrix's weakest directions a
+# thousandfold, and Adam's first steps depend on a gradient's sign alone, so where one cancels to rounding noise they go
+# either way.
 SHORT = replace(PRESET, stages=(tg.Stage(1, 512, 48, 8, 16, sampled_classes=128), tg.Stage(2, 1024, 32, 12, 32, 1.5)),
                 optimizer=replace(PRESET.optimizer, muon_learning_rate=0.005, adam_learning_rate=1e-4))
 
 
 def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
-    """Every feature, traced and made functional, though not through the C++ compiler: one compilation a variant of a region."""
+    """Every feature, traced and made functional, though not through the C++ compiler:
+    one compilation a variant of a region."""
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="aot_eager", **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile_(function, backend="aot_eager", **options)
+    )
     differences, counts = compare(corpus, SHORT)
     assert max(differences.values()) < 1e-5, differences
-    # N-grams; norm at the start and, of a sum, at the end; layer inputs; before attention: with a value embedding after a stream with and without an
-    # update, with a skip besides, and with nothing; after it, with an MLP's taps and without; into the MLP without it; MLP; pointer.
+    # N-grams; norm at the start and, of a sum, at the end; layer inputs; before attention: with a value embedding after
+    # a stream with and without an update, with a skip besides, and with nothing; after it, with an MLP's taps and
+    # without; into the MLP without it; MLP; pointer.
     model = 1 + 2 + 1 + 4 + 2 + 1 + 1 + 1
     optimizer = 3 + 2  # momentum and NorMuon, by the shapes of the matrices
     assert counts == [model + optimizer, 0, 0]
@@ -561,7 +694,8 @@ def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler")
 def test_eager_is_compiled_by_inductor(corpus, tiny, monkeypatch):
     """The same through inductor, validation too, for a model of few regions: each takes seconds of C++."""
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no pool of workers, each of which would import torch
+    # no pool of workers, each of which would import torch
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     layers = (L(value_embedding=0), L(attention=False, skip_from=0))
     narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32, pointer_width=32))
     differences, counts = compare(corpus, narrow, validate=True)
@@ -576,30 +710,42 @@ def outcome(folder, size):
 
 @pytest.mark.parametrize("how, world", [(how, world) for how in ("ranked", "sharing") for world in (2, 4, 8)])
 def test_processes_agree_with_one(ranked, request, how, world):
-    """Five steps: weights alike everywhere, shards of the optimizer's state side by side equal to the state of one process."""
+    """Five steps: weights alike everywhere,
+    shards of the optimizer's state side by side equal to the state of one process."""
     folder = request.getfixturevalue(how)
-    alone, ranks = outcome(ranked, 1)[0], outcome(folder, world)
+    alone = outcome(ranked, 1)[0]
+    ranks = outcome(folder, world)
     assert any(folder.glob("shared-*")) == (how == "sharing")
-    differences, padded = {}, set()
+    differences = {}
+    padded = set()
     for name, expected in alone["state"].items():
         parts = [rank["state"][name] for rank in ranks]
         if name.endswith("weights"):
             assert all(part.equal(parts[0]) for part in parts), f"{name} differs between ranks"
             found = parts[0]
         elif name.startswith("MatrixBank"):  # [groups, of each rank, ...]
-            found, expected = torch.stack(parts, 1).flatten(0, 2), expected.flatten(0, 1)
+            found = torch.stack(parts, 1).flatten(0, 2)
+            expected = expected.flatten(0, 1)
         elif parts[0].shape != expected.shape:
             found = torch.cat(parts)
         else:
             found = parts[0]
         size = min(len(found), len(expected))  # zero matrices fill a bank up to a multiple of the ranks
-        assert found.shape[1:] == expected.shape[1:] and not found[size:].any() and not expected[size:].any()
+        assert found.shape[1:] == expected.shape[1:]
+        assert not found[size:].any()
+        assert not expected[size:].any()
         differences[name] = relative(found[:size], expected[:size])
         padded |= {name} if len(found) > size else set()
-    assert not {name: difference for name, difference in differences.items() if difference >= (1e-5 if name.endswith("weights") else 3e-5)}
+    assert not {
+        name: difference
+        for name, difference in differences.items()
+        if difference >= (1e-5 if name.endswith("weights") else 3e-5)
+    }
     assert sum("weights" in name for name in differences) >= 5
     assert world == 2 or any(name.endswith("momentum") for name in padded), "a bank that needed padding"
-    assert all(tensor.any() for name, tensor in alone["state"].items() if name.endswith("average")), "averages have begun"
+    assert all(tensor.any() for name, tensor in alone["state"].items() if name.endswith("average")), (
+        "averages have begun"
+    )
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -608,10 +754,13 @@ def test_processes_log_the_same_training(ranked, world):
     assert [e["kind"] for e in alone] == [e["kind"] for e in together]
     assert [e["step"] for e in only(alone, "step")] == [e["step"] for e in only(together, "step")] == [1, 2, 3, 4, 5]
     for a, b in zip(only(alone, "step"), only(together, "step")):
-        assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-5) and a["tokens"] == b["tokens"]
+        assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-5)
+        assert a["tokens"] == b["tokens"]
     validations, others = ([e["loss"] for e in only(log, "val")] for log in (alone, together))
-    assert len(validations) > 1 and others == pytest.approx(validations, rel=1e-5), "each rank with all weights of the step, not only its own"
-    end, other = alone[-1], together[-1]
+    assert len(validations) > 1, "each rank with all weights of the step, not only its own"
+    assert others == pytest.approx(validations, rel=1e-5), "each rank with all weights of the step, not only its own"
+    end = alone[-1]
+    other = together[-1]
     assert end["state"] == other["state"] == "ok"
     assert (end["train_hash"], end["val_hash"]) == (other["train_hash"], other["val_hash"])
     assert other["loss"] == pytest.approx(end["loss"], rel=1e-5)
@@ -622,15 +771,25 @@ def test_processes_log_the_same_training(ranked, world):
 
 @pytest.mark.parametrize("size, world", [("2x4", 8), ("4x2", 8), ("2x1", 2)])
 def test_nodes_train_as_one(ranked, on_nodes, size, world):
-    """To the last digit: losses, weights and every rank's state; only the head says on how many nodes, and no memory is shared between them."""
-    together, apart = (read_log(next((folder / f"logs-{s}").glob("*.jsonl"))) for folder, s in ((ranked, world), (on_nodes, size)))
-    assert (together[0]["nodes"], apart[0]["nodes"]) == (1, int(size[0])) and apart[0]["world"] == world and not apart[0]["shared_memory"]
+    """To the last digit: losses, weights and every rank's state;
+    only the head says on how many nodes, and no memory is shared between them."""
+    together, apart = (
+        read_log(next((folder / f"logs-{s}").glob("*.jsonl")))
+        for folder, s in ((ranked, world), (on_nodes, size))
+    )
+    assert (together[0]["nodes"], apart[0]["nodes"]) == (1, int(size[0]))
+    assert apart[0]["world"] == world
+    assert not apart[0]["shared_memory"]
     for kind in ("step", "val"):
-        losses = [[event.get("train_loss", event.get("loss")) for event in only(log, kind)] for log in (together, apart)]
+        losses = [
+            [event.get("train_loss", event.get("loss")) for event in only(log, kind)]
+            for log in (together, apart)
+        ]
         assert losses[0] == losses[1]
     assert all(together[-1][key] == apart[-1][key] for key in ("state", "loss", "train_hash", "val_hash"))
     for a, b in zip(outcome(ranked, world), outcome(on_nodes, size), strict=True):
-        assert a["loss"] == b["loss"] and all(a["state"][name].equal(b["state"][name]) for name in a["state"])
+        assert a["loss"] == b["loss"]
+        assert all(a["state"][name].equal(b["state"][name]) for name in a["state"])
     assert len(list((on_nodes / f"logs-{size}").iterdir())) == 1, "only the first rank of all nodes writes"
     assert f"\n{world} rank(s) on {size[0]} nodes, " in (on_nodes / f"{size}-0.out").read_text()
     assert f"\n{world} rank(s), " in (ranked / f"{world}-0.out").read_text()
@@ -639,7 +798,8 @@ def test_nodes_train_as_one(ranked, on_nodes, size, world):
 
 @pytest.mark.parametrize("other_node, shared", [(0, 1), (1, 0)])
 def test_memory_is_shared_within_a_node_only(monkeypatch, other_node, shared):
-    """A GPU cannot read the memory of another node's. Sharing needs GPUs, so this is the decision alone, with stand-ins for the group."""
+    """A GPU cannot read the memory of another node's.
+    Sharing needs GPUs, so this is the decision alone, with stand-ins for the group."""
     class Store:
         def set(self, key, value):
             pass
@@ -654,7 +814,13 @@ def test_memory_is_shared_within_a_node_only(monkeypatch, other_node, shared):
         created(ranks, *settings)
         ranks.nccl = True
 
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_RANK", "0"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tg.Ranks, "__init__", with_nccl)
     monkeypatch.setattr(tg.Ranks, "_share_memory", lambda ranks: calls.append(ranks))
@@ -691,11 +857,24 @@ def test_two_torchruns_are_two_nodes(ranked, corpus, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    script = [tmp_path / "tiny.py", Path(__file__).parent, "--preset", "tiny", "--seed", helpers.SEED, "--data", corpus, "--log-dir", tmp_path / "logs",
-              "--val-every", 3]
-    agents = [subprocess.Popen([*command, f"--node_rank={node}", *map(str, script)], env=environment, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT) for node in range(2)]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
+        "--master_addr=127.0.0.1", f"--master_port={port}",
+    ]
+    script = [
+        tmp_path / "tiny.py", Path(__file__).parent, "--preset", "tiny", "--seed", helpers.SEED,
+        "--data", corpus, "--log-dir", tmp_path / "logs", "--val-every", 3,
+    ]
+    agents = [
+        subprocess.Popen(
+            [*command, f"--node_rank={node}", *map(str, script)],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for node in range(2)
+    ]
     try:
         said = [agent.communicate(timeout=200)[0] for agent in agents]
     finally:
@@ -704,20 +883,28 @@ def test_two_torchruns_are_two_nodes(ranked, corpus, tmp_path):
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     (log,) = (read_log(path) for path in (tmp_path / "logs").iterdir())
     one_node = read_log(next((ranked / "logs-2").glob("*.jsonl")))
-    assert (log[0]["world"], log[0]["nodes"]) == (2, 2) and "\n2 rank(s) on 2 nodes, " in said[0] and "val loss" not in said[1]
-    assert [event["train_loss"] for event in only(log, "step")] == [event["train_loss"] for event in only(one_node, "step")]
+    assert (log[0]["world"], log[0]["nodes"]) == (2, 2)
+    assert "\n2 rank(s) on 2 nodes, " in said[0]
+    assert "val loss" not in said[1]
+    assert [event["train_loss"] for event in only(log, "step")] == [
+        event["train_loss"] for event in only(one_node, "step")
+    ]
     assert log[-1]["loss"] == one_node[-1]["loss"]
 
 
 def test_one_rank_speaks(ranked):
     for world in (2, 4, 8):
         said = [(ranked / f"{world}-{rank}.out").read_text() for rank in range(world)]
-        assert "val loss" in said[0] and not any("loss" in text for text in said[1:])
+        assert "val loss" in said[0]
+        assert not any("loss" in text for text in said[1:])
 
 
 @pytest.mark.fast
 def test_one_rank_communicates_nothing(corpus, tiny, monkeypatch):
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object", "init_process_group", "barrier", "broadcast"):
+    for name in (
+        "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object",
+        "init_process_group", "barrier", "broadcast",
+    ):
         monkeypatch.setattr(tg.dist, name, lambda *_, **__: pytest.fail("communicated with one rank"))
     trainer = helpers.make_trainer(corpus)
     trainer.initialise(0)

@@ -1,4 +1,5 @@
-"""What only a GPU can show of a training step: its CUDA graphs replay what eager steps do, its fast operators train as the reference does."""
+"""What only a GPU can show of a training step:
+its CUDA graphs replay what eager steps do, its fast operators train as the reference does."""
 
 from __future__ import annotations
 
@@ -15,7 +16,19 @@ import sample
 from helpers import MODEL, PRESET, tg
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-SMALL = replace(PRESET, model=replace(MODEL, width=256, heads=2, key_width=64, head_width=128, mlp_width=512, pointer_width=128, dtype="bfloat16"))
+SMALL = replace(
+    PRESET,
+    model=replace(
+        MODEL,
+        width=256,
+        heads=2,
+        key_width=64,
+        head_width=128,
+        mlp_width=512,
+        pointer_width=128,
+        dtype="bfloat16",
+    ),
+)
 
 
 def trained(corpus, **options):
@@ -25,7 +38,8 @@ def trained(corpus, **options):
     trainer.initialise(3)
     trainer.warm_up()
     trainer.initialise(3)
-    compiled, losses = tg.compiled_graphs(), []
+    compiled = tg.compiled_graphs()
+    losses = []
     for step, batches in enumerate(helpers.all_batches(trainer)):
         losses.append(float(trainer.training_step(step, batches)))
     assert tg.compiled_graphs() == compiled
@@ -47,7 +61,8 @@ def test_graphs_replay_what_eager_steps_do(corpus):
 
 def test_fast_operators_train_as_the_reference_does(corpus):
     """bf16 and FP8 against plain PyTorch in bf16: losses within 1 % after every step."""
-    losses, expected = trained(corpus)[0], trained(corpus, fast=False)[0]
+    losses = trained(corpus)[0]
+    expected = trained(corpus, fast=False)[0]
     assert losses == pytest.approx(expected, rel=1e-2)
 
 
@@ -77,7 +92,8 @@ def shared():  # while what is queued will write to memory that the allocator ha
 
 grads, weights = shared(), shared()
 received = torch.empty(ranks.world, 3, 1, 40_000, dtype=torch.bfloat16, device=ranks.device)  # of three groups
-given, step = torch.arange(3.0 * ranks.world, device=ranks.device)[:, None], torch.zeros((), device=ranks.device)
+given = torch.arange(3.0 * ranks.world, device=ranks.device)[:, None]
+step = torch.zeros((), device=ranks.device)
 mean_rank = (ranks.world - 1) / 2
 
 def train():  # the mean over ranks of row + rank + step, sent round
@@ -91,7 +107,9 @@ def train():  # the mean over ranks of row + rank + step, sent round
     step.add_(1)
 
 def check(steps):
-    assert float(step) == steps and torch.equal(weights, (given + mean_rank + steps - 1).bfloat16().expand_as(weights)), (ranks.rank, steps)
+    assert float(step) == steps, ranks.rank
+    expected = (given + mean_rank + steps - 1).bfloat16().expand_as(weights)
+    assert torch.equal(weights, expected), (ranks.rank, steps)
 
 for steps in range(1, 4):
     train()
@@ -114,6 +132,13 @@ def test_ranks_fetch_from_each_other(tmp_path):
     ranks = 1 << min(torch.cuda.device_count(), 8).bit_length() - 1
     (tmp_path / "sharing.py").write_text(SHARING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sharing.py"]
-    found = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.path.dirname(tg.__file__)}, capture_output=True, text=True,
-                           timeout=120)
-    assert found.returncode == 0 and found.stdout.count("shared and equal") == ranks, found.stderr[-3000:]
+    found = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.path.dirname(tg.__file__)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert found.stdout.count("shared and equal") == ranks, found.stderr[-3000:]

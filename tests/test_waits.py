@@ -1,7 +1,9 @@
-"""Every wait for another stream or another rank is needed and there: on a CPU, where nothing happens beside anything else.
+"""Every wait for another stream or another rank is needed and there:
+on a CPU, where nothing happens beside anything else.
 
-A double of what runs beside the main stream does its work only when it is waited for, the latest that a GPU may be. A CPU without it does the
-work at once, the earliest. Both must train alike, to the bit. Then each wait is removed from the source in turn, and that must be seen."""
+A double of what runs beside the main stream does its work only when it is waited for, the latest that a GPU may be. A
+CPU without it does the work at once, the earliest. Both must train alike, to the bit. Then each wait is removed from
+the source in turn, and that must be seen."""
 
 from __future__ import annotations
 
@@ -27,13 +29,29 @@ import torch
 import helpers
 from helpers import CPU, MODEL, PRESET, ROOT, L, tg
 
-# Two layers with everything and two MLPs between them, in sizes that give every parameter of a group but `down` the first place in one. The first table
-# of values is gathered at once, the second when a step starts, and the third is read by no layer.
+# Two layers with everything and two MLPs between them, in sizes that give every parameter of a group but `down` the
+# first place in one. The first table of values is gathered at once, the second when a step starts, and the third is
+# read by no layer.
 STEPS = 3
 WAITING = replace(
-    PRESET, stages=(replace(PRESET.stages[0], steps=STEPS),), train_tokens=2000, val_tokens=512,
-    model=replace(MODEL, key_width=8, mlp_width=16, pointer_width=8, value_embeddings=3, layers=(
-        L(value_embedding=1), L(attention=False), L(attention=False, skip_from=0), L(value_embedding=0, window="long", key_offset=True))))
+    PRESET,
+    stages=(replace(PRESET.stages[0], steps=STEPS),),
+    train_tokens=2000,
+    val_tokens=512,
+    model=replace(
+        MODEL,
+        key_width=8,
+        mlp_width=16,
+        pointer_width=8,
+        value_embeddings=3,
+        layers=(
+            L(value_embedding=1),
+            L(attention=False),
+            L(attention=False, skip_from=0),
+            L(value_embedding=0, window="long", key_offset=True),
+        ),
+    ),
+)
 
 
 # ---- the double ------------------------------------------------------------------------------------------------------
@@ -47,15 +65,19 @@ def same(a, b):
 
 
 class Later:
-    """Side streams and exchanges between ranks that happen only when they are waited for. `open` lists those still to come.
+    """Side streams and exchanges between ranks that happen only when they are waited for.
+    `open` lists those still to come.
 
-    Until then what they will write holds NaN (integers: the least one), so whoever reads it too early spoils the training; and nobody may write to
-    what they read or write, which is looked at when they happen. Each needs its own wait: that NCCL works in order helps nobody here."""
+    Until then what they will write holds NaN (integers: the least one), so whoever reads it too early spoils the
+    training; and nobody may write to what they read or write, which is looked at when they happen. Each needs its own
+    wait: that NCCL works in order helps nobody here."""
 
     def __init__(self, ranks):
-        self.open, self.ranks = [], ranks
+        self.open = []
+        self.ranks = ranks
         self.plain = tg.Ranks(ranks.rank, ranks.world, CPU)
-        self.plain.peers, self.plain.copy_stream = ranks.peers, ranks.copy_stream
+        self.plain.peers = ranks.peers
+        self.plain.copy_stream = ranks.copy_stream
         for name in ("on_side_stream", "all_gather", "reduce_scatter", "all_reduce_mean"):
             setattr(ranks, name, getattr(self, name))
 
@@ -72,7 +94,8 @@ class Later:
         return self.later(f"side stream {side}", work)
 
     def exchange(self, name, used, written, work):
-        """`work`, which returns a wait of its own, reads and writes the tensors `used`; of them it writes all of `written`."""
+        """`work`, which returns a wait of its own, reads and writes the tensors `used`;
+        of them it writes all of `written`."""
         kept = [tensor.clone() for tensor in written]
         for tensor in written:
             poison(tensor)
@@ -86,7 +109,8 @@ class Later:
         return self.later(name, at_last)
 
     def all_gather(self, full, barrier=True):
-        """A rank may read its own part meanwhile. There is always a barrier, since the first to be waited for need not be the one that had it."""
+        """A rank may read its own part meanwhile.
+        There is always a barrier, since the first to be waited for need not be the one that had it."""
         if self.ranks.world == 1:
             return self.later("all_gather", lambda: None)
         others = [part for rank, part in enumerate(full.view(self.ranks.world, -1)) if rank != self.ranks.rank]
@@ -95,7 +119,9 @@ class Later:
     def reduce_scatter(self, full, received):
         """Shared memory: others may still read `full`. Else it is averaged in place, and `received` is a part of it."""
         written = received if full.data_ptr() in self.ranks.peers else full
-        return self.exchange("reduce_scatter", [full, received], [written], lambda: self.plain.reduce_scatter(full, received))
+        return self.exchange(
+            "reduce_scatter", [full, received], [written], lambda: self.plain.reduce_scatter(full, received)
+        )
 
     def all_reduce_mean(self, tensor):
         return self.exchange("all_reduce_mean", [tensor], [tensor], lambda: self.plain.all_reduce_mean(tensor))
@@ -108,12 +134,13 @@ def checked_adam(grad, lookup, *state, **options):
 
 
 def train(corpus, ranks, double=None):
-    """STEPS steps of two micro-batches from random weights, averages between them. Returns all losses and the state and, in words, what a step left
-    under way: a captured one must not."""
+    """STEPS steps of two micro-batches from random weights, averages between them.
+    Returns all losses and the state and, in words, what a step left under way: a captured one must not."""
     trainer = helpers.make_trainer(corpus, WAITING, replace(tg.select_ops(CPU), sparse_adam=checked_adam), ranks)
     trainer.micro_chunks = {stage: tg.CHUNKS // ranks.world // 2 for stage in WAITING.stages}
     helpers.randomise(trainer.model)
-    losses, left = [], set()
+    losses = []
+    left = set()
 
     def end():
         if double:
@@ -147,13 +174,26 @@ MUTANTS = {
     "nor when the model reads weights": ("gathered", {"parameter.info.owner.wait_gather()": "pass"}),
     "qkv": ("Block.forward", {"gathered(self.qkv)": "self.qkv"}),
     "out": ("Block.forward", {"gathered(self.out)": "self.out"}),
-    "up and down, which are in one group": ("Block.forward", {"gathered(self.up), gathered(self.down)": "self.up, self.down"}),
-    "value embeddings": ("GPT.features", {"gathered(self.value_embeddings[layer.value_embedding])": "self.value_embeddings[layer.value_embedding]"}),
+    "up and down, which are in one group": (
+        "Block.forward",
+        {"gathered(self.up), gathered(self.down)": "self.up, self.down"},
+    ),
+    "value embeddings": (
+        "GPT.features",
+        {
+            "gathered(self.value_embeddings[layer.value_embedding])": "self.value_embeddings[layer.value_embedding]"
+        },
+    ),
     "pointer": ("GPT.predictions", {"gathered(self.pointer)": "self.pointer"}),
     "head": ("GPT.predictions", {"gathered(self.lm_head)": "self.lm_head"}),
     "gradients of matrices": ("MatrixBank.compute_", {"group.pending_reduce()": "pass"}),
     "gradients of tables and scalars": ("Adam.compute_", {"wait()": "pass"}),
-    "gradients of scalars": ("AdamScalars.reduce_", {"self.ranks.all_reduce_mean(self.grads), ": "(self.ranks.all_reduce_mean(self.grads), lambda: None)[1], "}),
+    "gradients of scalars": (
+        "AdamScalars.reduce_",
+        {
+            "self.ranks.all_reduce_mean(self.grads), ": "(self.ranks.all_reduce_mean(self.grads), lambda: None)[1], "
+        },
+    ),
     "row numbers": ("SparseTable.start_step", {"wait()": "pass"}),
     "gradients of rows": ("SparseTable.compute_", {"\n    wait()": "\n    pass"}),
     "sorted rows": ("SparseTable.compute_", {"self.wait_sorted()": "pass"}),
@@ -162,15 +202,42 @@ MUTANTS = {
     "side stream 1": ("Optimizer.step", {"wait_first_tables()": "pass"}),
     "embedding": ("Optimizer.step", {"table.wait_gather()": "pass"}),
     "the last gather": ("Optimizer.gather", {"owner.wait_gather()": "pass"}),
-    "late: gradients of matrices": ("MatrixBank.compute_", {
-        "group.pending_reduce()": "pass", "second_moment_decay)": "second_moment_decay)\n    for group in self.groups:\n        group.pending_reduce()"}),
-    "late: gradients of tables and scalars": ("Adam.compute_", {"wait()": "pass", "epsilon)": "epsilon)\n    wait()"}),
-    "late: row numbers": ("SparseTable.start_step", {"wait()": "pass", "group_ids(full)": "group_ids(full)\n        wait()"}),
-    "late: gradients of rows": ("SparseTable.compute_", {"\n    wait()": "", "pooling)": "pooling)\n    wait()"}),
-    "overwritten: gradients of matrices": ("MatrixGroup.reduce_", {"self.received)": "self.received); self.grads.zero_()"}),
-    "overwritten: gradients of tables": ("AdamTable.reduce_", {"received), received": "received), received; grad.zero_()"}),
-    "overwritten: gradients of scalars": ("AdamScalars.reduce_", {"self.grads[None]": "self.grads[None]; self.grads.zero_()"}),
-    "overwritten: own weights": ("Owner.gather_", {"barrier)": "barrier); self.ranks.shard(self.weights).mul_(2)"}),
+    "late: gradients of matrices": (
+        "MatrixBank.compute_",
+        {
+            "group.pending_reduce()": "pass",
+            "second_moment_decay)":
+                "second_moment_decay)\n    for group in self.groups:\n        group.pending_reduce()",
+        },
+    ),
+    "late: gradients of tables and scalars": (
+        "Adam.compute_",
+        {"wait()": "pass", "epsilon)": "epsilon)\n    wait()"},
+    ),
+    "late: row numbers": (
+        "SparseTable.start_step",
+        {"wait()": "pass", "group_ids(full)": "group_ids(full)\n        wait()"},
+    ),
+    "late: gradients of rows": (
+        "SparseTable.compute_",
+        {"\n    wait()": "", "pooling)": "pooling)\n    wait()"},
+    ),
+    "overwritten: gradients of matrices": (
+        "MatrixGroup.reduce_",
+        {"self.received)": "self.received); self.grads.zero_()"},
+    ),
+    "overwritten: gradients of tables": (
+        "AdamTable.reduce_",
+        {"received), received": "received), received; grad.zero_()"},
+    ),
+    "overwritten: gradients of scalars": (
+        "AdamScalars.reduce_",
+        {"self.grads[None]": "self.grads[None]; self.grads.zero_()"},
+    ),
+    "overwritten: own weights": (
+        "Owner.gather_",
+        {"barrier)": "barrier); self.ranks.shard(self.weights).mul_(2)"},
+    ),
 }
 # The one call that waits for nothing: Optimizer.step has waited for the embedding, see gather_now.
 NEEDLESS = "GPT.features", "gathered(self.embedding)"
@@ -199,7 +266,9 @@ def run_rank(rank, corpus, folder):
     sys.stdout = sys.stderr = open(folder / f"{rank}.out", "w", buffering=1)
     torch.set_num_threads(1)
     tg.BOS = helpers.BOS
-    tg.dist.init_process_group("gloo", init_method=f"file://{folder}/join", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    tg.dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/join", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     ranks = tg.Ranks(rank, 2, CPU)
     want, _ = train(corpus, ranks)
     found = {"two ranks": differences(corpus, ranks, want)}
@@ -223,7 +292,13 @@ def found(corpus, tmp_path_factory):
     """What goes otherwise with the double, in words; "" if nothing. One process imports torch and forks both ranks."""
     folder = tmp_path_factory.mktemp("waits")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, __file__, str(corpus), str(folder)], env=environment, timeout=300, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, __file__, str(corpus), str(folder)],
+        env=environment,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
     said = result.stderr + "".join(path.read_text() for path in sorted(folder.glob("*.out")))
     assert (folder / "found.json").exists(), said
     return json.loads((folder / "found.json").read_text())
@@ -296,7 +371,8 @@ def side_work(streams):
     ranks.side_streams = [Stream(), Stream()]
     streams.happen("a gradient")
     wait = ranks.on_side_stream(lambda: streams.happen("an update", "a gradient"), side=1)
-    assert ranks.side_streams[1].before and not ranks.side_streams[0].before
+    assert ranks.side_streams[1].before
+    assert not ranks.side_streams[0].before
     with pytest.raises(AssertionError):
         streams.happen("the next step", "an update")
     wait()
@@ -311,12 +387,17 @@ def fetching(streams, reduce):
         def copy_(self, source, non_blocking):
             streams.happen(f"{source.name} to {self.name}", "a gradient", "barrier")
 
-    ranks, full = tg.Ranks(2, 4, CPU), torch.zeros(4)
+    ranks = tg.Ranks(2, 4, CPU)
+    full = torch.zeros(4)
     ranks.copy_stream = Stream()
     versions = [[Memory(name=f"{part} of {rank}") for part in range(4)] for rank in range(4)]
     ranks.peers[full.data_ptr()] = SimpleNamespace(barrier=lambda: streams.happen("barrier", "a gradient")), versions
     received = [Memory(name=f"from {rank}") for rank in range(4)]
-    wanted = {f"2 of {rank} to from {rank}" for rank in range(4)} if reduce else {f"{rank} of {rank} to {rank} of 2" for rank in (0, 1, 3)}
+    wanted = (
+        {f"2 of {rank} to from {rank}" for rank in range(4)}
+        if reduce
+        else {f"{rank} of {rank} to {rank} of 2" for rank in (0, 1, 3)}
+    )
     streams.happen("a gradient")
     wait = ranks.fetch(full, received if reduce else None)
     assert ranks.copy_stream.before == {"a gradient", "barrier", *wanted}
@@ -334,12 +415,22 @@ def test_streams_wait_for_each_other(streams, case):
     check(streams, *arguments)
 
 
-@pytest.mark.parametrize("case, function, edits", [
-    ("side stream", "Ranks.on_side_stream", {"stream.wait_stream(torch.cuda.current_stream())": "pass"}),
-    ("side stream", "Ranks.on_side_stream", {"stream.record_event().wait": "(lambda: None)"}),
-    *((case, "Ranks.fetch", edits) for case in ("all-gather", "reduce-scatter") for edits in (
-        {"self.copy_stream.wait_stream(torch.cuda.current_stream())": "pass"}, {"self.copy_stream.record_event().wait": "(lambda: None)"},
-        {"handle.barrier()": "pass"}))])
+@pytest.mark.parametrize(
+    "case, function, edits",
+    [
+        ("side stream", "Ranks.on_side_stream", {"stream.wait_stream(torch.cuda.current_stream())": "pass"}),
+        ("side stream", "Ranks.on_side_stream", {"stream.record_event().wait": "(lambda: None)"}),
+        *(
+            (case, "Ranks.fetch", edits)
+            for case in ("all-gather", "reduce-scatter")
+            for edits in (
+                {"self.copy_stream.wait_stream(torch.cuda.current_stream())": "pass"},
+                {"self.copy_stream.record_event().wait": "(lambda: None)"},
+                {"handle.barrier()": "pass"},
+            )
+        ),
+    ],
+)
 @pytest.mark.fast
 def test_a_missing_wait_of_streams_is_seen(streams, monkeypatch, case, function, edits):
     holder, last, _ = find(function)
@@ -359,12 +450,15 @@ def test_one_barrier_for_all_gathers_of_a_step(corpus, tiny):
     assert barriers == [True, *[False] * (len(trainer.optimizer.gather_lazy) - 1), True]
 
 
-@pytest.mark.parametrize("edits", [{}, {"[table.parameter.grad for table in first_tables]": "[]"}], ids=["as it is", "mutant"])
+@pytest.mark.parametrize(
+    "edits", [{}, {"[table.parameter.grad for table in first_tables]": "[]"}], ids=["as it is", "mutant"]
+)
 @pytest.mark.fast
 def test_a_side_streams_gradient_stays_allocated(corpus, tiny, monkeypatch, edits):
     """The host drops it at once; until the wait the allocator must not give its memory to others."""
     monkeypatch.setattr(tg.Optimizer, "step", mutated("Optimizer.step", edits))
-    trainer, alive = helpers.make_trainer(corpus, WAITING), []
+    trainer = helpers.make_trainer(corpus, WAITING)
+    alive = []
 
     def on_side_stream(work, side=0):
         reference = weakref.ref(trainer.model.embedding.grad) if side else None
@@ -380,19 +474,23 @@ def test_a_side_streams_gradient_stays_allocated(corpus, tiny, monkeypatch, edit
 def test_the_host_reads_what_the_device_has_finished(corpus, tiny, monkeypatch):
     """The meter reads losses once their copy is there, and the clock reads the time once the device is idle."""
     log = SimpleNamespace(line=lambda kind, **fields: lines.append(fields), say=lambda *_: None)
-    meter, values, lines = tg.Meter(log, helpers.make_trainer(corpus), 4), torch.full((2,), torch.nan), []
+    meter = tg.Meter(log, helpers.make_trainer(corpus), 4)
+    values = torch.full((2,), torch.nan)
+    lines = []
     meter.ranks.on_gpu = True
     end = SimpleNamespace(synchronize=lambda: values.copy_(torch.tensor([1024.0, 0.0])))
     meter.pending = 2, PRESET.stages[0], SimpleNamespace(elapsed_time=lambda _: 6.0), end, values
     meter.flush()
     assert lines == [{"step": 2, "train_loss": 2.0, "tokens": 1024, "ms_per_step": 3.0}]
 
-    clock, finished = tg.Clock(torch.device("cuda")), []
+    clock = tg.Clock(torch.device("cuda"))
+    finished = []
     monkeypatch.setattr(torch.cuda, "synchronize", finished.append)
     monkeypatch.setattr(clock, "since_start", lambda: float(len(finished)))
     clock.switch("training")
     clock.switch(None)
-    assert clock.milliseconds() == 1000.0 and clock.intervals[0]["start_ms"] == 1000.0
+    assert clock.milliseconds() == 1000.0
+    assert clock.intervals[0]["start_ms"] == 1000.0
 
 
 if __name__ == "__main__":

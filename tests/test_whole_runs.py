@@ -55,43 +55,84 @@ def at_step(monkeypatch, number, action):
 def test_log_is_complete(run, corpus):
     result = run("--seed", 3)
     (log,) = result.logs
-    assert result.code == 0 and result.err == ""
+    assert result.code == 0
+    assert result.err == ""
     kinds = [e["kind"] for e in log]
-    assert kinds[:3] == ["head", "warm", "stage"] and kinds[-3:] == ["val", "clock", "end"] and set(kinds[3:-3]) == {"step", "stage"}
-    head, warm, end = log[0], log[1], log[-1]
-    assert head["seed"] == 3 and head["world"] == 1 and head["preset"]["name"] == "tiny"
+    assert kinds[:3] == ["head", "warm", "stage"]
+    assert kinds[-3:] == ["val", "clock", "end"]
+    assert set(kinds[3:-3]) == {"step", "stage"}
+    head = log[0]
+    warm = log[1]
+    end = log[-1]
+    assert head["seed"] == 3
+    assert head["world"] == 1
+    assert head["preset"]["name"] == "tiny"
     assert head["preset"] == json.loads(json.dumps(dataclasses.asdict(PRESET)))
-    assert all(re.fullmatch(r"[0-9a-f]{64}", head[key]) for key in ("script", "data")) and head["script"] != head["data"]
+    assert all(re.fullmatch(r"[0-9a-f]{64}", head[key]) for key in ("script", "data"))
+    assert head["script"] != head["data"]
     assert head["ops"] == tg.select_ops(CPU).names
     sparse = PRESET.model.table_rows * PRESET.model.width
-    shapes = [p.shape for name, p in tg.GPT(PRESET.model, tg.select_ops(CPU), torch.device("meta")).named_parameters() if name != "ngram"]
-    assert head["parameters"] == {"dense": sum(shape.numel() for shape in shapes), "sparse": sparse} and f" {sparse:,} in rows of" in result.out
+    shapes = [
+        p.shape
+        for name, p in tg.GPT(PRESET.model, tg.select_ops(CPU), torch.device("meta")).named_parameters()
+        if name != "ngram"
+    ]
+    assert head["parameters"] == {"dense": sum(shape.numel() for shape in shapes), "sparse": sparse}
+    assert f" {sparse:,} in rows of" in result.out
     assert head["settings"].keys() == {"preset", "data", "log_dir", "seed"}
     assert head["shards"] == ["tiny_train_000000.bin", "tiny_train_000001.bin"]
-    assert head["torch"] == torch.__version__ and {"python", "numpy", "platform", "device"} <= head.keys()
+    assert head["torch"] == torch.__version__
+    assert {"python", "numpy", "platform", "device"} <= head.keys()
     assert head["consumed_tokens"] == 2 * 512 + 3 * 1024, "the stream begins with a BOS"
-    assert warm["seconds"] > 0 and re.fullmatch(r"[0-9a-f]{16}", warm["state"]) and warm["variants"] == 3
-    assert [(s["step"], s["batch_tokens"], s["long_window_tokens"]) for s in only(log, "stage")] == [(0, 512, 16), (2, 1024, 32), (4, 1024, 40)]
+    assert warm["seconds"] > 0
+    assert re.fullmatch(r"[0-9a-f]{16}", warm["state"])
+    assert warm["variants"] == 3
+    assert [(s["step"], s["batch_tokens"], s["long_window_tokens"]) for s in only(log, "stage")] == [
+        (0, 512, 16),
+        (2, 1024, 32),
+        (4, 1024, 40),
+    ]
     steps = only(log, "step")
     assert [(s["step"], s["tokens"]) for s in steps] == [(1, 512), (2, 1024), (4, 3072), (5, 4096)]
-    assert all(0 < s["train_loss"] < 6.5 * (1.75, 1.75, 1.5, 1.0)[i] and s["ms_per_step"] > 0 for i, s in enumerate(steps)), "summed over the targets"
+    assert all(
+        0 < s["train_loss"] < 6.5 * (1.75, 1.75, 1.5, 1.0)[i] and s["ms_per_step"] > 0
+        for i, s in enumerate(steps)
+    ), "summed over the targets"
     (val,) = only(log, "val")
-    assert val["final"] and val["step"] == 5 and val["loss"] == end["loss"] == round(val["loss"], 6)
-    assert end["state"] == "ok" and end["recompiled"] == 0 and end["ms"] > 0
+    assert val["final"]
+    assert val["step"] == 5
+    assert val["loss"] == end["loss"] == round(val["loss"], 6)
+    assert end["state"] == "ok"
+    assert end["recompiled"] == 0
+    assert end["ms"] > 0
     assert all(re.fullmatch(r"[0-9a-f]{16}", end[key]) for key in ("train_hash", "val_hash"))
-    assert "val loss" in result.out and "step     5/5" in result.out
+    assert "val loss" in result.out
+    assert "step     5/5" in result.out
 
 
 def test_hashes_follow_from_the_data(run, corpus):
-    """What a log says of its tokens, computed anew: all batch chunks of all steps, all of the validation, and the files as records name them."""
+    """What a log says of its tokens, computed anew:
+    all batch chunks of all steps, all of the validation, and the files as records name them."""
     (log,) = run("--seed", 3).logs
-    head, end = log[0], log[-1]
-    stream, shard = tg.TokenStream(corpus, 8000, helpers.VOCABULARY), corpus / "tiny_val_000000.bin"
-    spans = [(int(start), stage.chunk_tokens + 1) for stage, starts in zip(PRESET.stages, helpers.chunk_starts(stream, PRESET.stages)) for start in starts.ravel()]
-    assert end["train_hash"] == f"{sum(tg.chunk_digest(i, stream.read(*span)) for i, span in enumerate(spans)) % 2**64:016x}"
+    head = log[0]
+    end = log[-1]
+    stream = tg.TokenStream(corpus, 8000, helpers.VOCABULARY)
+    shard = corpus / "tiny_val_000000.bin"
+    spans = [
+        (int(start), stage.chunk_tokens + 1)
+        for stage, starts in zip(PRESET.stages, helpers.chunk_starts(stream, PRESET.stages))
+        for start in starts.ravel()
+    ]
+    assert (
+        end["train_hash"]
+        == f"{sum(tg.chunk_digest(i, stream.read(*span)) for i, span in enumerate(spans)) % 2**64:016x}"
+    )
     tokens = shard.read_bytes()[tg.SHARD_HEADER_BYTES:][:2 * (PRESET.val_tokens + 1)]
     assert end["val_hash"] == hashlib.sha256(tokens).hexdigest()[:16]
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (*(corpus / name for name in head["shards"]), shard)}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (*(corpus / name for name in head["shards"]), shard)
+    }
     assert head["data"] == record.manifest_hash(files, list(files))
 
 
@@ -100,7 +141,10 @@ def test_the_chain_detects_an_edit(run, tmp_path):
     path = next((tmp_path / "logs").glob("*.jsonl"))
     text = path.read_text()
     read_log(path)
-    for edited in (text.replace('"tokens": 1024', '"tokens": 1025'), "".join(text.splitlines(True)[:3] + text.splitlines(True)[4:])):
+    for edited in (
+        text.replace('"tokens": 1024', '"tokens": 1025'),
+        "".join(text.splitlines(True)[:3] + text.splitlines(True)[4:]),
+    ):
         assert edited != text
         path.write_text(edited)
         with pytest.raises(AssertionError, match="chain breaks"):
@@ -110,7 +154,9 @@ def test_the_chain_detects_an_edit(run, tmp_path):
 def test_clock_intervals_sum_to_the_time(run):
     (log,) = run("--seed", 3, "--val-every", 2).logs
     intervals = only(log, "clock")
-    assert [(i["on"], i["reason"]) for i in intervals] == [(True, "training"), (False, "validation")] * 2 + [(True, "training")]
+    assert [(i["on"], i["reason"]) for i in intervals] == [(True, "training"), (False, "validation")] * 2 + [
+        (True, "training")
+    ]
     assert all(a["end_ms"] == b["start_ms"] for a, b in zip(intervals, intervals[1:])), "no gaps"
     assert sum(i["end_ms"] - i["start_ms"] for i in intervals if i["on"]) == pytest.approx(log[-1]["ms"], abs=0.06)
     assert [(v["step"], v["final"]) for v in only(log, "val")] == [(2, False), (4, False), (5, True)]
@@ -120,13 +166,25 @@ def test_clock_intervals_sum_to_the_time(run):
 
 def test_windows_of_validations(run, monkeypatch):
     """In between those of the moment, at the end the preset's, with the frequencies and the scale of the last stage."""
-    seen, validate = [], tg.Trainer.validate
-    monkeypatch.setattr(tg.Trainer, "validate", lambda trainer, geometry: (seen.append((trainer, geometry)), validate(trainer, geometry))[1])
+    seen = []
+    validate = tg.Trainer.validate
+    monkeypatch.setattr(
+        tg.Trainer,
+        "validate",
+        lambda trainer, geometry: (seen.append((trainer, geometry)), validate(trainer, geometry))[1],
+    )
     assert run("--seed", 3, "--val-every", 2).code == 0
-    assert [geometry.windows for _, geometry in seen] == [{"short": 8, "long": 16}, {"short": 12, "long": 32}, {"short": 16, "long": 48}]
+    assert [geometry.windows for _, geometry in seen] == [
+        {"short": 8, "long": 16},
+        {"short": 12, "long": 32},
+        {"short": 16, "long": 48},
+    ]
     trainer, final = seen[-1]
     last = trainer.geometries[-1]
-    assert last.windows == {"short": 16, "long": 40} and final.scale == last.scale and final.cos.equal(last.cos) and final.sin.equal(last.sin)
+    assert last.windows == {"short": 16, "long": 40}
+    assert final.scale == last.scale
+    assert final.cos.equal(last.cos)
+    assert final.sin.equal(last.sin)
     helpers.randomise(trainer.model)
     assert abs(validate(trainer, final) - validate(trainer, last)) > 1e-5, "it makes a difference"
 
@@ -134,7 +192,9 @@ def test_windows_of_validations(run, monkeypatch):
 @pytest.mark.parametrize("every", [2, 3, 4])
 def test_a_step_takes_what_it_takes_wherever_validations_fall(run, monkeypatch, every):
     """Steps of one second, validations of seven, by a hand-turned clock."""
-    now, step_of, validate = [100.0], tg.Trainer.training_step, tg.Trainer.validate
+    now = [100.0]
+    step_of = tg.Trainer.training_step
+    validate = tg.Trainer.validate
 
     def later(seconds, function):
         return lambda *arguments: (now.__setitem__(0, now[0] + seconds), function(*arguments))[1]
@@ -144,13 +204,21 @@ def test_a_step_takes_what_it_takes_wherever_validations_fall(run, monkeypatch, 
     monkeypatch.setattr(tg.Trainer, "validate", later(7.0, validate))
     (log,) = run("--seed", 3, "--val-every", every).logs
     assert [s["ms_per_step"] for s in only(log, "step")] == pytest.approx([1000.0] * len(only(log, "step")))
-    assert only(log, "step")[-1]["step"] == PRESET.steps and log[-1]["ms"] == pytest.approx(1000 * PRESET.steps)
+    assert only(log, "step")[-1]["step"] == PRESET.steps
+    assert log[-1]["ms"] == pytest.approx(1000 * PRESET.steps)
 
 
 def test_the_clock_encloses_all_steps_and_the_last_exchange(corpus, tiny, tmp_path, monkeypatch):
-    seen, switch, step_of, gather = [], tg.Clock.switch, tg.Trainer.training_step, tg.Optimizer.gather
+    seen = []
+    switch = tg.Clock.switch
+    step_of = tg.Trainer.training_step
+    gather = tg.Optimizer.gather
     monkeypatch.setattr(tg.Clock, "switch", lambda clock, reason: (switch(clock, reason), seen.append(reason)))
-    monkeypatch.setattr(tg.Trainer, "training_step", lambda trainer, *a: (trainer.clock.intervals and seen.append("step"), step_of(trainer, *a))[1])
+    monkeypatch.setattr(
+        tg.Trainer,
+        "training_step",
+        lambda trainer, *a: (trainer.clock.intervals and seen.append("step"), step_of(trainer, *a))[1],
+    )
     monkeypatch.setattr(tg.Optimizer, "gather", lambda optimizer: (seen.append("gather"), gather(optimizer)))
     assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path)]) == 0
     assert seen == ["training", *["step"] * PRESET.steps, "gather", None]
@@ -169,16 +237,35 @@ def test_the_clock(monkeypatch):
     clock.switch(None)
     now[0] += 10
     assert clock.milliseconds() == pytest.approx(3500)
-    assert [i["on"] for i in clock.intervals] == [True, False, True] and all("end_ms" in i for i in clock.intervals)
+    assert [i["on"] for i in clock.intervals] == [True, False, True]
+    assert all("end_ms" in i for i in clock.intervals)
 
 
 def test_nothing_is_read_or_written_on_the_clock(run, monkeypatch):
     """No validation, no warm-up and no log file inside: the main thread opens nothing between start and stop."""
-    opened, live = [], [True]
-    switch, inside = tg.Clock.switch, []
-    monkeypatch.setattr(tg.Clock, "switch", lambda clock, reason: (inside.clear(), switch(clock, reason), reason == "training" and inside.append(1)))
+    opened = []
+    live = [True]
+    switch = tg.Clock.switch
+    inside = []
+    monkeypatch.setattr(
+        tg.Clock,
+        "switch",
+        lambda clock, reason: (
+            inside.clear(),
+            switch(clock, reason),
+            reason == "training" and inside.append(1),
+        ),
+    )
     main = threading.get_ident()
-    sys.addaudithook(lambda event, arguments: event == "open" and live and inside and threading.get_ident() == main and opened.append(arguments[0]))
+    sys.addaudithook(
+        lambda event, arguments: (
+            event == "open"
+            and live
+            and inside
+            and threading.get_ident() == main
+            and opened.append(arguments[0])
+        )
+    )
     assert run("--seed", 3).code == 0
     live.clear()
     assert opened == []
@@ -186,10 +273,16 @@ def test_nothing_is_read_or_written_on_the_clock(run, monkeypatch):
 
 def test_an_unwritable_log_folder(run, corpus, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    code = tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path / "file" / "logs")])
+    arguments = [
+        "--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir",
+        str(tmp_path / "file" / "logs"),
+    ]
+    code = tg.main(arguments)
     out, err = capsys.readouterr()
-    assert code == 0 and "val loss" in out
-    assert err.count("\n") == 1 and re.match(r"run log: expected to write .*, found '.*Not a directory.*'; fix: .* UNLOGGED", err)
+    assert code == 0
+    assert "val loss" in out
+    assert err.count("\n") == 1
+    assert re.match(r"run log: expected to write .*, found '.*Not a directory.*'; fix: .* UNLOGGED", err)
 
 
 @pytest.mark.fast
@@ -205,7 +298,9 @@ def test_a_disk_that_fills_up(tmp_path, capsys):
     log.say("still here")
     log.close()
     out, err = capsys.readouterr()
-    assert out == "still here\n" and err.count("No space left") == 1 and err.count("\n") == 1
+    assert out == "still here\n"
+    assert err.count("No space left") == 1
+    assert err.count("\n") == 1
 
 
 @pytest.mark.fast
@@ -215,50 +310,73 @@ def test_a_log_is_never_overwritten(tmp_path, capsys):
     log = tg.RunLog(path)
     log.line("head")
     log.close()
-    assert path.read_text() == "a result\n" and "UNLOGGED" in capsys.readouterr().err
+    assert path.read_text() == "a result\n"
+    assert "UNLOGGED" in capsys.readouterr().err
 
 
 # ---- seeds and repeated runs -----------------------------------------------------------------------------------------
 def essence(log):
     """What a seed fixes: all of a log but times, memory and where its files lie."""
-    return [{k: v for k, v in e.items() if k not in ("ms", "ms_per_step", "seconds", "settings", "chain", "start_ms", "end_ms", "graphs", "started")}
-            for e in log if e["kind"] != "warm"]
+    return [
+        {
+            k: v
+            for k, v in e.items()
+            if k
+            not in (
+                "ms", "ms_per_step", "seconds", "settings", "chain", "start_ms", "end_ms",
+                "graphs", "started",
+            )
+        }
+        for e in log
+        if e["kind"] != "warm"
+    ]
 
 
 def test_a_seed_fixes_the_run(run):
     (first,), (again,), (other,) = (run("--seed", seed).logs for seed in (3, 3, 4))
     assert essence(first) == essence(again)
-    assert other[-1]["loss"] != first[-1]["loss"] and other[-1]["train_hash"] == first[-1]["train_hash"], "a seed never changes the data"
+    assert other[-1]["loss"] != first[-1]["loss"], "a seed never changes the data"
+    assert other[-1]["train_hash"] == first[-1]["train_hash"], "a seed never changes the data"
     assert only(other, "warm")[0]["state"] != only(first, "warm")[0]["state"]
 
 
 def test_a_seed_is_drawn_and_logged(run):
     logs = [run().logs[0] for _ in range(2)]
-    assert logs[0][0]["seed"] != logs[1][0]["seed"] and "seed" not in logs[0][0]["settings"]
+    assert logs[0][0]["seed"] != logs[1][0]["seed"]
+    assert "seed" not in logs[0][0]["settings"]
 
 
 def test_a_training_averages(corpus, tiny, tmp_path, monkeypatch):
-    """The warm-up once, then from step 2 of 5 on every other; only the last step of a whole schedule moves the weights."""
-    calls, average = [], tg.Optimizer.average
+    """The warm-up once, then from step 2 of 5 on every other;
+    only the last step of a whole schedule moves the weights."""
+    calls = []
+    average = tg.Optimizer.average
     monkeypatch.setattr(tg.Optimizer, "average", lambda self, *shares: (calls.append(shares), average(self, *shares)))
     begun = [(1.0, 0.5), (1.0, 0.0)]
     for options, expected in (((), [*begun, (pytest.approx(0.3), 0.65)]), (("--stop-after", "4"), begun)):
         calls.clear()
-        assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(tmp_path), *options]) == 0
+        arguments = [
+            "--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir",
+            str(tmp_path), *options,
+        ]
+        assert tg.main(arguments) == 0
         assert calls == expected
 
 
 @pytest.mark.fast
 def test_warm_up_changes_nothing(corpus, tiny, monkeypatch):
-    """It really trains, on none of the training data, and the state after it is the state before it, generator included."""
+    """It really trains, on none of the training data,
+    and the state after it is the state before it, generator included."""
     trainer = helpers.make_trainer(corpus)
     monkeypatch.setattr(tg.TokenStream, "read", lambda *_: pytest.fail("warm-up read training data"))
-    before, generator = trainer.initialise(7), torch.get_rng_state()
+    before = trainer.initialise(7)
+    generator = torch.get_rng_state()
     weights = {name: t.clone() for name, t in trainer.optimizer.state().items()}
     variants = trainer.warm_up()
     assert variants == 3, "one a stage"
     assert tg.state_hash(trainer.optimizer.state()) != before
-    assert trainer.initialise(7) == before and torch.get_rng_state().equal(generator)
+    assert trainer.initialise(7) == before
+    assert torch.get_rng_state().equal(generator)
     assert all(t.equal(weights[name]) for name, t in trainer.optimizer.state().items())
 
 
@@ -278,7 +396,8 @@ def test_compiling_in_the_timed_run_is_no_record(run, monkeypatch):
     counts = iter(range(10, 100))
     monkeypatch.setattr(tg, "compiled_graphs", lambda: next(counts))
     end = run("--seed", 3).logs[0][-1]
-    assert end["recompiled"] > 0 and end["state"] == "no record: compiled in the timed run"
+    assert end["recompiled"] > 0
+    assert end["state"] == "no record: compiled in the timed run"
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -286,8 +405,10 @@ def test_a_shortened_run_is_no_record(run):
     result = run("--seed", 3, "--stop-after", 3)
     (log,) = result.logs
     assert re.search(r"step +3/3 .* 0\.0 s left\n", result.out)
-    assert log[-1]["state"].startswith("no record") and only(log, "step")[-1]["step"] == 3
-    assert only(log, "val")[0]["step"] == 3 and log[0]["settings"]["stop_after"] == "3"
+    assert log[-1]["state"].startswith("no record")
+    assert only(log, "step")[-1]["step"] == 3
+    assert only(log, "val")[0]["step"] == 3
+    assert log[0]["settings"]["stop_after"] == "3"
 
 
 def test_stopping_after_more_than_everything(run):
@@ -299,12 +420,16 @@ def test_a_trace_of_some_steps(corpus, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tg, "timed_loop", tg.timed_loop)  # the script replaces it, and the next one
     monkeypatch.setattr(tg.AdamTable, "reduce_", tg.AdamTable.reduce_)
-    options = ["--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path), "--seed", "3", "--stop-after", "9"]
+    options = [
+        "--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path), "--seed", "3",
+        "--stop-after", "9",
+    ]
     monkeypatch.setattr(sys, "argv", ["bench_trace.py", "1:2", *options])
     assert bench_trace.main() == 0
     trace = json.loads((tmp_path / "trace-rank0.trace.json").read_text())
     names = [event.get("name") for event in trace["traceEvents"]]
-    assert names.count("reduce lm_head") == 2 and any("Backward" in str(name) for name in names)
+    assert names.count("reduce lm_head") == 2
+    assert any("Backward" in str(name) for name in names)
     assert "Self CPU" in capsys.readouterr().out
     for span in ("2:1", "3:5", "x"):  # the preset has 5 steps
         monkeypatch.setattr(sys, "argv", ["bench_trace.py", span, *options])
@@ -313,12 +438,16 @@ def test_a_trace_of_some_steps(corpus, tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_a_longer_and_a_shorter_schedule(run):
-    """--length 2 and 0.5 of 2, 2 and 1 steps; the log has the option and the scaled steps, and the run may be a record."""
+    """--length 2 and 0.5 of 2, 2 and 1 steps;
+    the log has the option and the scaled steps, and the run may be a record."""
     for length, steps in (("2", [4, 4, 2]), ("0.5", [1, 1, 1])):
         (log,) = run("--seed", 3, "--length", length).logs
-        head, end = log[0], log[-1]
-        assert float(head["settings"]["length"]) == float(length) and [stage["steps"] for stage in head["preset"]["stages"]] == steps
-        assert only(log, "step")[-1]["step"] == sum(steps) and end["state"] == "ok"
+        head = log[0]
+        end = log[-1]
+        assert float(head["settings"]["length"]) == float(length)
+        assert [stage["steps"] for stage in head["preset"]["stages"]] == steps
+        assert only(log, "step")[-1]["step"] == sum(steps)
+        assert end["state"] == "ok"
         assert head["consumed_tokens"] == 512 * steps[0] + 1024 * (steps[1] + steps[2])
     assert "length" not in run("--seed", 3, "--length", 1).logs[0][0]["settings"]
 
@@ -326,8 +455,12 @@ def test_a_longer_and_a_shorter_schedule(run):
 def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
     monkeypatch.setattr(tg, "memory_plan", lambda *_: pytest.fail("the tokens come first"))
     result = run("--seed", 3, "--length", 10)
-    assert result.code == 2 and not (tmp_path / "logs").exists()
-    assert re.fullmatch(r"train_gpt: training tokens: expected 40,961 for the schedule, found 15,\d{3} in 3 shards; fix: .*\n", result.err)
+    assert result.code == 2
+    assert not (tmp_path / "logs").exists()
+    assert re.fullmatch(
+        r"train_gpt: training tokens: expected 40,961 for the schedule, found 15,\d{3} in 3 shards; fix: .*\n",
+        result.err,
+    )
 
 
 @pytest.mark.parametrize("options", [["--preset", "huge"], ["--val-every", "0"], ["--stop-after", "-1"], ["--sed", "1"],
@@ -336,7 +469,8 @@ def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
 def test_wrong_options_exit_with_2(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:
         tg.main(options)
-    assert caught.value.code == 2 and "error" in capsys.readouterr().err
+    assert caught.value.code == 2
+    assert "error" in capsys.readouterr().err
 
 
 # ---- when something goes wrong ---------------------------------------------------------------------------------------
@@ -352,29 +486,39 @@ def test_impossible_world_sizes(corpus, tiny, monkeypatch, capsys, world):
 @pytest.mark.fast
 def test_ranks_that_are_no_numbers(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "x")
-    assert tg.main([]) == 2 and "WORLD_SIZE: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
+    assert tg.main([]) == 2
+    assert "WORLD_SIZE: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
 
 
 def test_a_rank_beyond_the_world_and_a_port_that_is_none(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "5")
-    assert tg.main([]) == 2 and "RANK: expected below WORLD_SIZE, 1, found 5; fix: unset both" in capsys.readouterr().err
+    assert tg.main([]) == 2
+    assert "RANK: expected below WORLD_SIZE, 1, found 5; fix: unset both" in capsys.readouterr().err
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "x")):
         monkeypatch.setenv(name, value)
-    assert tg.main([]) == 2 and "MASTER_PORT: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
+    assert tg.main([]) == 2
+    assert "MASTER_PORT: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
 
 
 def test_variables_left_over_from_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert tg.main([]) == 2 and "MASTER_ADDR: expected an address, as WORLD_SIZE is 2, found none; fix: unset RANK" in capsys.readouterr().err
+    assert tg.main([]) == 2
+    assert (
+        "MASTER_ADDR: expected an address, as WORLD_SIZE is 2, found none; fix: unset RANK"
+        in capsys.readouterr().err
+    )
 
 
 def test_ctrl_c(run, monkeypatch):
     at_step(monkeypatch, 3, lambda trainer: os.kill(os.getpid(), signal.SIGINT))
     result = run("--seed", 3)
-    assert result.code == 130 and "interrupted" in result.err
+    assert result.code == 130
+    assert "interrupted" in result.err
     (log,) = result.logs
-    assert log[-1]["kind"] == "end" and log[-1]["state"] == "interrupted" and not only(log, "val")
+    assert log[-1]["kind"] == "end"
+    assert log[-1]["state"] == "interrupted"
+    assert not only(log, "val")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -383,10 +527,15 @@ def test_numerical_failure(run, monkeypatch, tmp_path, value):
     """Seen at the next flush, two logged steps later at most; the log says at which step, and is kept."""
     at_step(monkeypatch, 2, lambda trainer: trainer.model.embedding.data.fill_(value))
     result = run("--seed", 3, "--save", tmp_path / "never" / "model.pt")
-    assert result.code == 3 and not (tmp_path / "never").exists()
-    assert re.fullmatch(r"train_gpt: training loss: expected a finite number, found nan at step 4; fix: .*\n", result.err)
+    assert result.code == 3
+    assert not (tmp_path / "never").exists()
+    assert re.fullmatch(
+        r"train_gpt: training loss: expected a finite number, found nan at step 4; fix: .*\n", result.err
+    )
     (log,) = result.logs
-    assert log[-1]["kind"] == "end" and log[-1]["state"].startswith("failed") and "nan at step 4" in log[-1]["state"]
+    assert log[-1]["kind"] == "end"
+    assert log[-1]["state"].startswith("failed")
+    assert "nan at step 4" in log[-1]["state"]
     assert not only(log, "val")
 
 
@@ -403,7 +552,8 @@ def test_a_model_ruined_by_the_last_step_fails_too(run, monkeypatch):
 
     monkeypatch.setattr(tg.Optimizer, "step", last_step_ruins)
     result = run("--seed", 3)
-    assert result.code == 3 and result.logs[0][-1]["state"].startswith("failed")
+    assert result.code == 3
+    assert result.logs[0][-1]["state"].startswith("failed")
 
 
 def test_a_broken_device_does_not_end_the_watchdog(monkeypatch):
@@ -420,7 +570,8 @@ def test_a_broken_device_does_not_end_the_watchdog(monkeypatch):
 
 def test_a_heartbeat_that_grows_old_ends_the_run(monkeypatch, capsys):
     """Its age is counted in looks: none passes while it is renewed, and with patience it may be older."""
-    ended, looks = threading.Event(), []
+    ended = threading.Event()
+    looks = []
     monkeypatch.setattr(tg.os, "_exit", lambda code: ended.set())
     watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.2, tg.RunLog(None))
     done = watchdog.done
@@ -430,7 +581,8 @@ def test_a_heartbeat_that_grows_old_ends_the_run(monkeypatch, capsys):
     assert not ended.is_set(), "five times the limit, and always young"
     looks.clear()
     watchdog.heartbeat("the warm-up", 3.0)
-    assert ended.wait(20) and 23 <= len(looks) <= 27, "three times 0.2 s in looks of 0.025 s"
+    assert ended.wait(20), "three times 0.2 s in looks of 0.025 s"
+    assert 23 <= len(looks) <= 27, "three times 0.2 s in looks of 0.025 s"
     assert "rank 0: expected progress within 0.6 s, found none since the warm-up; fix: " in capsys.readouterr().err
 
 
@@ -448,7 +600,8 @@ def test_a_point_that_the_device_reaches_is_progress(monkeypatch):
 
     watchdog.events.extend(types.SimpleNamespace(query=query) for _ in range(6))
     watchdog.events.append(types.SimpleNamespace(query=lambda: reached.set() or False))
-    assert reached.wait(20) and not ended.is_set()
+    assert reached.wait(20)
+    assert not ended.is_set()
     assert ended.wait(20), "and then it stands still"
 
 
@@ -475,16 +628,31 @@ def test_the_log_outlives_who_watches(tmp_path, monkeypatch):
         log.say("again")
         log.close()
         monkeypatch.undo()
-    assert read_log(tmp_path / "run.jsonl")[-1]["state"] == "ok" and not helpers.own_threads()
+    assert read_log(tmp_path / "run.jsonl")[-1]["state"] == "ok"
+    assert not helpers.own_threads()
 
 
-# ---- options and saving -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("option, value", [("--seed", "9" * 20), ("--seed", "-1"), ("--stall-limit", "0"), ("--stall-limit", "nan"), ("--val-every", "0")])
+# ---- options and saving
+# -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("--seed", "9" * 20),
+        ("--seed", "-1"),
+        ("--stall-limit", "0"),
+        ("--stall-limit", "nan"),
+        ("--val-every", "0"),
+    ],
+)
 @pytest.mark.fast
 def test_numbers_out_of_range_are_usage_errors(option, value, capsys):
     with pytest.raises(SystemExit) as caught:
         tg.main([option, value])
-    assert caught.value.code == 2 and re.search(rf"argument {option}: expected a number from [\d.]+ to (\d+|inf), found {value}\n", capsys.readouterr().err)
+    assert caught.value.code == 2
+    assert re.search(
+        rf"argument {option}: expected a number from [\d.]+ to (\d+|inf), found {value}\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_saving_failed_after_the_run(run, tmp_path, monkeypatch):
@@ -492,7 +660,9 @@ def test_saving_failed_after_the_run(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tg.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
     result = run("--seed", 3, "--save", tmp_path / "model.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
-    assert result.code == 2 and result.err.startswith("train_gpt: saving ") and [e["state"] for e in result.logs[0] if e["kind"] == "end"] == ["ok"]
+    assert result.code == 2
+    assert result.err.startswith("train_gpt: saving ")
+    assert [e["state"] for e in result.logs[0] if e["kind"] == "end"] == ["ok"]
 
 
 @pytest.mark.parametrize("kind, found", [("file", "one that exists"), ("folder", "a folder or a device")])
@@ -504,16 +674,25 @@ def test_saving_onto_what_exists(run, tmp_path, kind, found):
     else:
         path.mkdir()
     result = run("--seed", 3, "--save", path)
-    assert result.code == 2 and not result.logs and (kind == "folder" or path.read_text() == "precious")
-    assert result.err == f"train_gpt: saving {path}: expected a new file, found {found}; fix: remove it, or choose another name\n"
+    assert result.code == 2
+    assert not result.logs
+    assert kind == "folder" or path.read_text() == "precious"
+    assert (
+        result.err
+        == f"train_gpt: saving {path}: expected a new file, found {found}; fix: remove it, or choose another name\n"
+    )
 
 
 def test_saving_where_one_cannot(run, tmp_path, monkeypatch):
-    """A file in place of a folder, a folder that is read-only, too little room: each in its words, before the training."""
+    """A file in place of a folder, a folder that is read-only, too little room:
+    each in its words, before the training."""
     (tmp_path / "file").write_text("")
     result = run("--seed", 3, "--save", tmp_path / "file" / "nowhere" / "model.pt")
-    assert result.code == 2 and not result.logs
-    assert re.fullmatch(r"train_gpt: saving .*: expected permission to write in .*/file, found none; fix: .*\n", result.err)
+    assert result.code == 2
+    assert not result.logs
+    assert re.fullmatch(
+        r"train_gpt: saving .*: expected permission to write in .*/file, found none; fix: .*\n", result.err
+    )
 
     with monkeypatch.context() as patch:
         patch.setattr(tg.os, "access", lambda place, mode: place != tmp_path)  # root may write everywhere
@@ -524,7 +703,9 @@ def test_saving_where_one_cannot(run, tmp_path, monkeypatch):
     monkeypatch.setattr(tg.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=3_000_000))
     result = run("--seed", 3, "--save", tmp_path / "new" / "model.pt")
     pattern = rf"train_gpt: saving .*: expected 1,\d\d\d MB free, found 3 MB in {tmp_path}; fix: choose another place\n"
-    assert result.code == 2 and re.fullmatch(pattern, result.err) and not (tmp_path / "new").exists()
+    assert result.code == 2
+    assert re.fullmatch(pattern, result.err)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", tg.PRESETS)
