@@ -140,7 +140,7 @@ def sparse_table(trainer):
 def of_the_step(trainer):
     """The gradient of the sums and the ids that were added, of all micro-batches."""
     table = sparse_table(trainer)
-    return table.pending_reduce[0], table.lookup[0]
+    return table.pending_reduce[0], table.under_way.lookup[0]
 
 
 def dense_gradient(table, grad, ids):
@@ -496,7 +496,7 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
             (tg.SparseTable, len(tables) - 1, "running"),
             *[(tg.AdamScalars, len(tables), "done")] * 2,
         ], "the n-grams' before the embedding's"
-        assert not sparse_table(trainer).lookup_grads
+        assert not sparse_table(trainer).under_way.grads
 
 
 class Recorded(tg.Ranks):
@@ -566,17 +566,18 @@ def test_matrices_travel_by_groups(corpus, tiny, monkeypatch, world):
             assert [sent.index(group.grads.data_ptr()) for group in bank.groups] == sorted(
                 (sent.index(g.grads.data_ptr()) for g in bank.groups), reverse=True
             )
-        lazy = [owner for owner in dict.fromkeys(waits[:at_step[-1][1]]) if owner not in optimizer.gather_now]
+        lazy = [owner for owner in dict.fromkeys(waits[:at_step[-1][1]]) if not owner.gathers_at_once]
         wanted = [full.data_ptr() for full in ranks.wanted if full.is_floating_point()]
         assert [owner.weights.data_ptr() for owner in lazy] == wanted[:len(lazy)]
-        assert len(lazy) == len(optimizer.gather_lazy)
-        assert optimizer.gather_now
-        assert all(owner.weights.data_ptr() in wanted[len(lazy):] for owner in optimizer.gather_now)
+        at_once = [owner for owner in optimizer.sharded if owner.gathers_at_once]
+        assert len(lazy) == len(optimizer.sharded) - len(at_once)
+        assert at_once
+        assert all(owner.weights.data_ptr() in wanted[len(lazy):] for owner in at_once)
         assert ranks.barriers[0], "nothing is fetched before all ranks have updated it"
         assert all(
             barrier
             for full, barrier in zip(ranks.wanted, ranks.barriers)
-            if full.data_ptr() in {o.weights.data_ptr() for o in optimizer.gather_now}
+            if full.data_ptr() in {owner.weights.data_ptr() for owner in at_once}
         )
 
 
