@@ -496,6 +496,17 @@ def test_validation_counts_every_token_once(corpus, tiny):
         assert all(pieces[i][0] == BOS or i == 0 for pieces in windows for i in range(len(pieces)))
 
 
+def test_the_first_validation_shard_is_read(corpus, tiny, tmp_path):
+    """And no other, however many the folder has."""
+    folder = tmp_path / "corpus"
+    shutil.copytree(corpus, folder)
+    write_shard(folder / "tiny_val_000001.bin", helpers.documents(1500, seed=10))
+    _, windows, *hashes = tg.open_corpus(tiny, corpus)
+    _, found, *others = tg.open_corpus(tiny, folder)
+    assert hashes == others
+    assert all(map(np.array_equal, itertools.chain(*windows), itertools.chain(*found)))
+
+
 def test_generated_documents_are_not_the_training_data(tiny):
     pieces = tg.generated_pieces(5000, 300, seed=1)
     assert sum(len(p) - 1 for p in pieces) == 5000

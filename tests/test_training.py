@@ -833,6 +833,47 @@ def test_memory_is_shared_within_a_node_only(monkeypatch, other_node, shared):
     assert calls == [ranks] * shared
 
 
+@pytest.mark.parametrize("works", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.fast
+def test_all_ranks_share_memory_or_none(monkeypatch, works):
+    """One whose memory cannot be shared waits at none of the others' barriers."""
+    ranks = tg.Ranks(0, 2, CPU)
+
+    def shared(tensor):
+        if not works[0]:
+            raise RuntimeError("no access between these GPUs")
+        ranks.peers[tensor.data_ptr()] = None
+
+    def gather_objects(own):
+        assert own == works[0]
+        return list(works)
+
+    monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
+    ranks.shared = shared
+    ranks.gather_objects = gather_objects
+    ranks._share_memory()
+    assert (ranks.copy_stream is not None) == all(works)
+
+
+@pytest.mark.fast
+def test_nccl_takes_the_mean(monkeypatch):
+    """Of gradients, whether each rank needs a shard or all of them; gloo, which the other tests use, cannot."""
+    ranks = tg.Ranks(1, 2, CPU)
+    ranks.nccl = True
+    asked = []
+
+    def collective(*tensors, op, async_op):
+        asked.append((len(tensors), op))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(tg.dist, "reduce_scatter_tensor", collective)
+    monkeypatch.setattr(tg.dist, "all_reduce", collective)
+    full = torch.zeros(4, 2)
+    ranks.reduce_scatter(full, ranks.shard(full)[None])
+    ranks.all_reduce_mean(full)
+    assert asked == [(2, tg.dist.ReduceOp.AVG), (1, tg.dist.ReduceOp.AVG)]
+
+
 AS_TINY = """
 import contextlib
 import sys
