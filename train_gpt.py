@@ -176,23 +176,17 @@ class ModelConfig:
     ngram_pieces: int = 1
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
-    # The factor of products of normalised queries and keys, before YaRN. Narrower keys want a larger factor: with 64
-    # channels the loss is 0.005 lower at 0.13 than at 0.1; 0.16 and 0.2 give the same.
+    # The factor of products of normalised queries and keys, before YaRN. Narrower keys want a larger one.
     attention_scale: float = 0.1
-    # Whether the two tokens before are mixed into an MLP's input, see `mixed`. The loss falls by 0.0021 after 243 M
-    # tokens, for 0.7 % of a step; in a sprint by 0.0046, together with EnterStream. To mix attention's input as well
-    # gained another 0.0019, not worth its time, and a third earlier token gained nothing.
-    mlp_taps: bool = False
+    mlp_taps: bool = False  # whether the two tokens before are mixed into an MLP's input, see `mixed`
     final_values: bool = False  # whether value embeddings enter the final states too, see final_states
     # Whether sampled classes of the softmax stand for those that are left out, see Targets. Without, all classes have
     # to take part at the end of the training.
     importance_weights: bool = True
     longest_suffix_match: bool = True  # also adds a row for what last followed the same tokens, see the function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
-    # The factor of products of its normalised queries and keys. This value, a window of 4096 and not 2048 tokens and a
-    # higher learning rate of the n-grams lowered the loss by 0.0025 together.
-    pointer_scale: float = 0.1
-    # Channels that a gate reads, half of them of the value embedding if there is one (record 70); not tuned.
+    pointer_scale: float = 0.1  # the factor of products of its normalised queries and keys
+    # Channels that a gate reads, half of them of the value embedding if there is one (record 70).
     gate_inputs: int = 16
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
@@ -229,9 +223,7 @@ class AdamRule:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Differences in loss named here are of whole sprints, one run each (records/LOG.md); chance makes 0.002. Those of
-    decay, pooling and the averages' share are means over twelve runs of 94 M tokens, and most of those "at length" over
-    ten speedruns or more, with chance 0.0009."""
+    """What each constant was chosen from stands in records/LOG.md, and docs/systems.md compares the first six."""
     # How momentum becomes an update of a matrix: a key of ORTHOGONALIZATIONS, then NorMuon, or plain Muon without it.
     orthogonalization: str = "polar-express"
     nesterov: bool = True  # orthogonalise the momentum with the gradient once more, or the momentum itself
@@ -241,35 +233,32 @@ class OptimizerConfig:
     # Decay a weight only where its update shrinks it too (records 43, 50); False: always, as AdamW. Of matrices and
     # tables alike.
     cautious_decay: bool = True
-    muon_learning_rate: float = 0.023  # 0.0265: +0.0027
-    # Times the square of the learning rate, so it fades early (record 43). 1.2: +0.0030, at a longer run +0.0017.
-    muon_weight_decay: float = 2.4
-    # Momentum warms up from the first value to the second (record 9) and cools down at the end
-    # (record 39). Tried as the second: 0.91 +0.0008, 0.95 +0.0021, 0.97 +0.0109; as the first, at
-    # length: 0.8 +0.0007.
+
+    muon_learning_rate: float = 0.023
+    muon_weight_decay: float = 2.4  # times the square of the learning rate, so it fades early (record 43)
+    # Momentum warms up from the first value to the second (record 9) and cools down at the end (record 39).
     muon_momentum: tuple[float, float] = (0.85, 0.93)
-    momentum_warmup_fraction: float = 0.42  # of all steps; 0.2: -0.0005 at length, which chance makes too
-    momentum_cooldown_fraction: float = 0.07  # 0.14: +0.0006 at length
-    second_moment_decay: float = 0.95  # 0.98: +0.0008
+    momentum_warmup_fraction: float = 0.42  # of all steps
+    momentum_cooldown_fraction: float = 0.07
+    second_moment_decay: float = 0.95  # of NorMuon
+
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
     adam_epsilon: float = 1e-10  # record 20
     # An n-gram row's second moment is mixed with so much of the mean over the tokens of the step, so that rows of small
-    # gradients move less. 0: +0.0010.
+    # gradients move less.
     ngram_pooling: float = 0.5
-    cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
-    # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
-    final_learning_rate: float = 0.25
-    # A running average of matrices and dense tables over the last steps (record 92): -0.007 with the higher final rate,
-    # at length -0.010.
+
+    cooldown_fraction: float = 0.7  # of the scheduled steps
+    final_learning_rate: float = 0.25  # multiplier after the cooldown, relative to the base rate, not the stage's
+
+    # A running average of matrices and dense tables over the last steps (record 92); it wants the high final rate.
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
-    # The share of all steps that it looks back over, which is interval / rate. 0.11: +0.0006 at length.
-    averaging_lookback: float = 0.074
-    averaged_share: float = 0.65  # of the final weights, 0.5: +0.0005; 0: no averages are kept
-    # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004; scalars' 5 +0.003.
-    # Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and gates: record 52. First betas of tables
-    # are the public records'; at length the embedding's 0.8 +0.0002, the values' 0.6 -0.0009, the head's 0.7 +0.0003.
-    # The n-grams have no first moment (record 92).
+    averaging_lookback: float = 0.074  # the share of all steps that it looks back over, which is interval / rate
+    averaged_share: float = 0.65  # of the final weights; 0: no averages are kept
+
+    # Multipliers and betas by role. Those of scalars and gates are record 52's, the first betas of tables the public
+    # records'; n-grams have no first moment (record 92).
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
         ("attention", MuonRule(2.0)),
         ("pointer", MuonRule(2.0)),
@@ -1433,7 +1422,7 @@ class Block(nn.Module):
         """Draw the initial weights. Before, all are zero, and `out` and `down` stay so (record 5): at first a layer
         only injects."""
         for name, parameter in self.named_parameters():
-            # A standard deviation of width^-1/2 / 2, as the public records. 0.3 for the half: +0.0018 at length.
+            # A standard deviation of width^-1/2 / 2, as the public records.
             if name in ("qkv", "up"):
                 bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
                 parameter.uniform_(-bound, bound, generator=generator)
@@ -1979,8 +1968,8 @@ class Owner:
                               Optimizer._ready calls it, or else Optimizer.step.
     Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates: see Updated.
     """
-    # Subclasses set `parameters`, `ranks` and `weights`. flatten needs `grads`, shaped as the weights. reduce_ leaves in
-    # `pending_reduce` what compute_ waits for.
+    # Subclasses set `parameters`, `ranks` and `weights`. flatten needs `grads`, shaped as the weights. reduce_ leaves
+    # in `pending_reduce` what compute_ waits for.
     gathers_at_once = False
     pending_gather = None  # the wait for what gather_ has asked for
 
