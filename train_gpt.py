@@ -9,17 +9,17 @@ Launch
     python train_gpt.py --preset smoke                      any computer, no network: a minute or two on two CPU cores
     python train_gpt.py --help                              all options; sample.py does what comes after a training
 
-Model card: GPT-2-small class, 768 wide, 12 layers of which two are empty, GPT-2's 50,257 tokens
-    input   x0 = norm(embedding[token]);  g = sum of the table's rows for the last two and three tokens, and for what
-            last followed them in the document
-    layer   x   <- r (x + mlp + σ(s) skip + a x0 + b g)         r, s, a, b are scalars, skip an earlier layer's x
-            x   <- x + c gate attention(norm(x)) W_out          q and k normed and rotated; v gains a value embedding
+Model card: GPT-2-small class, 768 wide, up to ten working layers, GPT-2's 50,257 tokens
+    input   x0 = norm(embedding[token]);  g = the rows of a table for the last two and the last three tokens, and for
+            what followed the longest earlier match in the document, added up
+    layer   x   <- r (x + mlp + σ(s) skip + a x0 + b g)         r, s, a, b are scalars, skip is an earlier layer's x
+            x   <- x + |c| gate attention(norm(x)) W_out        q and k normed, half of them rotary; v += gate value
             mlp <- relu(taps(norm(x)) W_up)^2 W_down            taps mix in the two tokens before, by channel
-    output  h = norm(x + w0 x0 + w1 g + w2 v2 + ...)            the w follow from x, the v are the value embeddings
-            p = softmax(23 σ((h W_head + 5) / 7.5)), where one class is shared out to the tokens that a pointer finds
-    sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2816, 2^25 rows; sprint: 3 heads, MLPs of 2304
-    train   matrices by Muon and NorMuon, tables and scalars by Adam, rows by Adam without a first moment; steps of
-            65,536 to 196,608 tokens; a sample of the classes; averaged weights; FP8 products, bf16 weights + 16 bits
+    output  h = norm(x + mlp + w0 x0 + w1 g + ...)              w are linear in x; in the speedrun all values follow
+            p = softmax(23 σ((h W_head + 5) / 7.5)), where the share of one class goes where a pointer points
+    sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2816; sprint: 3 heads, MLPs of 2304; 2^25 rows each
+    train   matrices by Muon and NorMuon, bf16 with 16 more bits; tables and scalars by Adam, rows by Adam without a
+            first moment; steps of 32,768 to 196,608 tokens; a sample of the classes; FP8 products; averaged weights
     names   DistAdam is Adam with AdamTable; smear is taps; bigram hash is ngram; sparse attention gate is gate;
             backout and MUDD are final_states; YaRN is in rotary_frequencies; value embeddings keep their name
 
@@ -228,7 +228,8 @@ class OptimizerConfig:
     orthogonalization: str = "polar-express"
     nesterov: bool = True  # orthogonalise the momentum with the gradient once more, or the momentum itself
     normuon: bool = True
-    normuon_long_lines: bool = True  # NorMuon's variances: of the lines that a matrix's long side counts, or its short
+    # NorMuon keeps a variance for each row of a tall matrix and each column of a wide one; False: the other way round.
+    normuon_long_lines: bool = True
     scale_tall_updates: bool = False  # Muon's first rule: times max(1, rows / columns)^0.5
     # Decay a weight only where its update shrinks it too (records 43, 50); False: always, as AdamW. Of matrices and
     # tables alike.
@@ -692,7 +693,7 @@ NGRAM_MULTIPLIERS = (
     (17351, 60961, 45259),
 )
 # Odd ones, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides in
-# one piece would often collide in all. Parts of 2^n rows, less one, are odd.
+# one piece would often collide in all.
 HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
 
 
@@ -701,12 +702,13 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: in
     NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
 
     There are `rows` rows for each piece, of which each order has an equal part. The hash is the xor of the
-    multiplied tokens, times the piece's multiplier, modulo the part's size less one. The last row of
-    a part stands for an n-gram that would begin before the document.
+    multiplied tokens, times the piece's multiplier, modulo the largest odd number below the part's size. The last row
+    of a part stands for an n-gram that would begin before the document.
     """
     orders = len(NGRAM_MULTIPLIERS)
     part_rows = rows // orders
     last = part_rows - 1
+    modulus = last - 1 + last % 2
     tokens = tokens.astype(np.uint32)
     found = np.empty((len(tokens), pieces, orders), np.int32)
     for order, multipliers in enumerate(NGRAM_MULTIPLIERS):
@@ -715,7 +717,7 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: in
             key[distance:] ^= multiplier * tokens[:len(tokens) - distance]
         incomplete = positions < len(multipliers) - 1
         for piece in range(pieces):
-            hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % last
+            hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % modulus
             hashes[incomplete] = last
             found[:, piece, order] = hashes + part_rows * (piece * orders + order)
     return found.reshape(-1, orders)
@@ -731,37 +733,37 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     are spread over NEW_TOKEN_ROWS rows: by the position in the document, and not in the batch, so
     that a document reads the same rows wherever it lies.
 
-    Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
-    and in text order where suffixes are equal; so neighbours in it with the same suffix are
-    consecutive occurrences. Moved on by one position, `ends` is sorted by the tokens before; a
-    stable sort by the token itself then sorts the longer suffixes. Longer matches overwrite shorter
+    Algorithm: `by_suffix` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends
+    there, and in text order where suffixes are equal; so neighbours in it with the same suffix are
+    consecutive occurrences. Moved on by one position, it is sorted by the tokens before; a stable
+    sort by the token itself then sorts the longer suffixes. Longer matches overwrite shorter
     ones.
 
-    Example: in "a b c a b" the first round sorts the ends to [0 3] [1 4] [2], by a, b, c. Position
-    3 (a) matches 0, which b followed; 4 (b) matches 1, which c followed. Moved on, the ends are 0 1
+    Example: in "a b c a b" the first round sorts the positions to [0 3] [1 4] [2], by a, b, c. Position
+    3 (a) matches 0, which b followed; 4 (b) matches 1, which c followed. Moved on, they are 0 1
     4 2 3, and the second round sorts them to [0] [3] [1 4] [2]: position 4 matches 1 again, now by
     "a b".
     """
     count = len(tokens)
-    keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
-    ends = np.arange(count)
+    tokens16 = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
+    by_suffix = np.arange(count)
     rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
-    suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
+    id_before = np.zeros(count, int)  # of the `length_before` tokens before each position
     for length_before in range(SUFFIX_LENGTHS):  # this round matches one token more
-        ends = ends[np.argsort(keys[ends], kind="stable")]
-        prev, cur = ends[:-1], ends[1:]
-        same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
-        same_document = cur - prev <= positions[cur] - length_before
-        match = same_suffix & same_document  # the earlier suffix begins in this document too
+        by_suffix = by_suffix[np.argsort(tokens16[by_suffix], kind="stable")]
+        prev, cur = by_suffix[:-1], by_suffix[1:]
+        same_suffix = (tokens16[prev] == tokens16[cur]) & (id_before[prev] == id_before[cur])
+        document_start = cur - positions[cur]
+        match = same_suffix & (prev - length_before >= document_start)  # the earlier suffix begins in this document
         rows[cur[match]] = tokens[prev[match] + 1].astype(int) + length_before * vocabulary
 
         # Number the suffixes in their sorted order, then move on by one position, to the tokens that
-        # they precede. In the example the first round ends with longer_id [0 1 2 0 1], suffix_id
-        # [-1 0 1 2 0] and ends [0 1 4 2 3].
+        # they precede. In the example the first round ends with longer_id [0 1 2 0 1], id_before
+        # [-1 0 1 2 0] and by_suffix [0 1 4 2 3].
         longer_id = np.empty(count, int)
-        longer_id[ends] = np.cumsum(np.append(False, ~same_suffix))
-        suffix_id = np.append(-1, longer_id[:-1])
-        ends = np.append(0, ends[ends < count - 1] + 1)
+        longer_id[by_suffix] = np.cumsum(np.append(False, ~same_suffix))
+        id_before = np.append(-1, longer_id[:-1])
+        by_suffix = np.append(0, by_suffix[by_suffix < count - 1] + 1)
     return rows
 
 
@@ -1226,9 +1228,9 @@ def mixed(h, taps, positions):
 class Deferred(Function):
     """Stands for h [T, width] where the FP8 operators make it themselves, see NormedInput, so that no region writes it.
 
-    It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. sample
-    [T / 16, width] is what the taps add to rows 15, 31, 47, ... of h; 16 times the gradient of these rows estimates the
-    gradient of the taps."""
+    It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. With taps,
+    sample [T / 16, width] is what they add to rows 15, 31, 47, ... of h, and 16 times the gradient of these rows
+    estimates theirs. Without, nothing asks for its gradient."""
     @staticmethod
     def forward(ctx, h, sample):
         return h.new_empty(1).expand_as(h)
@@ -1555,7 +1557,7 @@ class GPT(nn.Module):
             keys.copy_(queries)
 
     def in_order(self) -> Iterator[nn.Parameter]:
-        """The parameters that ranks gather, in the order in which the forward pass reads them. Some come twice."""
+        """Parameters in the order in which the forward pass reads them, for what ranks gather. Some come twice."""
         yield self.embedding
         for block in self.blocks.values():
             table = block.layer.value_embedding
@@ -1751,7 +1753,8 @@ POLAR_EXPRESS_FIVE = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# A fourth is a row here, and works everywhere. docs/systems.md compares their errors and what they do to a training.
+# Another of this form is a row here, which reference and kernels take alike. docs/systems.md compares their errors and
+# what they do to a training.
 ORTHOGONALIZATIONS = {
     # The same for four rounds, on [3e-3, 1]. It diverges above 1.02.
     "polar-express": Orthogonalization((
@@ -1955,9 +1958,9 @@ class Owner:
     """Parameters that live in one tensor, `weights`, and travel together: their gradients, and their weights.
 
     Each step takes every owner through the same four phases. A phase only queues work, and an owner does without
-    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step. Tables and
-    scalars do all of it; of matrices a MatrixGroup travels (phases 1 and 3), and the MatrixBank of several groups
-    updates them at once (phase 4).
+    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step. For tables
+    and scalars one object does all; of matrices a MatrixGroup travels (phases 1 and 3), and the MatrixBank of several
+    groups updates them at once (phase 4).
 
     Phase 1  gather_()        asks for the shards that other ranks have updated, on the communication stream: as a step
                               starts, or if the owner `gathers_at_once` after its update.
@@ -2249,7 +2252,7 @@ class SparseTable(Adam):
         self.under_way.grads.append(grad)
 
     def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable]:
-        """What all ranks have for the micro-batches of a step, [tokens of the step, ...], and the wait for it."""
+        """What all ranks have for the micro-batches of a step, [its tokens * pieces, ...], and the wait for it."""
         full = parts[0]
         rows = self.ranks.world * sum(map(len, parts))
         if rows > len(full):  # else one rank with one micro-batch, which has all
@@ -2383,7 +2386,8 @@ class Optimizer:
             if owner not in self.reduced:
                 owner.reduce_()
 
-        # Phase 4: update on three streams, in the order in which gradients left; tables only if they had one.
+        # Phase 4: update on three streams: matrices from the last bank on, and tables, if they had a gradient, in the
+        # order in which these left.
         tables = [owner for owner in self.reduced if owner in self.dense]
         due = [*reversed(self.banks), *tables, *self.scalars, *self.sparse]
         by_side = {side: [each for each in due if each.side == side] for side in (0, 1, None)}
@@ -2431,7 +2435,7 @@ def state_hash(state: dict) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         words = tensor.detach().reshape(-1).view(torch.uint8)
-        if len(words) % 8 == 0:  # a conversion to int64 would need four times the memory of the tensor
+        if len(words) % 8 == 0:  # a conversion to int64 would need eight times the memory of the bytes
             words = words.view(torch.int64)
 
         table = words.view(-1, math.gcd(len(words), 4096))
@@ -2983,9 +2987,8 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
-# head. Every header names its reference, and has shapes, and operations or bytes; times are of one H200,
-# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches name their operands where there
-# are more than eight.
+# head. A header has the formula or names its reference, and has shapes, and operations or bytes; times are of one H200
+# unless they say otherwise, by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer.
 
 # Kernels can read globals that are constexprs, and no others; in the interpreter such a one stands right of a tensor.
 LOG2_E = constexpr(1.4426950408889634)  # log2(e): kernels use exp2, because the hardware computes powers of 2
@@ -3182,8 +3185,8 @@ def orthogonalize(matrices, method, dtype=torch.bfloat16):
 # speedrun's layers one launch for all takes 1 % longer (98,304 tokens, windows of 256 and 1408: delta and
 # gradients 625 and 1008 us in three launches, 636 and 1001 in two).
 #
-# Operands of T H D values moved: forward 4, delta 2, gradients 7. With six heads of 128, gates and a window of
-# 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us, and delta and gradients 168 | 298 | 460 us.
+# Operands of T H D values moved: forward 4, delta 2, gradients 11 in two launches. With six heads of 128, gates and a
+# window of 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us, and delta and gradients 168 | 298 | 460 us.
 
 
 @jit
@@ -3271,7 +3274,7 @@ def attention_forward_kernel(
         scores = tl.dot(q, tl.trans(k))
         query, key = pair_tokens(queries, step, BLOCK_N, False)
         visible = (query - key).to(tl.uint32) <= reach  # unsigned, so that no later key is within reach
-        p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # masked before exp2: 202 instructions for 188
+        p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # to mask before exp2 takes 202 instructions for 188
         row_sum += tl.sum(p, 1)
         v = load_tile(v_desc, step, head, stride_v_row, tokens, HEAD_DIM_V, BLOCK_N)
         accumulator = tl.dot(p.to(v.dtype), v, accumulator)
@@ -3748,7 +3751,7 @@ def linear_backward(grad, grad_t, x, weight, scales, out=None):
     """(dx, dweight) of linear_forward, from the gradient of its first result and from the other two.
 
     With `scales` the gradient is e5m2, in both layouts; dweight goes to `out` if given. These products do not
-    accumulate fast, because in all backward products that costs .035 of the sprint's loss.
+    accumulate fast, because in all of the backward pass that costs .035 of the sprint's loss.
     """
     if scales is None:
         return grad @ weight, grad.T @ x
@@ -4376,8 +4379,8 @@ class Fp8Mlp(Function):
 
     h [T, D] stands for the input and only takes its gradient, see NormedInput; h8 and h8_t are copies of the input by
     quantize_both. up and down are [H, D]; all but the copies are bf16; T, D and H are multiples of 16. The products
-    are e4m3 by e4m3 forward, e5m2 by e4m3 without fast accumulation backward. What takes part in two needs two
-    layouts.
+    are e4m3 by e4m3 forward, e5m2 by e4m3 backward, and those of cuBLAS there do not accumulate fast. What takes part
+    in two needs two layouts.
     """
     @staticmethod
     def forward(ctx, h, up, down, scales, h8, h8_t):
