@@ -9,10 +9,24 @@ Launch
     python train_gpt.py --preset smoke                      any computer, no network: a minute or two on two CPU cores
     python train_gpt.py --help                              all options; sample.py does what comes after a training
 
+Model card: GPT-2-small class, 768 wide, 12 layers of which two are empty, GPT-2's 50,257 tokens
+    input   x0 = norm(embedding[token]);  g = sum of the table's rows for the last two and three tokens, and for what
+            last followed them in the document
+    layer   x   <- r (x + mlp + σ(s) skip + a x0 + b g)         r, s, a, b are scalars, skip an earlier layer's x
+            x   <- x + c gate attention(norm(x)) W_out          q and k normed and rotated; v gains a value embedding
+            mlp <- relu(taps(norm(x)) W_up)^2 W_down            taps mix in the two tokens before, by channel
+    output  h = norm(x + w0 x0 + w1 g + w2 v2 + ...)            the w follow from x, the v are the value embeddings
+            p = softmax(23 σ((h W_head + 5) / 7.5)), where one class is shared out to the tokens that a pointer finds
+    sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2816, 2^25 rows; sprint: 3 heads, MLPs of 2304
+    train   matrices by Muon and NorMuon, tables and scalars by Adam, rows by Adam without a first moment; steps of
+            65,536 to 196,608 tokens; a sample of the classes; averaged weights; FP8 products, bf16 weights + 16 bits
+    names   DistAdam is Adam with AdamTable; smear is taps; bigram hash is ngram; sparse attention gate is gate;
+            backout and MUDD are final_states; YaRN is in rotary_frequencies; value embeddings keep their name
+
 Map
-    1 imports, constants     2 configuration     3 schedule        4 model            5 optimizer
-    6 training               7 data              8 reference operators                9 Triton kernels
-   10 operator selection    11 runtime          12 run log        13 model file      14 main
+    1 imports, constants     2 configuration, schedule     3 data           4 model        5 optimizer
+    6 training               7 Triton kernels              8 operator selection            9 runtime
+   10 main
 
 Comments call the N-th public record of modded-nanogpt "record N".
 """
@@ -126,7 +140,7 @@ FP8_PARTS = {
 }
 
 
-# ==== 2. Configuration ================================================================================================
+# ==== 2. Configuration, schedule ======================================================================================
 @dataclass(frozen=True)
 class Layer:
     """One layer of the network. The table of layers is the only place that knows which layer does what."""
@@ -136,6 +150,7 @@ class Layer:
     key_offset: bool = False  # K takes its stationary dims from the token before: induction in one layer (record 49)
     value_embedding: int | None = None  # the value-embedding table added to V, or NGRAMS
     skip_from: int | None = None  # U-Net: the index of an earlier layer whose output enters through a sigmoid gate
+    attention_from: int | None = None  # of an earlier layer whose output its attention reads, not the present stream
 
 
 class Softcap(NamedTuple):
@@ -168,6 +183,10 @@ class ModelConfig:
     # tokens, for 0.7 % of a step; in a sprint by 0.0046, together with EnterStream. To mix attention's input as well
     # gained another 0.0019, not worth its time, and a third earlier token gained nothing.
     mlp_taps: bool = False
+    final_values: bool = False  # whether value embeddings enter the final states too, see final_states
+    # Whether sampled classes of the softmax stand for those that are left out, see Targets. Without, all classes have
+    # to take part at the end of the training.
+    importance_weights: bool = True
     longest_suffix_match: bool = True  # also adds a row for what last followed the same tokens, see the function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
     # The factor of products of its normalised queries and keys. This value, a window of 4096 and not 2048 tokens and a
@@ -215,9 +234,9 @@ class OptimizerConfig:
     ten speedruns or more, with chance 0.0009."""
     # How momentum becomes an update of a matrix: a key of ORTHOGONALIZATIONS, then NorMuon, or plain Muon without it.
     orthogonalization: str = "polar-express"
-    nesterov: bool = True  # orthogonalise the momentum as it will be with the gradient once more, or the momentum itself
+    nesterov: bool = True  # orthogonalise the momentum with the gradient once more, or the momentum itself
     normuon: bool = True
-    normuon_lines: str = "long"  # NorMuon's variances are of the lines that a matrix's long side counts, or its "short"
+    normuon_long_lines: bool = True  # NorMuon's variances: of the lines that a matrix's long side counts, or its short
     scale_tall_updates: bool = False  # Muon's first rule: times max(1, rows / columns)^0.5
     # Decay a weight only where its update shrinks it too (records 43, 50); False: always, as AdamW. Of matrices and
     # tables alike.
@@ -320,20 +339,22 @@ LAYERS = (
     Layer(value_embedding=NGRAMS),  # 6
     Layer(attention=False, skip_from=4),  # 7
     MLP_ONLY,  # 8
-    Layer(value_embedding=1),  # 9
+    Layer(value_embedding=1, attention_from=7),  # 9
     EMPTY,  # 10
-    Layer(value_embedding=2, window="long", key_offset=True))  # 11
+    Layer(value_embedding=2, window="long", key_offset=True, attention_from=7))  # 11
 
 # For one pass over 243 M tokens and more (records/LOG.md). A table of 2^25 rows takes 48 GiB.
 GPT_SMALL = ModelConfig(
     width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2816, layers=LAYERS, value_embeddings=3,
-    ngram_rows=2**25, ngram_pieces=4, mlp_taps=True)
+    ngram_rows=2**25, ngram_pieces=4, mlp_taps=True, final_values=True, importance_weights=False)
 
 # One pass over 94 M tokens wants less: half the heads, layers 3, 5 and 8 empty, and no attention in layer 1, which the
 # rows of the n-gram table pay for. A card of 40 GB holds 2^24 rows in four pieces, with the same loss in 1 % more time.
 GPT_SPRINT = replace(
-    GPT_SMALL, heads=3, mlp_width=2304, ngram_pieces=1,
-    layers=(EMPTY, MLP_ONLY, LAYERS[2], EMPTY, LAYERS[4], EMPTY, *LAYERS[6:8], EMPTY, *LAYERS[9:]))
+    GPT_SMALL, heads=3, mlp_width=2304, ngram_pieces=1, final_values=False, importance_weights=True,
+    layers=(
+        EMPTY, MLP_ONLY, LAYERS[2], EMPTY, LAYERS[4], EMPTY, *LAYERS[6:8], EMPTY,
+        replace(LAYERS[9], attention_from=None), EMPTY, replace(LAYERS[11], attention_from=None)))
 
 # The U-Net of the public records up to 2025: the second half of the layers takes what the first half had, in the
 # opposite order, and the last three layers share the value embeddings of the first three.
@@ -357,51 +378,54 @@ GPT_UNET = ModelConfig(
 
 GPT_TINY = ModelConfig(
     width=128, heads=2, key_width=64, head_width=64, mlp_width=512, pointer_width=64, value_embeddings=3,
-    ngram_rows=2**14, dtype="float32",
+    ngram_rows=2**14, final_values=True, dtype="float32",
     layers=(
         Layer(value_embedding=0),
         Layer(value_embedding=1, window="long", key_offset=True),
         Layer(attention=False, skip_from=1), Layer(value_embedding=NGRAMS), Layer(value_embedding=NGRAMS),
-        Layer(value_embedding=2, window="long", key_offset=True)))
+        Layer(value_embedding=2, window="long", key_offset=True, attention_from=2)))
 
 
 def three_stages(first_steps: int, second_steps: int, third_steps: int, extension_steps: int,
-                 third_classes: int = 10_240) -> tuple[Stage, ...]:
+                 classes: tuple[int, int, int] = (6144, 10_240, 10_240), full_steps: int = 0) -> tuple[Stage, ...]:
     """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
-    targets (record 53). The extension follows (record 35).
-
-    Batches twice as large in half the steps: +0.04 in the sprint. Short windows of 128, 384 and 640 tokens: +0.0003,
-    and a step of the third stage takes 2.7 % longer. 14,336 classes in the third stage: -0.0022 for 4 % of a sprint's
-    time, -0.0034 for 2.4 % of a speedrun's. 8192 and 14,336 in the first two: the same loss for 2.1 % of a sprint's
-    time. The second next token fading to 0.5 in the first stage: +0.0012."""
+    targets (record 53). The extension follows (record 35). `classes` are those of each stage's sampled softmax. In the
+    last `full_steps` of the third stage, if any, and then in the extension all classes take part."""
     # In this order: steps, tokens of a batch, cap of a document, short window, long window, learning rate, targets.
-    third = Stage(third_steps, 196_608, 3072, 256, 1408, 1.45, sampled_classes=third_classes)
-    return (
-        Stage(first_steps, 65_536, 3072, 128, 384, 0.75, ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)), sampled_classes=6144),
-        Stage(second_steps, 131_072, 3072, 256, 896, 1.13, ((1.0, 0.3), (1.0, 0.0)), sampled_classes=10_240),
-        third,
-        replace(third, steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True))
+    first = Stage(first_steps, 65_536, 3072, 128, 384, 0.75, ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)))
+    second = Stage(second_steps, 131_072, 3072, 256, 896, 1.13, ((1.0, 0.3), (1.0, 0.0)))
+    third = Stage(third_steps - full_steps, 196_608, 3072, 256, 1408, 1.45)
+    stages = [replace(stage, sampled_classes=count) for stage, count in zip((first, second, third), classes)]
+
+    if full_steps:
+        stages.append(replace(third, steps=full_steps))
+    extension = replace(
+        stages[-1], steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True)
+    return *stages, extension
 
 
 def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
     """The three stages, where the first third of the first one's tokens comes in batches half as large.
 
-    That gains 0.002 to 0.005 of loss for 0.8 % more time on one GPU, and nothing certain at the speedrun's length. On
-    eight GPUs, whose small steps wait for each other, it would be a bad exchange."""
-    first, *others = three_stages(239, 239, 229, 10, third_classes)
+    That gains at this length (records/LOG.md) for 0.8 % more time on one GPU. On eight GPUs, whose small steps wait for
+    each other, it would be a bad exchange."""
+    first, *others = three_stages(239, 239, 229, 10, (6144, 10_240, third_classes))
     small = replace(first, steps=158, batch_tokens=32_768, learning_rate_multiplier=0.55,
                     targets=(first.targets[0], (1.0, 13 / 30, 1 / 6)))
     return small, replace(first, steps=160, targets=(small.targets[1], first.targets[1])), *others
 
 
+SPEEDRUN_CLASSES = 6144, 14_336, 24_576
+
 PRESETS = {preset.name: preset for preset in (
     Preset(
-        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40),
+        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40, SPEEDRUN_CLASSES, full_steps=185),
         train_tokens=500_000_000,  # a shard more than the schedule needs, whose length is an estimate
         val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # One pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
-        "speedrun-webmix", GPT_SMALL, three_stages(618, 618, 592, 25), data="data/webmix",
+        "speedrun-webmix", GPT_SMALL, three_stages(618, 618, 592, 25, SPEEDRUN_CLASSES, full_steps=119),
+        data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
         "sprint", GPT_SPRINT, sprint_stages(10_240),
@@ -441,7 +465,7 @@ PRESETS["seeds"] = replace(
     status="seeds: U-Net skips, value embeddings, NorMuon, DistAdam and Turbo-Muon alone")
 
 
-# ==== 3. Schedule: pure functions of the step =========================================================================
+# ---- schedule: pure functions of the step ----------------------------------------------------------------------------
 def stage_index(preset: Preset, step: int) -> int:
     """The index of the stage that holds a step (0-based); the number of stages after the last step."""
     return sum(end <= step for end in itertools.accumulate(stage.steps for stage in preset.stages))
@@ -514,14 +538,408 @@ def target_weights(preset: Preset, step: int) -> list[float]:
     return [start + passed * (end - start) for start, end in zip(*stage.targets)]
 
 
-# ==== 4. Model ========================================================================================================
+# ==== 3. Data =========================================================================================================
+# From disk to device: the shards are one TokenStream; stretches of it are the batch chunks; each
+# chunk is cut into documents; `pack` makes a HostBatch of some chunks, and `views` makes Documents
+# of its copy on the device. A thread does all of it up to HostBatch in NumPy, some batches ahead of
+# the training.
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A packed batch of T tokens on the device; every tensor is int32."""
+    tokens: Tensor  # [T], ids
+    order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
+    starts: Tensor  # [ids + 1], where each id's group starts in `order`
+    # [T * ngram_pieces, K], rows of the n-gram table's parameter for each token and piece: one for each of
+    # NGRAM_MULTIPLIERS, then the longest suffix match
+    ngrams: Tensor
+    class_index: Tensor  # see Targets, as `classes` and `num_always`
+    positions: Tensor  # [T], how many tokens of its document are before a token
+    remaining: Tensor  # [T], how many are after it; the batch may hold only a part of a document, which then counts
+    classes: Tensor | None
+    num_always: Tensor | None
+
+
+def open_shard(path: Path, vocabulary: int) -> np.ndarray:
+    """Memory-map the tokens (uint16) of a shard, after checking its header, size and content (data/README.md)."""
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=256)
+    if len(header) < 256:
+        fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
+    magic, version, count = map(int, header[:3])
+    if magic != SHARD_MAGIC:
+        fail(f"{path}: magic number", SHARD_MAGIC, magic, "fetch this file again")
+    if version != SHARD_VERSION:
+        fail(f"{path}: version", SHARD_VERSION, version, "fetch the llm.c version 1 shards")
+    expected_size = SHARD_HEADER_BYTES + 2 * max(count, 1)
+    if size != expected_size or count < 1:
+        fail(f"{path}: size of {count} tokens", f"{expected_size} bytes", f"{size} bytes", "fetch this file again")
+
+    tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES))
+    largest = int(tokens.max())
+    if largest >= vocabulary:
+        fail(f"{path}: largest token", f"below {vocabulary}", largest, "tokenise with the GPT-2 vocabulary")
+    if BOS not in tokens:
+        fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
+    return tokens
+
+
+def find_shards(folder: Path, kind: str) -> list[Path]:
+    """The shards of one kind ("train" or "val") in the order of their names. Fails if there are none."""
+    paths = sorted(folder.glob(f"*_{kind}_*.bin"))
+    if not paths:
+        fail(f"{kind} shards", f"{folder}/*_{kind}_*.bin", "none",
+             "python data/fineweb.py fetch (--shards 1 for a sprint), --data FOLDER, or --preset smoke")
+    return paths
+
+
+class TokenStream:
+    """The training shards as one stream of tokens, which training reads from its first BOS on.
+
+    offsets: where in the stream each shard begins, and where the last one ends. first: where the
+    first BOS is. length: how many tokens the shards hold.
+    """
+
+    def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
+        """Open and check shards in order until they hold `tokens_wanted` tokens."""
+        self.paths = []
+        self.offsets = [0]
+        self.length = 0
+        for path in find_shards(folder, "train"):
+            tokens = open_shard(path, vocabulary)
+            if not self.paths:
+                self.first = int((tokens == BOS).argmax())
+            self.paths.append(path)
+            self.length += len(tokens)
+            self.offsets.append(self.length)
+            if self.length >= tokens_wanted:
+                break
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens from position `start` on, across the borders of shards."""
+        parts = []
+        for path, (shard_start, shard_stop) in zip(self.paths, itertools.pairwise(self.offsets)):
+            first = max(start, shard_start)
+            wanted = min(start + count, shard_stop) - first
+            if wanted <= 0:
+                continue
+            offset = first - shard_start
+            # Not through the memory map: a file that was cut since it was checked would kill the process by a signal.
+            part = np.fromfile(path, "<u2", wanted, offset=SHARD_HEADER_BYTES + 2 * offset)
+            if len(part) != wanted:
+                fail(f"{path}: reading at token {offset:,}", f"{wanted:,} tokens as when it was checked", "its end",
+                     "fetch this file again")
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def consumed(self, stages: tuple[Stage, ...]) -> int:
+        """How many tokens of the stream the stages use up, those before the first BOS included."""
+        return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
+
+    def require(self, stages: tuple[Stage, ...]):
+        """Fail if the shards hold too few tokens for the stages."""
+        needed = self.consumed(stages) + 1  # the last target is one token further
+        if needed > self.length:
+            fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
+                 "python data/fineweb.py fetch --shards N with a larger N; "
+                 "for a longer schedule, also a larger train_tokens")
+
+
+def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
+    """Cut tokens before each BOS and after `cap` tokens. Each document carries one token more, its last target."""
+    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}
+    documents = []
+    for first, end in itertools.pairwise(sorted(bounds)):
+        for start in range(first, end, cap):
+            documents.append(tokens[start:min(start + cap, end) + 1])
+    return documents
+
+
+# Primes, and no divisors of a vocabulary: their multiples meet every class once before any again. The second is the
+# golden section of 50,304, so that classes take turns evenly, however many of them a chunk has.
+CLASS_STRIDE = 20_011
+CLASS_STEP = 31_091
+
+
+@functools.cache
+def strided_classes(vocabulary: int) -> np.ndarray:
+    """The classes in steps of CLASS_STRIDE, twice, so that a slice has all of them from any place on."""
+    return np.tile(np.arange(vocabulary) * CLASS_STRIDE % vocabulary, 2)
+
+
+def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_number: int,
+                   always: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
+    """The classes of a batch chunk's sampled softmax: (classes [count], num_always, class_index [T]).
+
+    The first num_always classes are always included: the ids in `always` (none of them a target),
+    then the targets in ascending order. The others are sampled: they are the next free ones of a
+    strided permutation of the vocabulary, whose offset moves on by CLASS_STEP from chunk to chunk. So
+    the classes take turns, and importance weights make up for those that are left out
+    (log_importance_weights). class_index says where in `classes` each of the targets [T] is, or -1
+    if there was no room for it.
+    """
+    taken = np.zeros(vocabulary, bool)
+    taken[targets] = True
+    included = np.concatenate([np.array(always, int), np.flatnonzero(taken)])[:count]
+    taken[included] = True
+
+    offset = chunk_number * CLASS_STEP % vocabulary
+    permutation = strided_classes(vocabulary)[offset:offset + vocabulary]
+    sampled = permutation[~taken[permutation]][:count - len(included)]
+
+    index_of = np.full(vocabulary, -1)
+    index_of[included] = np.arange(len(included))
+    return np.concatenate([included, sampled]), len(included), index_of[targets]
+
+
+# The orders of n-grams that hash_ngrams looks up, one row an order: here pairs and triples. A
+# further row is all that another order takes; ModelConfig.ngram_rows are then shared by more of
+# them, and models that were saved with other orders are refused. A row holds the multipliers of the
+# token itself, of the one before it, and so on: different odd numbers below 2^16, as tokens are below
+# 2^16 too, so that products fit into uint32. Which ones matters little.
+NGRAM_MULTIPLIERS = (
+    (36313, 27191),
+    (17351, 60961, 45259),
+)
+# Odd ones, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides in
+# one piece would often collide in all. Parts of 2^n rows, less one, are odd.
+HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
+
+
+def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: int) -> np.ndarray:
+    """Rows of the n-gram table's parameter for the n-grams that end at each token: int32 [T * pieces, orders], see
+    NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
+
+    There are `rows` rows for each piece, of which each order has an equal part. The hash is the xor of the
+    multiplied tokens, times the piece's multiplier, modulo the part's size less one. The last row of
+    a part stands for an n-gram that would begin before the document.
+    """
+    orders = len(NGRAM_MULTIPLIERS)
+    part_rows = rows // orders
+    last = part_rows - 1
+    tokens = tokens.astype(np.uint32)
+    found = np.empty((len(tokens), pieces, orders), np.int32)
+    for order, multipliers in enumerate(NGRAM_MULTIPLIERS):
+        key = np.zeros_like(tokens)
+        for distance, multiplier in enumerate(multipliers):
+            key[distance:] ^= multiplier * tokens[:len(tokens) - distance]
+        incomplete = positions < len(multipliers) - 1
+        for piece in range(pieces):
+            hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % last
+            hashes[incomplete] = last
+            found[:, piece, order] = hashes + part_rows * (piece * orders + order)
+    return found.reshape(-1, orders)
+
+
+def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
+    """What followed when the document last held the last three tokens, or else the last two, or one.
+
+    A suffix is the last one, two or three tokens up to and including a token. The result [T] is the
+    token that followed plus vocabulary * (matched tokens - 1): a row of this feature's part of the
+    n-gram table (ModelConfig.table_rows counts them). Tokens that are new to their document need a
+    row too. A single one would collect up to half of all gradients, which one program sums, so they
+    are spread over NEW_TOKEN_ROWS rows: by the position in the document, and not in the batch, so
+    that a document reads the same rows wherever it lies.
+
+    Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
+    and in text order where suffixes are equal; so neighbours in it with the same suffix are
+    consecutive occurrences. Moved on by one position, `ends` is sorted by the tokens before; a
+    stable sort by the token itself then sorts the longer suffixes. Longer matches overwrite shorter
+    ones.
+
+    Example: in "a b c a b" the first round sorts the ends to [0 3] [1 4] [2], by a, b, c. Position
+    3 (a) matches 0, which b followed; 4 (b) matches 1, which c followed. Moved on, the ends are 0 1
+    4 2 3, and the second round sorts them to [0] [3] [1 4] [2]: position 4 matches 1 again, now by
+    "a b".
+    """
+    count = len(tokens)
+    keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
+    ends = np.arange(count)
+    rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
+    suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
+    for length_before in range(SUFFIX_LENGTHS):  # this round matches one token more
+        ends = ends[np.argsort(keys[ends], kind="stable")]
+        prev, cur = ends[:-1], ends[1:]
+        same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
+        same_document = cur - prev <= positions[cur] - length_before
+        match = same_suffix & same_document  # the earlier suffix begins in this document too
+        rows[cur[match]] = tokens[prev[match] + 1].astype(int) + length_before * vocabulary
+
+        # Number the suffixes in their sorted order, then move on by one position, to the tokens that
+        # they precede. In the example the first round ends with longer_id [0 1 2 0 1], suffix_id
+        # [-1 0 1 2 0] and ends [0 1 4 2 3].
+        longer_id = np.empty(count, int)
+        longer_id[ends] = np.cumsum(np.append(False, ~same_suffix))
+        suffix_id = np.append(-1, longer_id[:-1])
+        ends = np.append(0, ends[ends < count - 1] + 1)
+    return rows
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """A micro-batch on the host: the fields of Documents one after the other in one int32 array, pinned for a GPU."""
+    data: Tensor
+    shapes: dict[str, tuple[int, ...]]  # field -> shape, in the order of `data`; a field that is missing is None
+    digest: int  # the sum of chunk_digest over the batch chunks
+
+    def to(self, device: torch.device) -> Documents:
+        return self.views(self.data.to(device, non_blocking=True))
+
+    def views(self, data: Tensor) -> Documents:
+        """The fields as views of `data`, which is self.data or a copy of it on some device."""
+        fields = dict.fromkeys(Documents.__annotations__)
+        start = 0
+        for name, shape in self.shapes.items():
+            size = math.prod(shape)
+            fields[name] = data[start:start + size].view(shape)
+            start += aligned(size)
+        return Documents(**fields)
+
+
+def sort_ids(ids: np.ndarray, vocab_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(order, starts): the positions of id v are order[starts[v]:starts[v + 1]], ascending; ids are below 2^16.
+
+    With 16-bit keys NumPy's stable sort is a radix sort, half a millisecond for 65536 tokens. torch's embedding
+    backward would sort again for every table.
+    """
+    order = np.argsort(ids.astype(np.uint16), kind="stable")
+    return order, np.append(0, np.cumsum(np.bincount(ids, minlength=vocab_rows)))
+
+
+def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None,
+         digest: int = 0) -> HostBatch:
+    """Pack batch chunks one after the other; with `pin` in pinned memory, which asynchronous copies to a GPU need.
+
+    `chunks` maps the number of each in the run to what cut_documents made of it. Without `sampled_classes` the softmax
+    is over the whole vocabulary: `classes` and `num_always` are None.
+    """
+    documents = list(itertools.chain(*chunks.values()))
+    lengths = [len(document) - 1 for document in documents]
+    tokens = np.concatenate([document[:-1] for document in documents])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    remaining = np.repeat(lengths, lengths) - 1 - positions
+
+    order, starts = sort_ids(tokens, model.padded_vocabulary)
+    pieces = model.ngram_pieces
+    ngrams = np.empty((len(tokens) * pieces, 0), int)
+    if model.ngram_rows:
+        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, pieces)
+    if model.longest_suffix_match:
+        matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
+        # Hashed rows lie by piece, then by order; behind them the pieces of a match lie side by side.
+        first_pieces = pieces * (model.ngram_rows + matches)
+        ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(pieces)).ravel()])
+
+    # What the head has to predict, see Targets: the next token's class, and a sampled softmax's classes.
+    targets = [np.concatenate([document[1:] for document in own]) for own in chunks.values()]
+    fields = {
+        "tokens": tokens,
+        "order": order,
+        "starts": starts,
+        "ngrams": ngrams,
+        "class_index": np.concatenate(targets),
+        "positions": positions,
+        "remaining": remaining,
+    }
+    if sampled_classes:
+        always = [model.vocabulary] if model.pointer_width else []  # the copy token
+        samples = [sample_classes(ids, sampled_classes, model.padded_vocabulary, number, always)
+                   for number, ids in zip(chunks, targets)]
+        fields["classes"], fields["num_always"], class_index = map(np.array, zip(*samples))
+        fields["class_index"] = class_index.ravel()
+
+    data = torch.zeros(sum(aligned(array.size) for array in fields.values()), dtype=torch.int32, pin_memory=pin)
+    batch = HostBatch(data, {name: array.shape for name, array in fields.items()}, digest)
+    views = batch.views(data)
+    for name, array in fields.items():
+        getattr(views, name).numpy()[:] = array
+    return batch
+
+
+def chunk_digest(number: int, tokens: np.ndarray) -> int:
+    """64 bits that name the tokens of one batch chunk. A run's token hash is the sum over its chunks."""
+    content = f"{number}:".encode() + tokens.astype("<u2").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Stage, int],
+                     ranks: Ranks) -> Iterator[HostBatch]:
+    """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
+
+    The batch chunks follow each other in the stream without a gap. Of each step the rank takes the chunks rank,
+    rank + world, ... of CHUNKS. The shards must hold enough tokens (TokenStream.require).
+    """
+    own = range(ranks.rank, CHUNKS, ranks.world)
+    start = stream.first  # of a step's tokens in the stream
+    number = 0  # of the step's first batch chunk in the whole run
+    for stage in preset.stages:
+        size = micro_chunks[stage]
+        for _ in range(stage.steps):
+            for first in range(0, len(own), size):
+                chunks = {}
+                digest = 0
+                for chunk in own[first:first + size]:
+                    tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
+                    chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
+                    digest += chunk_digest(number + chunk, tokens)
+                yield pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes, digest)
+            start += stage.batch_tokens
+            number += CHUNKS
+
+
+def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
+    """Random documents of log-normal lengths (median 400, mean 690) for warm-up: no training data before the clock."""
+    random = np.random.default_rng(seed)
+    pieces = []
+    left = tokens
+    while left:
+        length = min(left, int(np.clip(random.lognormal(5.99, 1.04), 32, cap)))
+        piece = random.integers(0, BOS, length + 1, dtype=np.uint16)
+        piece[0] = BOS
+        pieces.append(piece)
+        left -= length
+    return pieces
+
+
+def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> tuple[list[list[np.ndarray]], str]:
+    """The first `tokens` tokens of a shard in contiguous windows, cut into documents, and their hash.
+
+    Each token is a target once."""
+    shard = open_shard(path, vocabulary)
+    if len(shard) < tokens + 1:
+        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(shard):,}",
+             "fetch this file again, or name the folder of another with --data")
+    shard = shard[:tokens + 1]
+    windows = [cut_documents(shard[start:start + window + 1], window) for start in range(0, tokens, window)]
+    return windows, hashlib.sha256(shard).hexdigest()[:16]
+
+
+def prefetched(items: Iterator, depth: int = 8) -> Iterator:
+    """The items, which a thread makes up to `depth` ahead. An error in the thread is raised here, in its turn.
+
+    Closing this generator, or its end, ends the thread.
+    """
+    thread = ThreadPoolExecutor(1, "prefetch")
+    try:
+        ahead = collections.deque(thread.submit(next, items, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(next, items, None))
+            yield item
+    finally:
+        # This waits for the item in the making. If its disk hangs, the watchdog ends the process.
+        thread.shutdown(cancel_futures=True)
+
+
+# ==== 4. Model, its operators in plain PyTorch ========================================================================
 class Targets(NamedTuple):
     """What the head has to predict for T tokens. A class index counts rows of lm_head or, if
     sampled, of `classes`.
 
     Sampled softmax: each of the batch's S chunks has P classes of its own. The first num_always are
     always included: copy token and targets. The others are sampled and carry the importance weight
-    (V - num_always) / (P - num_always), so that the partition function is right on average.
+    (population - num_always) / (P - num_always). With the vocabulary as the population the partition
+    function is right on average; with P all classes weigh alike.
 
     Copying (pointer sentinel mixture, arXiv 1609.07843): what the softmax gives to the copy token,
     the pointer hands on to tokens that the document holds already, so p[next] gains p[copy_token]
@@ -531,6 +949,7 @@ class Targets(NamedTuple):
     weights: Tensor  # float32 [K], of the next token, the one after it, ...
     classes: Tensor | None = None  # int32 [S, P], ids of the sampled softmax; None: all
     num_always: Tensor | None = None  # int32 [S]
+    population: int | None = None  # how many classes those of a sampled softmax stand for; None: the vocabulary
     log_copy: Tensor | None = None  # float32 [T], ln of the share that the pointer gives the next token
     copy_token: int = 0  # its class index
 
@@ -560,22 +979,6 @@ class Targets(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Documents:
-    """A packed batch of T tokens on the device; every tensor is int32."""
-    tokens: Tensor  # [T], ids
-    order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
-    starts: Tensor  # [ids + 1], where each id's group starts in `order`
-    # [T * ngram_pieces, K], rows of the n-gram table's parameter for each token and piece: one for each of
-    # NGRAM_MULTIPLIERS, then the longest suffix match
-    ngrams: Tensor
-    class_index: Tensor  # see Targets, as `classes` and `num_always`
-    positions: Tensor  # [T], how many tokens of its document are before a token
-    remaining: Tensor  # [T], how many are after it; the batch may hold only a part of a document, which then counts
-    classes: Tensor | None
-    num_always: Tensor | None
-
-
-@dataclass(frozen=True)
 class Geometry:
     """What attention needs from the schedule."""
     windows: dict[str, int]  # "short" and "long", in tokens
@@ -595,6 +998,165 @@ class LayerScalars(NamedTuple):
     attn_scale: Tensor  # of attention's output
 
 
+# ---- operators in plain PyTorch: the fast ones must compute the same -------------------------------------------------
+def wide_dtype(x):
+    """The dtype of sums over x: float32, or float64 for float64 operands, as tests use them."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def norm(x):
+    """RMSNorm over the last dimension, without parameters."""
+    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON)
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x [T, H, D] by cos, sin [T, 1, D/2]: dims i and i + D/2 are a pair."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+
+
+def split_heads_reference(qkv, value, value_gates, positions, cos, sin, heads, key_offset=False):
+    """Queries, keys [T, H, Dk] and values [T, H, Dv] for attention from their projection qkv [T, H (2 Dk + Dv)].
+
+    q and k are normalised and rotated; positions [T]; cos, sin [positions, Dk / 2]. v gains the
+    value embedding, i.e. the first H Dv channels of value [T, H Dv or more], times value_gates
+    [T, H]; both may be None. With key_offset the stationary dims of k, which do not rotate, come from the token
+    before, if the document has one: induction in a single layer (record 49).
+    """
+    width = 2 * cos.size(1)
+    parts = qkv.tensor_split((heads * width, 2 * heads * width), 1)
+    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
+    if value is not None:
+        value = value[:, :v[0].numel()].reshape(v.shape)
+        v = v + value * value_gates[..., None]
+
+    q, k = norm(q), norm(k)
+    if key_offset:
+        # Rotation leaves the stationary dims as they are, so they can be taken before it.
+        stationary = torch.arange(width, device=k.device) % (width // 2) >= width // 4
+        has_previous = positions[:, None, None] > 0
+        k = torch.where(stationary & has_previous, k.roll(1, 0), k)
+    cos, sin = cos[positions, None], sin[positions, None]
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def visible_blocks(positions, window, block_queries, nearest=0, first=0):
+    """The mask of attention within documents, for `block_queries` queries at a time: (queries, keys, mask).
+
+    A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
+    are those that the windows of these queries reach; mask [queries, keys] is True where a query
+    sees a key. Queries are those of the tokens from `first` on, and counted from there.
+    """
+    index = torch.arange(len(positions), device=positions.device)
+    first_visible = index - positions.clamp(max=window)
+    for start in range(first, len(index), block_queries):
+        queries = slice(start, start + block_queries)
+        keys = slice(max(start - window, 0), queries.stop)
+        not_too_far = index[keys] >= first_visible[queries, None]
+        not_too_near = index[keys] <= index[queries, None] - nearest
+        yield slice(start - first, queries.stop - first), keys, not_too_far & not_too_near
+
+
+def attention_reference(q, k, v, positions, window, scale, gates=None, block_queries=512):
+    """Softmax attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given.
+
+    It takes a block of queries at a time, with the keys that their windows reach, so that the
+    scores are block_queries * (block_queries + window) * H numbers. The mask is visible_blocks'.
+    Any device and dtype. q and gates may also be of the last tokens only, and then so is the output.
+    """
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    blocks = []
+    for queries, keys, visible in visible_blocks(positions, window, block_queries, first=k.size(1) - q.size(1)):
+        block = F.scaled_dot_product_attention(q[:, queries], k[:, keys], v[:, keys], attn_mask=visible, scale=scale)
+        blocks.append(block.transpose(0, 1))
+    out = torch.cat(blocks)
+    return out if gates is None else (out * gates[..., None]).to(out.dtype)
+
+
+def pointer_reference(qk, ids, positions, window, scale, block_queries=512):
+    """log_copy [T]: the log-probability of the next token under the pointer, one part of a mixture.
+
+    This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
+    ids [T] are the class indices of the next tokens (-1: none, the loss does not ask there). They are
+    numbered by batch chunk, and no document crosses one: equal ones are equal tokens. Token t points at
+    tokens i of its document, t - window <= i < t, to copy what followed them: their scores are
+    s[t, i] = scale q[t].k[i]. The sentinel, which copies nothing, has score 0. So log_copy[t] is
+    the logarithm of sum_exp_match / sum_exp, where sum_exp = 1 + sum_i e^s[t, i], and sum_exp_match
+    is the sum of e^s[t, i] over those i with ids[i] = ids[t]; NEG_INF if there are none. In
+    float32, or float64 for float64 operands.
+    """
+    q, k = qk.to(wide_dtype(qk)).unbind(1)
+    log_copy = []
+    for queries, keys, visible in visible_blocks(positions, window, block_queries, nearest=1):
+        scores = scale * (q[queries] @ k[keys].T)
+        match = visible & (ids[keys] == ids[queries, None])
+        visible_scores = scores.masked_fill(~visible, -torch.inf)
+        log_sum_exp = F.pad(visible_scores, (0, 1)).logsumexp(1)  # with the sentinel's score, 0
+        log_sum_exp_match = scores.masked_fill(~match, NEG_INF).logsumexp(1)
+        log_copy.append(torch.where(match.any(1), log_sum_exp_match - log_sum_exp, NEG_INF))
+    return torch.cat(log_copy)
+
+
+def relu_squared_mlp(x, up, down):
+    """relu(x up^T)^2 down, of x [T, width] and up, down [mlp_width, width]."""
+    return F.linear(x, up).relu().square() @ down
+
+
+def softcapped(logits, cap):
+    """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
+    return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
+
+
+def log_importance_weights(num_always, num_classes, population):
+    """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function right on average.
+
+    The first n = num_always classes are always included and weigh 1. The other P - n are sampled
+    from the V - n classes left of the population V: each stands for (V - n) / (P - n) of them.
+    """
+    sampled = torch.arange(num_classes, device=num_always.device) >= num_always
+    weight = (population - num_always) / (num_classes - num_always).clamp_min(1)
+    return torch.where(sampled, weight, 1).log()
+
+
+def head_loss_reference(x, weight, targets, cap, block_rows=4096):
+    """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
+
+    x [T, D], weight [V, D]. Only targets.classes take part in the softmax; if that is None, all V
+    do, padding too. The backward pass recomputes blocks of rows, so that few logits exist at a
+    time.
+    """
+    def block_loss(weight, log_weights, x, class_index, log_copy=None):
+        logits = x @ weight.T
+        logits = softcapped(logits.to(wide_dtype(logits)), cap)
+        log_p = (logits + log_weights).log_softmax(-1)
+        log_p_targets = log_p.gather(1, class_index.clamp_min(0).long())
+        if log_copy is not None:
+            # The pointer gives a share of the copy token's probability to the next token.
+            log_p_next = torch.logaddexp(log_p_targets[:, 0], log_p[:, targets.copy_token] + log_copy)
+            log_p_targets = torch.cat([log_p_next[:, None], log_p_targets[:, 1:]], 1)
+        return -(targets.weights.to(log_p.dtype) * log_p_targets * (class_index >= 0)).sum()
+
+    if len(x) > block_rows:
+        block_loss = functools.partial(checkpoint, block_loss, use_reentrant=False)
+    total = 0.0
+    for rows, part in targets.parts():
+        part_weight = weight
+        log_weights = 0.0
+        if part.classes is not None:
+            part_weight = weight[part.classes.long()]
+            population = targets.population or len(weight)
+            log_weights = log_importance_weights(part.num_always, len(part_weight), population)
+
+        class_index = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)  # [rows, K]
+        operands = [x[rows], class_index]
+        if part.log_copy is not None:
+            operands.append(part.log_copy)
+        for block in zip(*(operand.split(block_rows) for operand in operands)):
+            total = total + block_loss(part_weight, log_weights, *block)
+    return total
+
+
+# ---- regions: what is compiled ---------------------------------------------------------------------------------------
 # Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
 # regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
 # The MLP's output, the n-grams' embedding, skip and value are None where a layer has none.
@@ -720,15 +1282,17 @@ def product_input(x, h, positions=None, taps=None, *, fp8):
     return Deferred.apply(h, sample), inverse_rms
 
 
-def attention_in(entry, value, gate, attn_scale, fp8):
+def attention_in(entry, source, value, gate, attn_scale, fp8):
     """A layer up to the projection of queries, keys and values. Returns the stream, the two results of product_input,
     the gates [T, H] of the heads' outputs, and those of the value embedding, which are None without one.
 
-    gate is [H, inputs], or [2 H, inputs] with a value embedding. attn_scale [T] multiplies the gates of the outputs:
-    multiplied with weights, as in record 47, it would take passes over them. Attention's backward pass divides by these
-    gates, so they are kept from zero."""
+    Attention reads the norm of `source` [T, width], an earlier state of the stream; None: of the present one. gate is
+    [H, inputs], or [2 H, inputs] with a value embedding. attn_scale [T] multiplies the gates of the outputs: multiplied
+    with weights, as in record 47, it would take passes over them. Attention's backward pass divides by these gates, so
+    they are kept from zero."""
     x = enter_layer(entry)
-    h = norm(x)
+    source = x if source is None else source
+    h = norm(source)
 
     inputs = gate.size(1)
     if value is None:
@@ -742,7 +1306,7 @@ def attention_in(entry, value, gate, attn_scale, fp8):
         gates, value_gates = gates.chunk(2, dim=1)
         value_gates = 4 * value_gates
     gates = scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20)
-    return x, *product_input(x, h, fp8=fp8), gates, value_gates
+    return x, *product_input(source, h, fp8=fp8), gates, value_gates
 
 
 def attention_out(x, y, out, positions, taps, fp8):
@@ -763,14 +1327,14 @@ def entry_tokens(entry, *_):
     return len(entry.x)
 
 
-def final_states(x, mlp_out, x0, ngram, gate):
-    """Normalised final states [T, width]. Both embeddings enter once more, by weights that the
-    first channels of the stream give each token; gate [1 or 2, inputs], by how many embeddings there are."""
+def final_states(x, mlp_out, sources, gate):
+    """Normalised final states [T, width]. The `sources`, embeddings that layers have read, enter once more: each by a
+    weight that the first channels of the stream give each token. gate is [sources, inputs]; a source that is narrower
+    than the stream enters its first channels."""
     x = add_mlp(x, mlp_out)
     weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
-    x = x + weights[:, :1] * x0
-    if ngram is not None:
-        x = x + weights[:, 1:] * ngram
+    for weight, source in zip(weights.split(1, dim=1), sources, strict=True):
+        x = x + weight * F.pad(source, (0, x.size(1) - source.size(1)))
     return norm(x)
 
 
@@ -779,6 +1343,7 @@ def pointer_in(h, weight):
     return norm(F.linear(h, weight).view(len(h), 2, -1))
 
 
+# ---- parameters, layers, the model -----------------------------------------------------------------------------------
 class EmbeddingLookup(Function):
     """`EmbeddingLookup.apply(gather, table, ids, ...)` is gather(ids, table), [T, D].
 
@@ -878,8 +1443,8 @@ class Block(nn.Module):
         if self.skip_weight is not None:
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
 
-    def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars, skip: Tensor | None,
-                value: Tensor | None, documents: Documents,
+    def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars,
+                kept: dict[int | None, Tensor | None], value: Tensor | None, documents: Documents,
                 geometry: Geometry) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The stream x [T, width] after attention and, apart, the MLP's output, which the next
         region adds:
@@ -888,19 +1453,22 @@ class Block(nn.Module):
             x = x + attn_scale attention(norm(x)) out
             mlp_out = mlp(mixed(norm(x)))
 
+        `kept` are states of the stream by the layers that left them: `skip` is one, and attention may read another.
         `value` [T, attention_width or more] is what attention adds to V, if anything. It is handed on: see
         ProjectHeads.
         """
         layer = self.layer
         ops = self.ops
         positions = documents.positions
-        entry = LayerEntry(x, mlp_out, injected, skip, self.skip_weight, scalars.resid_lambda)
+        entry = LayerEntry(x, mlp_out, injected, kept[layer.skip_from], self.skip_weight, scalars.resid_lambda)
 
         if layer.attention:
+            source = kept[layer.attention_from]
             x, h, inverse_rms, gates, value_gates = self.attention_in(
-                entry, value, self.gate, scalars.attn_scale, ops.attention_fp8)
+                entry, source, value, self.gate, scalars.attn_scale, ops.attention_fp8)
+            source = x if source is None else source
             q, k, v, value = ops.project_heads(
-                NormedInput(h, x.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
+                NormedInput(h, source.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
                 positions, geometry.cos, geometry.sin, heads=self.heads, key_offset=layer.key_offset)
             y = ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
             x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), positions, self.mlp_taps, ops.mlp_fp8)
@@ -941,12 +1509,10 @@ class GPT(nn.Module):
                 layer = replace(layer, value_embedding=None)
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
-        self.skip_sources = {layer.skip_from for layer in config.layers}
-        for index, block in self.blocks.items():
-            source = block.layer.skip_from
-            if source is not None and (str(source) not in self.blocks or source >= block.index):
-                fail(f"layer {index}: skip_from", "an earlier layer with attention or an MLP", source,
-                     f"one of {', '.join(other for other in self.blocks if int(other) < block.index) or 'none'}")
+        self.kept_layers = set()  # whose output a later layer reads
+        for block in self.blocks.values():
+            self._keep_source(block, "skip_from")
+            self._keep_source(block, "attention_from")
         self.value_embeddings = nn.ParameterList(
             make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.lm_head = make_param("lm_head", table(width))
@@ -954,7 +1520,8 @@ class GPT(nn.Module):
         if config.pointer_width:
             size = config.pointer_width
             self.pointer = make_param("pointer", weight(2 * size, width), (size, width))
-        self.final_gate = make_param("gate", weight(2 if config.table_rows else 1, config.gate_inputs))
+        sources = 1 + bool(config.table_rows) + config.final_values * len(self.read_tables())
+        self.final_gate = make_param("gate", weight(sources, config.gate_inputs))
 
         self.norm = ops.compile(norm)
         self.injections = ops.compile(injections)
@@ -962,6 +1529,22 @@ class GPT(nn.Module):
         self.pointer_in = ops.compile(pointer_in)
         # 64-bit ids: the table has more than 2^31 elements.
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))
+
+    def _keep_source(self, block: Block, field: str):
+        """Note the earlier layer that a layer names in `field`. Fails unless there is such a layer."""
+        source = getattr(block.layer, field)
+        if source is None:
+            return
+        earlier = [index for index in map(int, self.blocks) if index < block.index]
+        if source not in earlier:
+            fail(f"layer {block.index}: {field}", "an earlier layer with attention or an MLP", source,
+                 f"one of {', '.join(map(str, earlier)) or 'none'}")
+        self.kept_layers.add(source)
+
+    def read_tables(self) -> list[int]:
+        """The value embeddings that attention reads, in the order of the layers."""
+        tables = [block.layer.value_embedding for block in self.blocks.values() if block.layer.attention]
+        return [table for table in tables if table not in (None, NGRAMS)]
 
     @torch.no_grad()
     def reset(self, seed: int):
@@ -1018,7 +1601,8 @@ class GPT(nn.Module):
             injected = (self.injections(x0, ngram, *pair)[0] for pair in lambdas)
 
         mlp_out = None
-        skips = {None: None}  # by the index of the layer that it comes from
+        kept = {None: None}  # states of the stream by the index of the layer that left them
+        values = []  # of layers with a table of their own
         for block, own_injected, own_scalars in zip(self.blocks.values(), injected, scalars):
             layer = block.layer
             # Looked up here and not beforehand: autograd goes back in this order, so a table's
@@ -1029,15 +1613,18 @@ class GPT(nn.Module):
             elif layer.value_embedding is not None:
                 value = self.ops.embed(gathered(self.value_embeddings[layer.value_embedding]), documents)
 
-            x, mlp_out, value = block(
-                x, mlp_out, own_injected, own_scalars, skips[layer.skip_from], value, documents, geometry)
+            x, mlp_out, value = block(x, mlp_out, own_injected, own_scalars, kept, value, documents, geometry)
             if layer.value_embedding == NGRAMS:
                 ngram = value  # handed on to the next reader, see ProjectHeads
-            if block.index in self.skip_sources:  # two layers will read the sum, so it and its gradient are made once
+            elif value is not None and layer.attention and self.config.final_values:
+                values.append(value)
+            if block.index in self.kept_layers:  # several will read the sum, so it and its gradient are made once
                 x = add_mlp(x, mlp_out)
                 mlp_out = None
-                skips[block.index] = x
-        return self.final_states(x, mlp_out, x0, ngram, self.final_gate)
+                kept[block.index] = x
+
+        embeddings = (x0,) if ngram is None else (x0, ngram)
+        return self.final_states(x, mlp_out, (*embeddings, *values), self.final_gate)
 
     def predictions(self, documents: Documents, geometry: Geometry,
                     weights: Tensor) -> tuple[Tensor, Tensor, Targets, Softcap]:
@@ -1050,9 +1637,13 @@ class GPT(nn.Module):
             log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
 
         # The copy token is the first id past the vocabulary; among sampled classes it comes first.
-        copy_token = config.vocabulary if documents.classes is None else 0
+        copy_token = config.vocabulary
+        population = None
+        if documents.classes is not None:
+            copy_token = 0
+            population = None if config.importance_weights else documents.classes.size(1)
         targets = Targets(documents.class_index, documents.positions, weights, documents.classes, documents.num_always,
-                          log_copy, copy_token)
+                          population, log_copy, copy_token)
         return h, gathered(self.lm_head), targets, config.softcap
 
     def forward(self, documents: Documents, geometry: Geometry, target_weights: Tensor) -> Tensor:
@@ -1065,6 +1656,7 @@ class GPT(nn.Module):
             *self.predictions(documents, geometry, torch.ones(1, device=self.lm_head.device)))
 
 
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
 def rotary_frequencies(preset: Preset, index: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies [key_width / 4], in radians a position, and the softmax scale in a stage.
 
@@ -1101,10 +1693,10 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
     return geometry_tables(frequency, scale, windows, positions, getattr(torch, preset.model.dtype), device)
 
 
-# ==== 5. Optimizer: NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars ==============
+# ==== 5. Optimizer: Muon and NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars =====
 # One step of several ranks. Each line is a queue that works by itself, from left to right. The host only
 # fills the queues: it runs ahead and never waits for the device. "embed" stands for the tables that the
-# model reads before any matrix (gather_now).
+# model reads before any matrix.
 #
 #            start_step       forward pass                backward pass               step
 #   host     phases 1, 2      wait_gather at a layer      phase 3, from hooks         phases 3, 4
@@ -1137,8 +1729,94 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 #                   version of a gradient is copied, and the kernel that reads them takes the mean. A barrier
 #                   precedes each exchange; start_step has one for all its gathers of weights. Scalars use NCCL.
 # CPU               There are no streams: everything happens as it is called.
+#
+# Five ways home: how a gradient comes to its update. "In place" is memory_for_grad: a kernel writes where the optimizer
+# collects, so that nothing is copied.
+#
+#   of                 made by                     collected in         leaves                what a rank updates
+#   matrices           autograd, FP8 in place      the group's buffer   hook, reduce-scatter  its own
+#   embeddings         EmbeddingLookup.backward    .grad, receive_grad  hook, reduce-scatter  its rows
+#   head               HeadLoss, sampled in place  .grad                hook, reduce-scatter  its rows
+#   rows of n-grams    EmbeddingLookup.backward    a list, receive_grad hook, all-gather      all that the step read
+#   scalars and gates  autograd                    one flat buffer      step, all-reduce      all
 
 
+# ---- Muon: orthogonalisation -----------------------------------------------------------------------------------------
+class Orthogonalization(NamedTuple):
+    """How singular values are driven to 1: scale the matrix, then apply a s + b s^3 + c s^5 in each round.
+
+    The scale brings the largest singular value to 1 or below. With a `safety` it is 1 / (safety ||X||_F), where a
+    safety above 1 leaves room for rounding. Without one it is AOL's, see aol_scale, which takes no pass over X and is
+    tighter, so that a polynomial fitted to small singular values is not needed."""
+    coefficients: tuple[tuple[float, float, float], ...]  # (a, b, c) of each round
+    safety: float | None
+
+
+# Minimax on [1e-3, 1], each round fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932),
+# with a margin of 2 % as in the public records.
+POLAR_EXPRESS_FIVE = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+# A fourth is a row here, and works everywhere. docs/systems.md compares their errors and what they do to a training.
+ORTHOGONALIZATIONS = {
+    # The same for four rounds, on [3e-3, 1]. It diverges above 1.02.
+    "polar-express": Orthogonalization((
+        (8.089256959191, -22.297789245261, 15.747758400660),
+        (3.943378132484, -2.784615046554, 0.503808707390),
+        (3.472945650518, -2.500502056079, 0.478927524824),
+        (2.552322205513, -1.886821974398, 0.442619509006),
+    ), safety=1.02),
+    "polar-express-5": Orthogonalization(POLAR_EXPRESS_FIVE, safety=1.02),
+    # Turbo-Muon (modded-nanogpt PR 155): AOL takes the place of the first round.
+    "turbo": Orthogonalization(POLAR_EXPRESS_FIVE[1:], safety=None),
+    # Muon's first polynomial (Keller Jordan, 2024-10): steep at 0, it never settles at 1.
+    "quintic": Orthogonalization(((3.4445, -4.7750, 2.0315),) * 5, safety=1.0),
+}
+
+
+def frobenius_scale(X, safety, dtype):
+    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
+
+    The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
+    harm, while a float32 copy of X would cost two passes over it.
+    """
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
+    divisor = (safety * norm).clamp_min(torch.finfo(X.dtype).tiny)
+    return (X / divisor.to(X.dtype)).to(dtype)
+
+
+def aol_scale(X, A):
+    """D X and its Gram matrix D A D, where A = X X^T [..., M, M] and D_ii = (sum_j |A_ij|)^-1/2; zero rows stay zero.
+
+    By Gershgorin's circles no singular value of D X is above 1 (almost orthogonal layers, arXiv 2208.03160). The
+    second result takes no product. D is rounded to X's dtype first, so that both are of the same matrix."""
+    sums = torch.linalg.vector_norm(A, ord=1, dim=-1, keepdim=True, dtype=wide_dtype(A))
+    d = sums.clamp_min(torch.finfo(torch.float32).tiny).rsqrt().to(X.dtype)
+    return d * X, A * (d * d.mT)  # d_i d_j is formed first, so that the result is symmetric
+
+
+def orthogonalize_reference(matrices, method):
+    """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
+    if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
+        return orthogonalize_reference(matrices.mT, method).mT
+
+    X = matrices
+    if method.safety is not None:
+        X = frobenius_scale(X, method.safety, X.dtype)
+    for number, (a, b, c) in enumerate(method.coefficients):
+        A = X @ X.mT
+        if number == 0 and method.safety is None:
+            X, A = aol_scale(X, A)
+        X = a * X + (b * A + c * A @ A) @ X
+    return X
+
+
+# ---- Muon: momentum, NorMuon -----------------------------------------------------------------------------------------
 def join_float32(high, low_bits):
     """The float32 that rounds to `high` (bfloat16); its other bits, a signed difference, are `low_bits` (int16).
 
@@ -1213,31 +1891,97 @@ def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weig
         low_bits.copy_(low)
 
 
-class Owner:
-    """Parameters that live in one tensor, `weights`, and are gathered, reduced and updated together.
+# ---- Adam ------------------------------------------------------------------------------------------------------------
+def embedding_grad_reference(grad, tokens, vocab_rows):
+    """Dense gradient [vocab_rows, D] of `table[tokens]` from grad [T, D]: float32 (or wider) sums, rounded once."""
+    wide = grad.to(wide_dtype(grad))
+    return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
 
-    For tables and scalars one object does all of it. Matrices have two kinds: a MatrixGroup travels (phases 1 and 3),
-    and the MatrixBank of several groups updates them at once (phase 4) and holds the state.
+
+def adam_step(weights, grad, second_moment, lr, wd, epsilon, cautious):
+    """The weights after one Adam step. `lr` is the learning rate with both bias corrections, see step_rates. The share
+    `wd` of a weight decays: everywhere (AdamW), or if `cautious` only where the update shrinks the weight too (record
+    50)."""
+    update = lr * grad / (second_moment.sqrt() + epsilon)
+    decay = wd * weights
+    if cautious:
+        decay = decay * (update * weights > 0)
+    return weights - update - decay
+
+
+def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon, *, cautious=True):
+    """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...]."""
+    g = received.float().mean(0)
+    m = exp_avg.float().lerp(g, 1 - beta1)
+    v = exp_avg_sq.float().lerp(g * g, 1 - beta2)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon, cautious))
+
+
+def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, *,
+                          pooling=0.0, cautious=True):
+    """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
+
+    ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
+    and grad [T, D] is that of these sums. g, the gradient of a row, is `scale` times the sum of
+    grad over the tokens that read it. There is one second moment a row, v in exp_avg_sq [rows],
+    which also decays over the steps since last_step [rows], the row's last update:
+
+        v <- beta2^(step - last_step) v + (1 - beta2) mean(g^2)
+
+    The step divides by its root, with the share `pooling` of it replaced by (1 - beta2) mean((scale grad)^2), the mean
+    over tokens: a row that is read rarely and with small gradients then takes small steps.
+
+    lr, wd and cautious: see adam_step.
+    """
+    ids = lookup[0]
+    rows, group = ids.flatten().unique(return_inverse=True)
+    wide = wide_dtype(grad)
+    wide_grad = grad.to(wide)
+    g = scale * embedding_grad_reference(wide_grad.repeat_interleave(ids.size(1), 0), group, len(rows))
+
+    v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
+    typical = (1 - beta2) * (scale * wide_grad).square().mean()
+    pooled = (1 - pooling) * v + pooling * typical
+    stepped = adam_step(weights[rows].to(wide), g, pooled[:, None], lr, wd, epsilon, cautious)
+    weights[rows] = stepped.to(weights.dtype)
+    exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
+    last_step[rows] = step
+
+
+# ---- owners: who holds, sends and updates which parameters -----------------------------------------------------------
+def memory_for_grad(weight):
+    """Where to write a gradient of a parameter: for a step's first backward pass, where the optimizer collects it.
+
+    Other memory, if there is no such place or if it holds a gradient already. A backward pass may ask once for each
+    parameter: until `weight.grad` is set, it would get the same memory again.
+    """
+    view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
+    # A new view: autograd keeps a gradient's memory only where nothing else holds that very tensor, else it copies.
+    return torch.empty_like(weight) if view is None or weight.grad is not None else view.view_as(weight)
+
+
+class Owner:
+    """Parameters that live in one tensor, `weights`, and travel together: their gradients, and their weights.
 
     Each step takes every owner through the same four phases. A phase only queues work, and an owner does without
-    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step.
+    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step. Tables and
+    scalars do all of it; of matrices a MatrixGroup travels (phases 1 and 3), and the MatrixBank of several groups
+    updates them at once (phase 4).
 
-    Phase 1  gather_()        asks for the shards that other ranks have updated, on the communication stream.
-                              Optimizer.start_step calls it; Optimizer.step does for the tables of gather_now.
+    Phase 1  gather_()        asks for the shards that other ranks have updated, on the communication stream: as a step
+                              starts, or if the owner `gathers_at_once` after its update.
              wait_gather()    makes the current stream wait for them. The model calls it, through `gathered`.
     Phase 2  start_step(ids)  exchanges the numbers of the rows to be read, on the communication stream, and sorts
                               them on side stream 0. Optimizer.start_step calls it.
     Phase 3  reduce_()        sends the gradient to the rank that needs it, on the communication stream. The hook
                               Optimizer._ready calls it, or else Optimizer.step.
-    Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates. Optimizer.step calls it
-                              on one of three streams.
+    Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates: see Updated.
     """
-    # Subclasses set `parameters`, `ranks` and `weights`, and if they update a part of the weights that part, `shard`.
-    # flatten needs `grads`, shaped as the weights. reduce_ leaves in `pending_reduce` what compute_ waits for.
-    # The attributes that training changes; every owner has some of them.
-    state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
-    low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
-    average = None  # of matrices and dense tables, see average_
+    # Subclasses set `parameters`, `ranks` and `weights`. flatten needs `grads`, shaped as the weights. reduce_ leaves in
+    # `pending_reduce` what compute_ waits for.
+    gathers_at_once = False
     pending_gather = None  # the wait for what gather_ has asked for
 
     def flatten(self):
@@ -1264,6 +2008,18 @@ class Owner:
         if self.pending_gather:
             self.pending_gather()
             self.pending_gather = None
+
+
+class Updated:
+    """Weights that are updated at once, by compute_(rates), with the state that this takes.
+
+    Subclasses set `weights`, and if a rank updates a part of them that part, `shard`.
+    """
+    side = None  # the side stream on which Optimizer.step queues compute_; None: the compute stream
+    # The attributes that training changes; every one has some of them.
+    state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
+    low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
+    average = None  # of matrices and dense tables, see average_
 
     def state(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in vars(self).items()
@@ -1330,7 +2086,7 @@ def group_size(counts: list[int], world: int) -> int:
     return per_rank * world
 
 
-class MatrixBank(Owner):
+class MatrixBank(Updated):
     """All hidden matrices of one shape, in the order of the layers, with one update for all.
 
     Zero matrices fill them up to a multiple of the ranks. They lie as [groups, ranks, per_rank, rows, columns]: of each
@@ -1340,6 +2096,7 @@ class MatrixBank(Owner):
     Example: 15 matrices in 4 groups on 2 ranks are [4, 2, 2, rows, columns], the last one zero. Matrix 6 is the
     third of group 1, hence the first one there of rank 1.
     """
+    side = 0
 
     def __init__(self, parameters: list[nn.Parameter], rules: dict[str, MuonRule], config: OptimizerConfig,
                  ranks: Ranks, ops: Ops):
@@ -1380,7 +2137,7 @@ class MatrixBank(Owner):
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
         self.second_moment = None
         if config.normuon:
-            by_row = (rows >= columns) == (config.normuon_lines == "long")
+            by_row = (rows >= columns) == config.normuon_long_lines
             lines = (rows, 1) if by_row else (1, columns)
             self.second_moment = torch.zeros(*self.shard.shape[:2], *lines, device=ranks.device)
         self.look_ahead = ops.compile(nesterov_momentum if config.nesterov else plain_momentum)
@@ -1401,7 +2158,7 @@ class MatrixBank(Owner):
 
 
 @dataclass(eq=False)
-class Adam(Owner):
+class Adam(Owner, Updated):
     """What tables and scalars share: Adam's update of `shard`, the part of the weights that this rank updates.
 
     With AdamTable it is what modded-nanogpt calls DistAdam: sharded Adam, whose gradients leave from backward hooks."""
@@ -1458,7 +2215,7 @@ class AdamTable(Adam):
         add = table.grad is not None
         if not add:
             table.grad = memory_for_grad(table)
-        launch_groups(embedding_grad_kernel, grad, *lookup, len(table), table.grad, ADD=add)
+        self.ops.embedding_grad(grad, lookup, table.grad, add)
 
     def reduce_(self):
         grad = self.parameter.grad
@@ -1468,6 +2225,14 @@ class AdamTable(Adam):
         else:
             grad = self.grads.copy_(grad)  # nothing to copy if kernels wrote it there
         self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
+
+
+@dataclass
+class SparseStep:
+    """What a SparseTable knows between the start of a step and its update."""
+    grads: list[Tensor]  # of the lookups so far, [T * pieces, columns] for each micro-batch
+    lookup: tuple[Tensor, ...] | None = None  # of all ranks, see group_ids
+    wait_sorted: Callable | None = None  # makes the current stream wait for it
 
 
 class SparseTable(Adam):
@@ -1492,7 +2257,7 @@ class SparseTable(Adam):
         self.buffer = functools.cache(new_buffer) if ranks.copy_stream else new_buffer
 
     def receive_grad(self, grad: Tensor, *_: Tensor):
-        self.lookup_grads.append(grad)
+        self.under_way.grads.append(grad)
 
     def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable]:
         """What all ranks have for the micro-batches of a step, [tokens of the step, ...], and the wait for it."""
@@ -1507,25 +2272,24 @@ class SparseTable(Adam):
         """Exchange the rows `ids` [T * pieces, K] that each micro-batch will read, and sort them while the model
         works."""
         full, wait = self.all_gather(ids)
-        self.lookup_grads = []  # [T * pieces, columns] of each micro-batch; drops those of a step that was broken off
-        self.lookup = None  # frees the memory of the last step's before this one's is made
+        step = self.under_way = SparseStep([])  # frees the memory of the last one before this one's is made
 
         def sort_rows():
             wait()
-            self.lookup = group_ids(full)
+            step.lookup = self.ops.group_ids(full)
 
-        self.wait_sorted = self.ranks.on_side_stream(sort_rows)
+        step.wait_sorted = self.ranks.on_side_stream(sort_rows)
 
     def reduce_(self):
-        self.pending_reduce = self.all_gather(self.lookup_grads)
-        self.lookup_grads = []
+        self.pending_reduce = self.all_gather(self.under_way.grads)
+        self.under_way.grads = []
 
     def compute_(self, rates):
         grads, wait = self.pending_reduce
         self.pending_reduce = None  # so that the memory of `grads` is given back
         wait()
-        self.wait_sorted()
-        self.ops.sparse_adam(grads, self.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
+        self.under_way.wait_sorted()
+        self.ops.sparse_adam(grads, self.under_way.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
                              rates[self.role], rates[f"{self.role} decay"], self.rule.betas[1],
                              self.config.adam_epsilon, 1 / self.ranks.world,  # the gradient is the mean of the ranks'
                              pooling=self.config.ngram_pooling, cautious=self.config.cautious_decay)
@@ -1552,10 +2316,9 @@ class Optimizer:
     """All owners, and the order of their phases: the timeline at the head of this section."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
-        choices = {"orthogonalization": tuple(ORTHOGONALIZATIONS), "normuon_lines": ("long", "short")}
-        for name, known in choices.items():
-            if getattr(config, name) not in known:
-                fail(name, f"one of {', '.join(known)}", getattr(config, name), "choose one of them in OptimizerConfig")
+        if config.orthogonalization not in ORTHOGONALIZATIONS:
+            fail("orthogonalization", f"one of {', '.join(ORTHOGONALIZATIONS)}", config.orthogonalization,
+                 "choose one of them in OptimizerConfig")
 
         self.ranks = ranks
         rules = dict(config.rules)
@@ -1581,7 +2344,7 @@ class Optimizer:
         for owner in self.averaged:
             owner.average = torch.zeros_like(owner.shard, dtype=torch.float32)
 
-        # What owns parameters and hears from their hooks during the backward pass: all but scalars.
+        # What travels and hears from hooks during the backward pass: all but scalars.
         self.groups = [group for bank in self.banks for group in bank.groups]
         self.hooked = [*self.groups, *self.dense, *self.sparse]
         for owner in self.hooked:
@@ -1589,11 +2352,12 @@ class Optimizer:
                 parameter.info.owner = owner
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
-        # Sharded owners, in the order in which the model reads them. Tables that come before any matrix are gathered
-        # as soon as they are updated, because the next step starts with them; the others when that step starts.
-        owners = list(dict.fromkeys(p.info.owner for p in model.in_order() if p.info.owner))
-        self.gather_now = list(itertools.takewhile(lambda owner: owner in self.dense, owners))
-        self.gather_lazy = owners[len(self.gather_now):]
+        # What is gathered, in the order in which the model reads it. Tables that come before any matrix are updated on
+        # a stream of their own and gathered at once, because the next step starts with them.
+        self.sharded = list(dict.fromkeys(p.info.owner for p in model.in_order() if p.info.owner))
+        for table in itertools.takewhile(lambda owner: owner in self.dense, self.sharded):
+            table.side = 1
+            table.gathers_at_once = True
 
     def start_step(self, ids: list[Tensor]):
         """Start a step, given the rows [T * pieces, K] of the sparse table that each of its micro-batches will read."""
@@ -1602,7 +2366,8 @@ class Optimizer:
         self.reduced = []  # the owners whose gradients have left, in that order
 
         # Phase 1: gather. Only the first needs a barrier: after it every rank has updated all its shards.
-        for number, owner in enumerate(self.gather_lazy):
+        waiting = [owner for owner in self.sharded if not owner.gathers_at_once]
+        for number, owner in enumerate(waiting):
             owner.gather_(barrier=not number)
 
         # Phase 2: exchange row numbers.
@@ -1621,7 +2386,7 @@ class Optimizer:
     def step(self, rates: dict[str, Tensor]):
         """Update everything after the last backward pass. `rates` holds 0-dimensional tensors, see step_rates."""
         # Phase 1 ends: no gather may stay under way. That of a table which no layer reads has not been waited for yet.
-        for owner in self.gather_lazy:
+        for owner in self.sharded:
             owner.wait_gather()
 
         # Phase 3 ends: scalars have no hook, and a group is not complete if one of its layers had no gradient.
@@ -1629,37 +2394,33 @@ class Optimizer:
             if owner not in self.reduced:
                 owner.reduce_()
 
-        # Phase 4: update, on three streams.
-        first_tables = [owner for owner in self.reduced if owner in self.gather_now]
-        other_tables = [owner for owner in self.reduced if owner in self.dense and owner not in first_tables]
+        # Phase 4: update on three streams, in the order in which gradients left; tables only if they had one.
+        tables = [owner for owner in self.reduced if owner in self.dense]
+        due = [*reversed(self.banks), *tables, *self.scalars, *self.sparse]
+        by_side = {side: [each for each in due if each.side == side] for side in (0, 1, None)}
 
-        def update_matrices():
-            for bank in reversed(self.banks):  # the order in which their gradients left
-                bank.compute_(rates)
-
-        def update_first_tables():
-            for table in first_tables:
-                table.compute_(rates)
-                table.gather_()
+        def update(side):
+            for each in by_side[side]:
+                each.compute_(rates)
+                if each in tables and each.gathers_at_once:
+                    each.gather_()
 
         # compute_ drops a table's gradient on the host before side stream 1 has read it. Without a reference, the
         # allocator would give its memory to the kernels that the compute stream gets next.
-        grads_in_use = [table.parameter.grad for table in first_tables]
-        wait_matrices = self.ranks.on_side_stream(update_matrices)
-        wait_first_tables = self.ranks.on_side_stream(update_first_tables, side=1)
-        for owner in (*other_tables, *self.scalars, *self.sparse):
-            owner.compute_(rates)
+        grads_in_use = [table.parameter.grad for table in by_side[1]]
+        waits = [self.ranks.on_side_stream(functools.partial(update, side), side) for side in (0, 1)]
+        update(None)
 
         # The compute stream waits for the rest.
-        wait_matrices()
-        wait_first_tables()
-        for table in first_tables:
+        for wait in waits:
+            wait()
+        for table in by_side[1]:
             table.wait_gather()
         del grads_in_use
 
     def gather(self):
         """Give every rank all weights, before anything but a training step reads them."""
-        for owner in (*self.gather_now, *self.gather_lazy):
+        for owner in self.sharded:
             owner.gather_()
             owner.wait_gather()
 
@@ -1718,19 +2479,21 @@ def room_for_activations(ranks: Ranks) -> float:
     return min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0])) - LATER_BYTES
 
 
-def memory_plan(preset: Preset, ops: Ops, room_bytes: float) -> tuple[bool, int]:
-    """How training fits into what room_for_activations says: (recompute, tokens of a micro-batch at most).
+def memory_plan(preset: Preset, ops: Ops, room_bytes: float) -> tuple[bool, dict[Stage, int]]:
+    """How training fits into what room_for_activations says: (recompute, tokens of a micro-batch at most, by stage).
 
     recompute: whether layers are computed again in the backward pass. That is chosen only where one batch chunk at a
     time would not fit otherwise. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
-    smallest = max(stage.chunk_tokens for stage in preset.stages)
-    # Of each token: its logits in bfloat16, and their gradient.
-    logit_bytes = 4 * max(stage.sampled_classes or preset.model.padded_vocabulary for stage in preset.stages)
     for recompute in (False, True):
-        token_bytes = logit_bytes + (RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]])
-        needed = max(smallest * token_bytes, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
+        layer_bytes = RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]]
+        # Of each token: its logits in bfloat16, and their gradient.
+        token_bytes = {stage: layer_bytes + 4 * (stage.sampled_classes or preset.model.padded_vocabulary)
+                       for stage in preset.stages}
+        needed, smallest = max((size * stage.chunk_tokens, stage.chunk_tokens) for stage, size in token_bytes.items())
+        needed = max(needed, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
         if needed <= room_bytes:
-            return recompute, int(min(room_bytes / token_bytes, USEFUL_MICRO_BATCH_TOKENS))
+            return recompute, {stage: int(min(room_bytes / size, USEFUL_MICRO_BATCH_TOKENS))
+                               for stage, size in token_bytes.items()}
 
     fail("GPU memory", f"{needed / 2**30:.1f} GiB beside the model for one batch chunk of {smallest:,} tokens",
          f"{room_bytes / 2**30:.1f} GiB",
@@ -1787,9 +2550,10 @@ class Trainer:
         self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
 
         self.recompute = False
+        most_tokens = dict.fromkeys(preset.stages, self.micro_batch_tokens)
         if self.micro_batch_tokens is None:
-            self.recompute, self.micro_batch_tokens = memory_plan(preset, self.ops, room_for_activations(self.ranks))
-        self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, self.micro_batch_tokens)
+            self.recompute, most_tokens = memory_plan(preset, self.ops, room_for_activations(self.ranks))
+        self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, most_tokens[stage])
                              for stage in preset.stages}
         if self.recompute:
             for block in self.model.blocks.values():
@@ -2143,670 +2907,96 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     return loss
 
 
-# ==== 7. Data =========================================================================================================
-# From disk to device: the shards are one TokenStream; stretches of it are the batch chunks; each
-# chunk is cut into documents; `pack` makes a HostBatch of some chunks, and `views` makes Documents
-# of its copy on the device. A thread does all of it up to HostBatch in NumPy, some batches ahead of
-# the training.
+# ---- model file: the weights and what they mean, for sample.py -------------------------------------------------------
+# A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
+# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, the
+# SHA-256 of each tensor, and that of the header, so that whoever reads it need not ask whether settings are possible.
+#
+# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
+# their numbers, `ngram.ids` [N].
+MODEL_FORMAT = "train_gpt model 4"
+# Which rows of the table a text reads follows from these too, and no weight's shape would show it.
+LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
 
 
-def open_shard(path: Path, vocabulary: int) -> np.ndarray:
-    """Memory-map the tokens (uint16) of a shard, after checking its header, size and content (data/README.md)."""
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype="<i4", count=256)
-    if len(header) < 256:
-        fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
-    magic, version, count = map(int, header[:3])
-    if magic != SHARD_MAGIC:
-        fail(f"{path}: magic number", SHARD_MAGIC, magic, "fetch this file again")
-    if version != SHARD_VERSION:
-        fail(f"{path}: version", SHARD_VERSION, version, "fetch the llm.c version 1 shards")
-    expected_size = SHARD_HEADER_BYTES + 2 * max(count, 1)
-    if size != expected_size or count < 1:
-        fail(f"{path}: size of {count} tokens", f"{expected_size} bytes", f"{size} bytes", "fetch this file again")
-
-    tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES))
-    largest = int(tokens.max())
-    if largest >= vocabulary:
-        fail(f"{path}: largest token", f"below {vocabulary}", largest, "tokenise with the GPT-2 vocabulary")
-    if BOS not in tokens:
-        fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
-    return tokens
+def header_hash(header: dict) -> str:
+    return hashlib.sha256(json.dumps(header).encode()).hexdigest()
 
 
-def find_shards(folder: Path, kind: str) -> list[Path]:
-    """The shards of one kind ("train" or "val") in the order of their names. Fails if there are none."""
-    paths = sorted(folder.glob(f"*_{kind}_*.bin"))
-    if not paths:
-        fail(f"{kind} shards", f"{folder}/*_{kind}_*.bin", "none",
-             "python data/fineweb.py fetch (--shards 1 for a sprint), --data FOLDER, or --preset smoke")
-    return paths
+def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: dict[str, str]) -> bytes:
+    """The first bytes of a model file, of a format `form`, with the names, dtypes and shapes of `likes`."""
+    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
+    metadata = {"format": form, "content": json.dumps(content), "tensors": json.dumps(digests)}
+    header = {"__metadata__": metadata}
+    end = 0
+    for name, like in likes.items():
+        start = end
+        end += like.nbytes
+        header[name] = {"dtype": names[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
+    metadata["sha256"] = header_hash(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
 
 
-class TokenStream:
-    """The training shards as one stream of tokens, which training reads from its first BOS on.
+def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], parts: Iterable[tuple[str, Tensor]]):
+    """Write a model file aside, then rename it. `parts` are the tensors in the order of `likes`, (name, values), each
+    whole or in pieces that follow each other, because a device may have no room for a large one once more."""
+    sums = {name: hashlib.sha256() for name in likes}
 
-    offsets: where in the stream each shard begins, and where the last one ends. first: where the
-    first BOS is. length: how many tokens the shards hold.
-    """
+    def header():
+        return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
 
-    def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
-        """Open and check shards in order until they hold `tokens_wanted` tokens."""
-        self.paths = []
-        self.offsets = [0]
-        self.length = 0
-        for path in find_shards(folder, "train"):
-            tokens = open_shard(path, vocabulary)
-            if not self.paths:
-                self.first = int((tokens == BOS).argmax())
-            self.paths.append(path)
-            self.length += len(tokens)
-            self.offsets.append(self.length)
-            if self.length >= tokens_wanted:
-                break
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from position `start` on, across the borders of shards."""
-        parts = []
-        for path, (shard_start, shard_stop) in zip(self.paths, itertools.pairwise(self.offsets)):
-            first = max(start, shard_start)
-            wanted = min(start + count, shard_stop) - first
-            if wanted <= 0:
-                continue
-            offset = first - shard_start
-            # Not through the memory map: a file that was cut since it was checked would kill the process by a signal.
-            part = np.fromfile(path, "<u2", wanted, offset=SHARD_HEADER_BYTES + 2 * offset)
-            if len(part) != wanted:
-                fail(f"{path}: reading at token {offset:,}", f"{wanted:,} tokens as when it was checked", "its end",
-                     "fetch this file again")
-            parts.append(part)
-        return np.concatenate(parts)
-
-    def consumed(self, stages: tuple[Stage, ...]) -> int:
-        """How many tokens of the stream the stages use up, those before the first BOS included."""
-        return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
-
-    def require(self, stages: tuple[Stage, ...]):
-        """Fail if the shards hold too few tokens for the stages."""
-        needed = self.consumed(stages) + 1  # the last target is one token further
-        if needed > self.length:
-            fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
-                 "python data/fineweb.py fetch --shards N with a larger N; "
-                 "for a longer schedule, also a larger train_tokens")
-
-
-def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
-    """Cut tokens before each BOS and after `cap` tokens. Each piece carries one token more, its last target."""
-    bounds = {0, *np.flatnonzero(tokens[:-1] == BOS).tolist(), len(tokens) - 1}  # of documents
-    pieces = []
-    for document, end in itertools.pairwise(sorted(bounds)):
-        for start in range(document, end, cap):
-            pieces.append(tokens[start:min(start + cap, end) + 1])
-    return pieces
-
-
-# Primes, and no divisors of a vocabulary: their multiples meet every class once before any again. The second is the
-# golden section of 50,304, so that classes take turns evenly, however many of them a chunk has.
-CLASS_STRIDE = 20_011
-CLASS_STEP = 31_091
-
-
-@functools.cache
-def strided_classes(vocabulary: int) -> np.ndarray:
-    """The classes in steps of CLASS_STRIDE, twice, so that a slice has all of them from any place on."""
-    return np.tile(np.arange(vocabulary) * CLASS_STRIDE % vocabulary, 2)
-
-
-def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_number: int,
-                   always: Sequence[int] = ()) -> tuple[np.ndarray, int, np.ndarray]:
-    """The classes of a batch chunk's sampled softmax: (classes [count], num_always, class_index [T]).
-
-    The first num_always classes are always included: the ids in `always` (none of them a target),
-    then the targets in ascending order. The others are sampled: they are the next free ones of a
-    strided permutation of the vocabulary, whose offset moves on by CLASS_STEP from chunk to chunk. So
-    the classes take turns, and importance weights make up for those that are left out
-    (log_importance_weights). class_index says where in `classes` each of the targets [T] is, or -1
-    if there was no room for it.
-    """
-    taken = np.zeros(vocabulary, bool)
-    taken[targets] = True
-    included = np.concatenate([np.array(always, int), np.flatnonzero(taken)])[:count]
-    taken[included] = True
-
-    offset = chunk_number * CLASS_STEP % vocabulary
-    permutation = strided_classes(vocabulary)[offset:offset + vocabulary]
-    sampled = permutation[~taken[permutation]][:count - len(included)]
-
-    index_of = np.full(vocabulary, -1)
-    index_of[included] = np.arange(len(included))
-    return np.concatenate([included, sampled]), len(included), index_of[targets]
-
-
-# The orders of n-grams that hash_ngrams looks up, one row an order: here pairs and triples. A
-# further row is all that another order takes; ModelConfig.ngram_rows are then shared by more of
-# them, and models that were saved with other orders are refused. A row holds the multipliers of the
-# token itself, of the one before it, and so on: different odd numbers below 2^16, as tokens are below
-# 2^16 too, so that products fit into uint32. Which ones matters little.
-NGRAM_MULTIPLIERS = (
-    (36313, 27191),
-    (17351, 60961, 45259),
-)
-# Odd ones, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides in
-# one piece would often collide in all. Parts of 2^n rows, less one, are odd.
-HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
-
-
-def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: int) -> np.ndarray:
-    """Rows of the n-gram table's parameter for the n-grams that end at each token: int32 [T * pieces, orders], see
-    NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
-
-    There are `rows` rows for each piece, of which each order has an equal part. The hash is the xor of the
-    multiplied tokens, times the piece's multiplier, modulo the part's size less one. The last row of
-    a part stands for an n-gram that would begin before the document.
-    """
-    orders = len(NGRAM_MULTIPLIERS)
-    part_rows = rows // orders
-    last = part_rows - 1
-    tokens = tokens.astype(np.uint32)
-    found = np.empty((len(tokens), pieces, orders), np.int32)
-    for order, multipliers in enumerate(NGRAM_MULTIPLIERS):
-        key = np.zeros_like(tokens)
-        for distance, multiplier in enumerate(multipliers):
-            key[distance:] ^= multiplier * tokens[:len(tokens) - distance]
-        incomplete = positions < len(multipliers) - 1
-        for piece in range(pieces):
-            hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % last
-            hashes[incomplete] = last
-            found[:, piece, order] = hashes + part_rows * (piece * orders + order)
-    return found.reshape(-1, orders)
-
-
-def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """What followed when the document last held the last three tokens, or else the last two, or one.
-
-    A suffix is the last one, two or three tokens up to and including a token. The result [T] is the
-    token that followed plus vocabulary * (matched tokens - 1): a row of this feature's part of the
-    n-gram table (ModelConfig.table_rows counts them). Tokens that are new to their document need a
-    row too. A single one would collect up to half of all gradients, which one program sums, so they
-    are spread over NEW_TOKEN_ROWS rows: by the position in the document, and not in the batch, so
-    that a document reads the same rows wherever it lies.
-
-    Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
-    and in text order where suffixes are equal; so neighbours in it with the same suffix are
-    consecutive occurrences. Moved on by one position, `ends` is sorted by the tokens before; a
-    stable sort by the token itself then sorts the longer suffixes. Longer matches overwrite shorter
-    ones.
-
-    Example: in "a b c a b" the first round sorts the ends to [0 3] [1 4] [2], by a, b, c. Position
-    3 (a) matches 0, which b followed; 4 (b) matches 1, which c followed. Moved on, the ends are 0 1
-    4 2 3, and the second round sorts them to [0] [3] [1 4] [2]: position 4 matches 1 again, now by
-    "a b".
-    """
-    count = len(tokens)
-    keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
-    ends = np.arange(count)
-    rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
-    suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
-    for length_before in range(SUFFIX_LENGTHS):  # this round matches one token more
-        ends = ends[np.argsort(keys[ends], kind="stable")]
-        prev, cur = ends[:-1], ends[1:]
-        same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
-        same_document = cur - prev <= positions[cur] - length_before
-        match = same_suffix & same_document  # the earlier suffix begins in this document too
-        rows[cur[match]] = tokens[prev[match] + 1].astype(int) + length_before * vocabulary
-
-        # Number the suffixes in their sorted order, then move on by one position, to the tokens that
-        # they precede. In the example the first round ends with longer_id [0 1 2 0 1], suffix_id
-        # [-1 0 1 2 0] and ends [0 1 4 2 3].
-        longer_id = np.empty(count, int)
-        longer_id[ends] = np.cumsum(np.append(False, ~same_suffix))
-        suffix_id = np.append(-1, longer_id[:-1])
-        ends = np.append(0, ends[ends < count - 1] + 1)
-    return rows
-
-
-@dataclass(frozen=True)
-class HostBatch:
-    """A micro-batch on the host: the fields of Documents one after the other in one int32 array, pinned for a GPU."""
-    data: Tensor
-    shapes: dict[str, tuple[int, ...]]  # field -> shape, in the order of `data`; a field that is missing is None
-    digest: int  # the sum of chunk_digest over the batch chunks
-
-    def to(self, device: torch.device) -> Documents:
-        return self.views(self.data.to(device, non_blocking=True))
-
-    def views(self, data: Tensor) -> Documents:
-        """The fields as views of `data`, which is self.data or a copy of it on some device."""
-        fields = dict.fromkeys(Documents.__annotations__)
-        start = 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape)
-            fields[name] = data[start:start + size].view(shape)
-            start += aligned(size)
-        return Documents(**fields)
-
-
-def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sampled_classes: int | None = None,
-         digest: int = 0) -> HostBatch:
-    """Pack batch chunks one after the other; with `pin` in pinned memory, which asynchronous copies to a GPU need.
-
-    `chunks` maps the number of each in the run to what cut_documents made of it. Without `sampled_classes` the softmax
-    is over the whole vocabulary: `classes` and `num_always` are None.
-    """
-    pieces = list(itertools.chain(*chunks.values()))
-    lengths = [len(piece) - 1 for piece in pieces]
-    tokens = np.concatenate([piece[:-1] for piece in pieces])
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    remaining = np.repeat(lengths, lengths) - 1 - positions
-
-    order, starts = sort_ids(tokens, model.padded_vocabulary)
-    row_pieces = model.ngram_pieces
-    ngrams = np.empty((len(tokens) * row_pieces, 0), int)
-    if model.ngram_rows:
-        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, row_pieces)
-    if model.longest_suffix_match:
-        matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
-        # Hashed rows lie by piece, then by order; behind them the pieces of a match lie side by side.
-        first_pieces = row_pieces * (model.ngram_rows + matches)
-        ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(row_pieces)).ravel()])
-
-    # What the head has to predict, see Targets: the next token's class, and a sampled softmax's classes.
-    targets = [np.concatenate([piece[1:] for piece in own]) for own in chunks.values()]
-    fields = {
-        "tokens": tokens,
-        "order": order,
-        "starts": starts,
-        "ngrams": ngrams,
-        "class_index": np.concatenate(targets),
-        "positions": positions,
-        "remaining": remaining,
-    }
-    if sampled_classes:
-        always = [model.vocabulary] if model.pointer_width else []  # the copy token
-        samples = [sample_classes(ids, sampled_classes, model.padded_vocabulary, number, always)
-                   for number, ids in zip(chunks, targets)]
-        fields["classes"], fields["num_always"], class_index = map(np.array, zip(*samples))
-        fields["class_index"] = class_index.ravel()
-
-    data = torch.zeros(sum(aligned(array.size) for array in fields.values()), dtype=torch.int32, pin_memory=pin)
-    batch = HostBatch(data, {name: array.shape for name, array in fields.items()}, digest)
-    views = batch.views(data)
-    for name, array in fields.items():
-        getattr(views, name).numpy()[:] = array
-    return batch
-
-
-def chunk_digest(number: int, tokens: np.ndarray) -> int:
-    """64 bits that name the tokens of one batch chunk. A run's token hash is the sum over its chunks."""
-    content = f"{number}:".encode() + tokens.astype("<u2").tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Stage, int],
-                     ranks: Ranks) -> Iterator[HostBatch]:
-    """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
-
-    The batch chunks follow each other in the stream without a gap. Of each step the rank takes the chunks rank,
-    rank + world, ... of CHUNKS. The shards must hold enough tokens (TokenStream.require).
-    """
-    own = range(ranks.rank, CHUNKS, ranks.world)
-    start = stream.first  # of a step's tokens in the stream
-    number = 0  # of the step's first batch chunk in the whole run
-    for stage in preset.stages:
-        size = micro_chunks[stage]
-        for _ in range(stage.steps):
-            for first in range(0, len(own), size):
-                chunks = {}
-                digest = 0
-                for chunk in own[first:first + size]:
-                    tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
-                    chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
-                    digest += chunk_digest(number + chunk, tokens)
-                yield pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes, digest)
-            start += stage.batch_tokens
-            number += CHUNKS
-
-
-def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
-    """Random documents of log-normal lengths (median 400, mean 690) for warm-up: no training data before the clock."""
-    random = np.random.default_rng(seed)
-    pieces = []
-    left = tokens
-    while left:
-        length = min(left, int(np.clip(random.lognormal(5.99, 1.04), 32, cap)))
-        piece = random.integers(0, BOS, length + 1, dtype=np.uint16)
-        piece[0] = BOS
-        pieces.append(piece)
-        left -= length
-    return pieces
-
-
-def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> tuple[list[list[np.ndarray]], str]:
-    """The first `tokens` tokens of a shard in contiguous windows, cut into documents, and their hash.
-
-    Each token is a target once."""
-    shard = open_shard(path, vocabulary)
-    if len(shard) < tokens + 1:
-        fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(shard):,}",
-             "fetch this file again, or name the folder of another with --data")
-    shard = shard[:tokens + 1]
-    windows = [cut_documents(shard[start:start + window + 1], window) for start in range(0, tokens, window)]
-    return windows, hashlib.sha256(shard).hexdigest()[:16]
-
-
-def prefetched(items: Iterator, depth: int = 8) -> Iterator:
-    """The items, which a thread makes up to `depth` ahead. An error in the thread is raised here, in its turn.
-
-    Closing this generator, or its end, ends the thread.
-    """
-    thread = ThreadPoolExecutor(1, "prefetch")
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        ahead = collections.deque(thread.submit(next, items, None) for _ in range(depth))
-        while (item := ahead.popleft().result()) is not None:
-            ahead.append(thread.submit(next, items, None))
-            yield item
-    finally:
-        # This waits for the item in the making. If its disk hangs, the watchdog ends the process.
-        thread.shutdown(cancel_futures=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            file.write(header())  # of the same length as the final one
+            for name, part in parts:
+                values = part.cpu().reshape(-1).view(torch.uint8).numpy()
+                sums[name].update(values)
+                file.write(values)
+            file.seek(0)
+            file.write(header())
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        fail(f"saving {path}", "a writable folder with space", error, "choose another place")
 
 
-# ==== 8. Reference operators: what the fast ones must compute, on any device and in any dtype =========================
-def wide_dtype(x):
-    """The dtype of sums over x: float32, or float64 for float64 operands, as tests use them."""
-    return torch.promote_types(x.dtype, torch.float32)
+def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
+    """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
+    preset = trainer.preset
+    frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
+    content = {
+        "model": asdict(preset.model),
+        "lookups": LOOKUPS,
+        "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
+        "validation": {
+            "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
+            "window": preset.val_window_tokens, "loss": loss},
+        "provenance": {
+            "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]), "data": trainer.data_hash,
+            **machine_facts()},
+    }
+    tensors = trainer.model.state_dict()
+    table = tensors.pop("ngram", torch.zeros(1, 2))
+    ids = table.any(1).nonzero().flatten()
+    tensors["ngram.ids"] = ids.int()
+    rows = (("ngram.rows", table[part]) for part in ids.split(2**16))
+    like = torch.empty(len(ids), table.size(1), dtype=table.dtype, device="meta")
+    write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
 
 
-def norm(x):
-    """RMSNorm over the last dimension, without parameters."""
-    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON)
-
-
-def rotate(x, cos, sin):
-    """Rotary embedding of x [T, H, D] by cos, sin [T, 1, D/2]: dims i and i + D/2 are a pair."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
-
-
-def split_heads_reference(qkv, value, value_gates, positions, cos, sin, heads, key_offset=False):
-    """Queries, keys [T, H, Dk] and values [T, H, Dv] for attention from their projection qkv [T, H (2 Dk + Dv)].
-
-    q and k are normalised and rotated; positions [T]; cos, sin [positions, Dk / 2]. v gains the
-    value embedding, i.e. the first H Dv channels of value [T, H Dv or more], times value_gates
-    [T, H]; both may be None. With key_offset the stationary dims of k, which do not rotate, come from the token
-    before, if the document has one: induction in a single layer (record 49).
-    """
-    width = 2 * cos.size(1)
-    parts = qkv.tensor_split((heads * width, 2 * heads * width), 1)
-    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
-    if value is not None:
-        value = value[:, :v[0].numel()].reshape(v.shape)
-        v = v + value * value_gates[..., None]
-
-    q, k = norm(q), norm(k)
-    if key_offset:
-        # Rotation leaves the stationary dims as they are, so they can be taken before it.
-        stationary = torch.arange(width, device=k.device) % (width // 2) >= width // 4
-        has_previous = positions[:, None, None] > 0
-        k = torch.where(stationary & has_previous, k.roll(1, 0), k)
-    cos, sin = cos[positions, None], sin[positions, None]
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
-def visible_chunks(positions, window, chunk_queries, nearest=0, first=0):
-    """The mask of attention within documents, for `chunk_queries` queries at a time: (queries, keys, mask).
-
-    A query sees the keys of its document that are `nearest` to `window` tokens before it. `keys`
-    are those that the windows of these queries reach; mask [queries, keys] is True where a query
-    sees a key. Queries are those of the tokens from `first` on, and counted from there.
-    """
-    index = torch.arange(len(positions), device=positions.device)
-    first_visible = index - positions.clamp(max=window)
-    for start in range(first, len(index), chunk_queries):
-        queries = slice(start, start + chunk_queries)
-        keys = slice(max(start - window, 0), queries.stop)
-        not_too_far = index[keys] >= first_visible[queries, None]
-        not_too_near = index[keys] <= index[queries, None] - nearest
-        yield slice(start - first, queries.stop - first), keys, not_too_far & not_too_near
-
-
-def attention_reference(q, k, v, positions, window, scale, gates=None, chunk_queries=512):
-    """Softmax attention: q, k [T, H, Dk], v [T, H, Dv] -> [T, H, Dv], times gates [T, H] if given.
-
-    It takes a chunk of queries at a time, with the keys that their windows reach, so that the
-    scores are chunk_queries * (chunk_queries + window) * H numbers. The mask is visible_chunks'.
-    Any device and dtype. q and gates may also be of the last tokens only, and then so is the output.
-    """
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    chunks = []
-    for queries, keys, visible in visible_chunks(positions, window, chunk_queries, first=k.size(1) - q.size(1)):
-        chunk = F.scaled_dot_product_attention(q[:, queries], k[:, keys], v[:, keys], attn_mask=visible, scale=scale)
-        chunks.append(chunk.transpose(0, 1))
-    out = torch.cat(chunks)
-    return out if gates is None else (out * gates[..., None]).to(out.dtype)
-
-
-def pointer_reference(qk, ids, positions, window, scale, chunk_queries=512):
-    """log_copy [T]: the log-probability of the next token under the pointer, one part of a mixture.
-
-    This is the pointer sentinel mixture of arXiv 1609.07843. qk [T, 2, D] holds queries and keys;
-    ids [T] are the class indices of the next tokens (-1: none, the loss does not ask there). They are
-    numbered by batch chunk, and no document crosses one: equal ones are equal tokens. Token t points at
-    tokens i of its document, t - window <= i < t, to copy what followed them: their scores are
-    s[t, i] = scale q[t].k[i]. The sentinel, which copies nothing, has score 0. So log_copy[t] is
-    the logarithm of sum_exp_match / sum_exp, where sum_exp = 1 + sum_i e^s[t, i], and sum_exp_match
-    is the sum of e^s[t, i] over those i with ids[i] = ids[t]; NEG_INF if there are none. In
-    float32, or float64 for float64 operands.
-    """
-    q, k = qk.to(wide_dtype(qk)).unbind(1)
-    log_copy = []
-    for queries, keys, visible in visible_chunks(positions, window, chunk_queries, nearest=1):
-        scores = scale * (q[queries] @ k[keys].T)
-        match = visible & (ids[keys] == ids[queries, None])
-        visible_scores = scores.masked_fill(~visible, -torch.inf)
-        log_sum_exp = F.pad(visible_scores, (0, 1)).logsumexp(1)  # with the sentinel's score, 0
-        log_sum_exp_match = scores.masked_fill(~match, NEG_INF).logsumexp(1)
-        log_copy.append(torch.where(match.any(1), log_sum_exp_match - log_sum_exp, NEG_INF))
-    return torch.cat(log_copy)
-
-
-def relu_squared_mlp(x, up, down):
-    """relu(x up^T)^2 down, of x [T, width] and up, down [mlp_width, width]."""
-    return F.linear(x, up).relu().square() @ down
-
-
-def softcapped(logits, cap):
-    """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
-    return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
-
-
-def log_importance_weights(num_always, num_classes, vocabulary):
-    """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function right on average.
-
-    The first n = num_always classes are always included and weigh 1. The other P - n are sampled
-    from the V - n classes left: each stands for (V - n) / (P - n) of them.
-    """
-    sampled = torch.arange(num_classes, device=num_always.device) >= num_always
-    weight = (vocabulary - num_always) / (num_classes - num_always).clamp_min(1)
-    return torch.where(sampled, weight, 1).log()
-
-
-def head_loss_reference(x, weight, targets, cap, chunk_rows=4096):
-    """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
-
-    x [T, D], weight [V, D]. Only targets.classes take part in the softmax; if that is None, all V
-    do, padding too. The backward pass recomputes chunks of rows, so that few logits exist at a
-    time.
-    """
-    def chunk_loss(weight, log_weights, x, class_index, log_copy=None):
-        logits = x @ weight.T
-        logits = softcapped(logits.to(wide_dtype(logits)), cap)
-        log_p = (logits + log_weights).log_softmax(-1)
-        log_p_targets = log_p.gather(1, class_index.clamp_min(0).long())
-        if log_copy is not None:
-            # The pointer gives a share of the copy token's probability to the next token.
-            log_p_next = torch.logaddexp(log_p_targets[:, 0], log_p[:, targets.copy_token] + log_copy)
-            log_p_targets = torch.cat([log_p_next[:, None], log_p_targets[:, 1:]], 1)
-        return -(targets.weights.to(log_p.dtype) * log_p_targets * (class_index >= 0)).sum()
-
-    if len(x) > chunk_rows:
-        chunk_loss = functools.partial(checkpoint, chunk_loss, use_reentrant=False)
-    total = 0.0
-    for rows, part in targets.parts():
-        part_weight = weight
-        log_weights = 0.0
-        if part.classes is not None:
-            part_weight = weight[part.classes.long()]
-            log_weights = log_importance_weights(part.num_always, len(part_weight), len(weight))
-
-        class_index = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)  # [rows, K]
-        operands = [x[rows], class_index]
-        if part.log_copy is not None:
-            operands.append(part.log_copy)
-        for chunk in zip(*(operand.split(chunk_rows) for operand in operands)):
-            total = total + chunk_loss(part_weight, log_weights, *chunk)
-    return total
-
-
-def embedding_grad_reference(grad, tokens, vocab_rows):
-    """Dense gradient [vocab_rows, D] of `table[tokens]` from grad [T, D]: float32 (or wider) sums, rounded once."""
-    wide = grad.to(wide_dtype(grad))
-    return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
-
-
-def adam_step(weights, grad, second_moment, lr, wd, epsilon, cautious):
-    """The weights after one Adam step. `lr` is the learning rate with both bias corrections, see step_rates. The share
-    `wd` of a weight decays: everywhere (AdamW), or if `cautious` only where the update shrinks the weight too (record
-    50)."""
-    update = lr * grad / (second_moment.sqrt() + epsilon)
-    decay = wd * weights
-    if cautious:
-        decay = decay * (update * weights > 0)
-    return weights - update - decay
-
-
-def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon, *, cautious=True):
-    """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...]."""
-    g = received.float().mean(0)
-    m = exp_avg.float().lerp(g, 1 - beta1)
-    v = exp_avg_sq.float().lerp(g * g, 1 - beta2)
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
-    weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon, cautious))
-
-
-def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, *,
-                          pooling=0.0, cautious=True):
-    """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
-
-    ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
-    and grad [T, D] is that of these sums. g, the gradient of a row, is `scale` times the sum of
-    grad over the tokens that read it. There is one second moment a row, v in exp_avg_sq [rows],
-    which also decays over the steps since last_step [rows], the row's last update:
-
-        v <- beta2^(step - last_step) v + (1 - beta2) mean(g^2)
-
-    The step divides by its root, with the share `pooling` of it replaced by (1 - beta2) mean((scale grad)^2), the mean
-    over tokens: a row that is read rarely and with small gradients then takes small steps.
-
-    lr, wd and cautious: see adam_step.
-    """
-    ids = lookup[0]
-    rows, group = ids.flatten().unique(return_inverse=True)
-    wide = wide_dtype(grad)
-    wide_grad = grad.to(wide)
-    g = scale * embedding_grad_reference(wide_grad.repeat_interleave(ids.size(1), 0), group, len(rows))
-
-    v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
-    typical = (1 - beta2) * (scale * wide_grad).square().mean()
-    pooled = (1 - pooling) * v + pooling * typical
-    stepped = adam_step(weights[rows].to(wide), g, pooled[:, None], lr, wd, epsilon, cautious)
-    weights[rows] = stepped.to(weights.dtype)
-    exp_avg_sq[rows] = v.to(exp_avg_sq.dtype)
-    last_step[rows] = step
-
-
-class Orthogonalization(NamedTuple):
-    """How singular values are driven to 1: scale the matrix, then apply a s + b s^3 + c s^5 in each round.
-
-    The scale brings the largest singular value to 1 or below. With a `safety` it is 1 / (safety ||X||_F), where a
-    safety above 1 leaves room for rounding. Without one it is AOL's, see aol_scale, which takes no pass over X and is
-    tighter, so that a polynomial fitted to small singular values is not needed."""
-    coefficients: tuple[tuple[float, float, float], ...]  # (a, b, c) of each round
-    safety: float | None
-
-
-# Minimax on [1e-3, 1], each round fitted to the interval that the last one leaves (Polar Express, arXiv 2505.16932),
-# with a margin of 2 % as in the public records.
-POLAR_EXPRESS_FIVE = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-
-# A fourth is a row here, and works everywhere. docs/systems.md compares their errors and what they do to a training.
-ORTHOGONALIZATIONS = {
-    # The same for four rounds, on [3e-3, 1]. It diverges above 1.02.
-    "polar-express": Orthogonalization((
-        (8.089256959191, -22.297789245261, 15.747758400660),
-        (3.943378132484, -2.784615046554, 0.503808707390),
-        (3.472945650518, -2.500502056079, 0.478927524824),
-        (2.552322205513, -1.886821974398, 0.442619509006),
-    ), safety=1.02),
-    "polar-express-5": Orthogonalization(POLAR_EXPRESS_FIVE, safety=1.02),
-    # Turbo-Muon (modded-nanogpt PR 155): AOL takes the place of the first round.
-    "turbo": Orthogonalization(POLAR_EXPRESS_FIVE[1:], safety=None),
-    # Muon's first polynomial (Keller Jordan, 2024-10): steep at 0, it never settles at 1.
-    "quintic": Orthogonalization(((3.4445, -4.7750, 2.0315),) * 5, safety=1.0),
-}
-
-
-def frobenius_scale(X, safety, dtype):
-    """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
-
-    The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
-    harm, while a float32 copy of X would cost two passes over it.
-    """
-    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
-    divisor = (safety * norm).clamp_min(torch.finfo(X.dtype).tiny)
-    return (X / divisor.to(X.dtype)).to(dtype)
-
-
-def aol_scale(X, A):
-    """D X and its Gram matrix D A D, where A = X X^T [..., M, M] and D_ii = (sum_j |A_ij|)^-1/2; zero rows stay zero.
-
-    By Gershgorin's circles no singular value of D X is above 1 (almost orthogonal layers, arXiv 2208.03160). The
-    second result takes no product. D is rounded to X's dtype first, so that both are of the same matrix."""
-    sums = torch.linalg.vector_norm(A, ord=1, dim=-1, keepdim=True, dtype=wide_dtype(A))
-    d = sums.clamp_min(torch.finfo(torch.float32).tiny).rsqrt().to(X.dtype)
-    return d * X, A * (d * d.mT)  # d_i d_j is formed first, so that the result is symmetric
-
-
-def orthogonalize_reference(matrices, method):
-    """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
-    if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
-        return orthogonalize_reference(matrices.mT, method).mT
-
-    X = matrices
-    if method.safety is not None:
-        X = frobenius_scale(X, method.safety, X.dtype)
-    for number, (a, b, c) in enumerate(method.coefficients):
-        A = X @ X.mT
-        if number == 0 and method.safety is None:
-            X, A = aol_scale(X, A)
-        X = a * X + (b * A + c * A @ A) @ X
-    return X
-
-
-# ==== 9. Triton kernels, each with its wrapper ========================================================================
+# ==== 7. Triton kernels, each with its wrapper ========================================================================
 # Kernels end in _kernel; device functions say what they do or return (load_tile, visible_reach). x_ptr is a pointer,
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
-# head. Every header names the reference in section 8, and has shapes, and operations or bytes; times are of one H200,
-# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches of more than eight operands name
-# them.
+# head. Every header names its reference, and has shapes, and operations or bytes; times are of one H200,
+# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches name their operands where there
+# are more than eight.
 
 # Kernels can read globals that are constexprs, and no others; in the interpreter such a one stands right of a tensor.
 LOG2_E = constexpr(1.4426950408889634)  # log2(e): kernels use exp2, because the hardware computes powers of 2
@@ -3578,17 +3768,6 @@ def linear_backward(grad, grad_t, x, weight, scales, out=None):
     return dx, dweight
 
 
-def memory_for_grad(weight):
-    """Where to write a gradient of a parameter: for a step's first backward pass, where the optimizer collects it.
-
-    Other memory, if there is no such place or if it holds a gradient already. A backward pass may ask once for each
-    parameter: until `weight.grad` is set, it would get the same memory again.
-    """
-    view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
-    # A new view: autograd keeps a gradient's memory only where nothing else holds that very tensor, else it copies.
-    return torch.empty_like(weight) if view is None or weight.grad is not None else view.view_as(weight)
-
-
 # ---- from the projection to attention --------------------------------------------------------------------------------
 # The rotary embedding turns dim i of a head together with dim i + D / 2, so the kernels hold a head as its
 # two halves.
@@ -3890,17 +4069,17 @@ def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD):
 
 
 @jit
-def load_importance(num_always_ptr, classes, vocab_rows):
+def load_importance(num_always_ptr, classes, population):
     """num_always and the importance weight of the sampled classes; without a pointer none is sampled."""
     num_always = classes if num_always_ptr is None else tl.load(num_always_ptr)
-    return num_always, (vocab_rows - num_always) / tl.maximum(classes - num_always, 1)
+    return num_always, (population - num_always) / tl.maximum(classes - num_always, 1)
 
 
 @jit
 def row_loss_kernel(
     logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
     log_copy_ptr, loss_ptr, lse_ptr, copied_ptr,
-    tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
+    tokens, classes, population, copy_token, softcap, shift, temperature,
     TARGETS: constexpr, FAST: constexpr, BLOCK_N: constexpr,
 ):
     """loss = sum_k target_weights[k] (lse - z[target k]), and lse, of one token a program.
@@ -3912,7 +4091,7 @@ def row_loss_kernel(
     token = tl.program_id(0)
     logits_ptr += token.to(tl.int64) * classes
     half = 0.5 * softcap
-    num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
+    num_always, importance = load_importance(num_always_ptr, classes, population)
 
     total = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, classes, BLOCK_N):
@@ -3945,7 +4124,7 @@ def row_loss_kernel(
 def head_grad_kernel(
     logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
     lse_ptr, copied_ptr, factor_ptr, out_ptr, out_t_desc,
-    tokens, classes, vocab_rows, copy_token, softcap, shift, temperature,
+    tokens, classes, population, copy_token, softcap, shift, temperature,
     TARGETS: constexpr, FAST: constexpr, PTX: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
@@ -3965,7 +4144,7 @@ def head_grad_kernel(
     offsets = token[:, None].to(tl.int64) * classes + column
     half = 0.5 * softcap
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
-    num_always, importance = load_importance(num_always_ptr, classes, vocab_rows)
+    num_always, importance = load_importance(num_always_ptr, classes, population)
 
     # Two kinds of tiles. Some hold sampled classes alone: no target, and one importance for all columns, which costs
     # nothing as a part of each row's factor. The others begin with classes that are always included, targets among
@@ -4016,18 +4195,18 @@ def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: constexpr):
     tl.store(table_ptr + column, total, column < width)
 
 
-def head_operands(logits, targets, vocab_rows, cap, fast):
+def head_operands(logits, targets, population, cap, fast):
     """What row_loss_kernel and head_grad_kernel both take, by name."""
     tokens, classes = logits.shape
     return dict(
         logits_ptr=logits, class_index_ptr=targets.class_index, positions_ptr=targets.positions,
         target_weights_ptr=targets.weights, num_always_ptr=targets.num_always,
-        tokens=tokens, classes=classes, vocab_rows=vocab_rows, copy_token=targets.copy_token,
+        tokens=tokens, classes=classes, population=population, copy_token=targets.copy_token,
         softcap=cap.softcap, shift=cap.shift, temperature=cap.temperature,
         TARGETS=len(targets.weights), FAST=fast)
 
 
-def row_losses(logits, targets, vocab_rows, cap, fast=False):
+def row_losses(logits, targets, population, cap, fast=False):
     """(losses, lse, copied or None), [T] float32, of contiguous logits [T, classes]; see row_loss_kernel.
 
     `fast` uses the hardware's tanh, for bf16 logits on CUDA.
@@ -4036,13 +4215,13 @@ def row_losses(logits, targets, vocab_rows, cap, fast=False):
     lse = torch.empty_like(losses)
     copied = None if targets.log_copy is None else torch.empty_like(losses)
     row_loss_kernel[(len(logits),)](
-        **head_operands(logits, targets, vocab_rows, cap, fast),
+        **head_operands(logits, targets, population, cap, fast),
         log_copy_ptr=targets.log_copy, loss_ptr=losses, lse_ptr=lse, copied_ptr=copied,
         BLOCK_N=2048, num_warps=4)
     return losses, lse, copied
 
 
-def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast=False):
+def head_grad(logits, targets, population, lse, copied, factor, cap, dtype, fast=False):
     """The gradient [T, classes] of the summed loss times `factor` (0-d, float32), and its transposed copy or None.
 
     The copy is made for e5m2, which saturates and for which T is a multiple of 16.
@@ -4057,7 +4236,7 @@ def head_grad(logits, targets, vocab_rows, lse, copied, factor, cap, dtype, fast
         out_t = out.new_empty(classes, tokens)
         out_t_desc = TensorDescriptor.from_tensor(out_t.view(torch.int8), [block_n, block_m])
     head_grad_kernel[triton.cdiv(classes, block_n), triton.cdiv(tokens, block_m)](
-        **head_operands(logits, targets, vocab_rows, cap, fast),
+        **head_operands(logits, targets, population, cap, fast),
         lse_ptr=lse, copied_ptr=copied, factor_ptr=factor, out_ptr=out_bits, out_t_desc=out_t_desc,
         PTX=logits.is_cuda, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
     return out, out_t
@@ -4079,7 +4258,7 @@ class HeadLoss(Function):
         for rows, part in targets.parts():
             part_weight = weight if part.classes is None else weight[part.classes]
             logits, *operands = linear_forward(x[rows], part_weight, scales)
-            losses, lse, copied = row_losses(logits, part, len(weight), cap, fast)
+            losses, lse, copied = row_losses(logits, part, targets.population or len(weight), cap, fast)
             total = total + losses.sum()
             saved += [*operands, logits, lse, copied]
         ctx.constants = weight, targets, cap, scales, fast
@@ -4102,9 +4281,10 @@ class HeadLoss(Function):
             factor = scale_tensor(1.0 / scales.grad, weight.device)
             scales = scales._replace(grad=grad_output * scales.grad)
 
+        population = targets.population or len(weight)
         for _, part in targets.parts():
             *operands, logits, lse, copied = itertools.islice(saved, 5)  # as the forward pass saved them for this part
-            grad, grad_t = head_grad(logits, part, len(weight), lse, copied, factor, cap, dtype, fast)
+            grad, grad_t = head_grad(logits, part, population, lse, copied, factor, cap, dtype, fast)
             dx_part, dweight_part = linear_backward(grad, grad_t, *operands, scales)
             del grad, grad_t  # before those of the next part, which are as large, are made
             dx_parts.append(dx_part)
@@ -4126,13 +4306,13 @@ class HeadLoss(Function):
 
 
 @torch.no_grad()
-def head_loss_eval(x, weight, targets, cap, chunk_rows=8192):
+def head_loss_eval(x, weight, targets, cap, block_rows=8192):
     """Summed loss of the next tokens without FP8 or approximate functions, 0-d float64.
 
     It keeps 0.8 GB of bf16 logits alive at the default.
     """
     total = 0.0
-    for rows, part in targets.parts(chunk_rows):
+    for rows, part in targets.parts(block_rows):
         losses, *_ = row_losses(x[rows] @ weight.T, part, len(weight), cap)
         total = total + losses.sum(dtype=torch.float64)
     return total
@@ -4238,20 +4418,9 @@ class Fp8Mlp(Function):
 # ---- embedding gradient, sparse update -------------------------------------------------------------------------------
 # The gradient of a table's row is the sum over all positions that hold its id: sorted by id, a group of
 # neighbours. Some ids are very frequent (the comma: thousands of positions) and would keep one program busy
-# for long. So the sorted positions are cut into chunks of CHUNK_ROWS, and every chunk that lies within a group
-# is summed by a program of its own. At the two ends of a group at most 2 (CHUNK_ROWS - 1) positions are left.
-CHUNK_ROWS = 32
-
-
-def sort_ids(ids, vocab_rows):
-    """(order, starts): the positions of id v are order[starts[v]:starts[v + 1]], ascending.
-
-    For the loader: `ids` is a NumPy array, below vocab_rows and 2^16. With 16-bit keys NumPy's stable sort
-    is a radix sort, half a millisecond for 65536 tokens. torch's embedding backward would sort again for
-    every table.
-    """
-    order = np.argsort(ids.astype(np.uint16), kind="stable")
-    return order, np.append(0, np.cumsum(np.bincount(ids, minlength=vocab_rows)))
+# for long. So the sorted positions are cut into spans of SPAN positions, and every span that lies within a group
+# is summed by a program of its own. At the two ends of a group at most 2 (SPAN - 1) positions are left.
+SPAN = 32
 
 
 @jit
@@ -4274,37 +4443,37 @@ def sum_rows(x_ptr, order_ptr, begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
 
 
 @jit
-def chunk_sum_kernel(
+def span_sum_kernel(
     grad_ptr, ids_ptr, order_ptr, partial_ptr, width,
-    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    IDS_PER_ROW: constexpr, SPAN: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """partial[c] = the sum of the gradient rows of chunk c, [chunks, width] float32, if all its positions hold one id.
+    """partial[s] = the sum of the gradient rows of span s, [spans, width] float32, if all its positions hold one id.
 
-    Each program has one chunk. Sums of other chunks are not written, and sum_group does not read them.
+    Each program has one span. Sums of other spans are not written, and sum_group does not read them.
     """
-    begin = tl.program_id(0) * CHUNK_ROWS
+    begin = tl.program_id(0) * SPAN
     first_id = tl.load(ids_ptr + tl.load(order_ptr + begin))
-    last_id = tl.load(ids_ptr + tl.load(order_ptr + begin + CHUNK_ROWS - 1))
+    last_id = tl.load(ids_ptr + tl.load(order_ptr + begin + SPAN - 1))
     if first_id == last_id:
-        total = sum_rows(grad_ptr, order_ptr, begin, begin + CHUNK_ROWS, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
+        total = sum_rows(grad_ptr, order_ptr, begin, begin + SPAN, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
         column = tl.arange(0, BLOCK_N)
-        tl.store(partial_ptr + begin // CHUNK_ROWS * width + column, total, column < width)
+        tl.store(partial_ptr + begin // SPAN * width + column, total, column < width)
 
 
 @jit
-def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N):
+def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N):
     """The sum of the gradient rows of one id, at sorted positions begin ... end - 1.
 
-    It adds the rows before the first whole chunk, the partial sums of the whole chunks and the rows after
+    It adds the rows before the first whole span, the partial sums of the whole spans and the rows after
     the last.
     """
-    first_chunk = tl.cdiv(begin, CHUNK_ROWS)
-    end_chunk = end // CHUNK_ROWS  # no whole chunk if first_chunk >= end_chunk
-    head_end = tl.minimum(first_chunk * CHUNK_ROWS, end)
-    tail_begin = tl.maximum(end_chunk * CHUNK_ROWS, head_end)
+    first_span = tl.cdiv(begin, SPAN)
+    end_span = end // SPAN  # no whole span if first_span >= end_span
+    head_end = tl.minimum(first_span * SPAN, end)
+    tail_begin = tl.maximum(end_span * SPAN, head_end)
     total = sum_rows(grad_ptr, order_ptr, begin, head_end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
-    total += sum_rows(partial_ptr, None, first_chunk, end_chunk, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
+    total += sum_rows(partial_ptr, None, first_span, end_span, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
     total += sum_rows(grad_ptr, order_ptr, tail_begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
     return total
 
@@ -4312,7 +4481,7 @@ def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, 
 @jit
 def embedding_grad_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, vocab_rows, dense_ptr, width,
-    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr,
+    IDS_PER_ROW: constexpr, SPAN: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, ADD: constexpr,
 ):
     """dense[v] = the sum of the gradient rows of id v, zeros without any, for all v < vocab_rows; ADD: += instead.
@@ -4326,7 +4495,7 @@ def embedding_grad_kernel(
         begin = tl.load(starts_ptr + row)
         end = tl.load(starts_ptr + row + 1)
         total = sum_group(
-            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N)
+            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N)
         row_ptr = dense_ptr + tl.cast(row, tl.int64) * width + column
         inside = column < width
         if ADD:
@@ -4343,14 +4512,14 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, B
     ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are those of the kernel's
     own that follow, `options` others by name. A program gets `per_program` groups.
     """
-    chunks = len(order) // CHUNK_ROWS
+    spans = len(order) // SPAN
     grad = grad.contiguous()
     width = grad.size(1)
-    partial = grad.new_empty(max(chunks, 1), width, dtype=torch.float32)
-    shape = dict(IDS_PER_ROW=len(order) // len(grad), CHUNK_ROWS=CHUNK_ROWS, BLOCK_M=BLOCK_M,
+    partial = grad.new_empty(max(spans, 1), width, dtype=torch.float32)
+    shape = dict(IDS_PER_ROW=len(order) // len(grad), SPAN=SPAN, BLOCK_M=BLOCK_M,
                  BLOCK_N=triton.next_power_of_2(width), num_warps=2)
-    if chunks:
-        chunk_sum_kernel[(chunks,)](grad, ids, order, partial, width, **shape)
+    if spans:
+        span_sum_kernel[(spans,)](grad, ids, order, partial, width, **shape)
     kernel[(triton.cdiv(len(starts) - 1, per_program),)](
         grad, order, starts, partial, *arguments, width=width, **shape, **options)
 
@@ -4415,7 +4584,7 @@ def adam(weights, received, *arguments, cautious=True):
 def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
     step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, width,
-    IDS_PER_ROW: constexpr, CHUNK_ROWS: constexpr, CAUTIOUS: constexpr,
+    IDS_PER_ROW: constexpr, SPAN: constexpr, CAUTIOUS: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
@@ -4435,7 +4604,7 @@ def sparse_adam_kernel(
         last_step = tl.load(last_step_ptr + row)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + row)
         grad = sum_group(
-            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, CHUNK_ROWS, BLOCK_M, BLOCK_N)
+            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N)
         grad = grad_scale * grad
 
         beta2_power = tl.exp2((step - last_step) * tl.log2(beta2))  # makes up for the steps that did not read the row
@@ -4474,7 +4643,7 @@ def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True):
                   CAUTIOUS=cautious)
 
 
-# ==== 10. Operator selection ==========================================================================================
+# ==== 8. Operator selection ===========================================================================================
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The operators of this run. Model and optimizer call them and never ask what hardware they are on.
@@ -4645,7 +4814,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         names=names)
 
 
-# ==== 11. Runtime =====================================================================================================
+# ==== 9. Runtime: ranks, watchdog, clock, log =========================================================================
 class Failure(Exception):
     """An error that the user can act on, in one line: what, expected, found and the fix. `code` is the exit status."""
 
@@ -5060,7 +5229,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-# ==== 12. Run log =====================================================================================================
+# ---- run log ---------------------------------------------------------------------------------------------------------
 class RunLog:
     """One JSON line an event, with a hash of itself and the line before. A thread writes, so the clock never waits.
 
@@ -5162,89 +5331,7 @@ def files_hash(paths: Sequence[Path]) -> str:
     return combined.hexdigest()
 
 
-# ==== 13. Model file: the weights and what they mean, for sample.py ===================================================
-# A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
-# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, the
-# SHA-256 of each tensor, and that of the header, so that whoever reads it need not ask whether settings are possible.
-#
-# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
-# their numbers, `ngram.ids` [N].
-MODEL_FORMAT = "train_gpt model 4"
-# Which rows of the table a text reads follows from these too, and no weight's shape would show it.
-LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
-
-
-def header_hash(header: dict) -> str:
-    return hashlib.sha256(json.dumps(header).encode()).hexdigest()
-
-
-def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: dict[str, str]) -> bytes:
-    """The first bytes of a model file, of a format `form`, with the names, dtypes and shapes of `likes`."""
-    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
-    metadata = {"format": form, "content": json.dumps(content), "tensors": json.dumps(digests)}
-    header = {"__metadata__": metadata}
-    end = 0
-    for name, like in likes.items():
-        start = end
-        end += like.nbytes
-        header[name] = {"dtype": names[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
-    metadata["sha256"] = header_hash(header)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], parts: Iterable[tuple[str, Tensor]]):
-    """Write a model file aside, then rename it. `parts` are the tensors in the order of `likes`, (name, values), each
-    whole or in pieces that follow each other, because a device may have no room for a large one once more."""
-    sums = {name: hashlib.sha256() for name in likes}
-
-    def header():
-        return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
-
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
-            file.write(header())  # of the same length as the final one
-            for name, part in parts:
-                values = part.cpu().reshape(-1).view(torch.uint8).numpy()
-                sums[name].update(values)
-                file.write(values)
-            file.seek(0)
-            file.write(header())
-        os.replace(aside, path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        fail(f"saving {path}", "a writable folder with space", error, "choose another place")
-
-
-def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
-    """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
-    preset = trainer.preset
-    frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
-    content = {
-        "model": asdict(preset.model),
-        "lookups": LOOKUPS,
-        "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
-        "validation": {
-            "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
-            "window": preset.val_window_tokens, "loss": loss},
-        "provenance": {
-            "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]), "data": trainer.data_hash,
-            **machine_facts()},
-    }
-    tensors = trainer.model.state_dict()
-    table = tensors.pop("ngram", torch.zeros(1, 2))
-    ids = table.any(1).nonzero().flatten()
-    tensors["ngram.ids"] = ids.int()
-    rows = (("ngram.rows", table[part]) for part in ids.split(2**16))
-    like = torch.empty(len(ids), table.size(1), dtype=table.dtype, device="meta")
-    write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
-
-
-# ==== 14. Main ========================================================================================================
+# ==== 10. Main ========================================================================================================
 def within(kind: type, least: float, most: float = math.inf) -> Callable:
     """A reader of option values: numbers of a kind, from `least` to `most`."""
     def number(text):
@@ -5333,41 +5420,21 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops):
     gpu = f"capability {version}" if any(version) else "no GPU"
     if (0, 0) < version < (8, 0):  # where Triton's support and bfloat16 in hardware begin
         gpu += ", below the (8, 0) of the fast operators, so slow"
+    nodes = len(set(ranks.nodes))
+    place = f" on {nodes} nodes" if nodes > 1 else ""
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
-    print(f"{preset.status}\n{ranks.world} rank(s){sharing}, {machine_facts()['device']}, "
+    print(f"{preset.status}\n{ranks.world} rank(s){place}{sharing}, {machine_facts()['device']}, "
           f"{gpu}, {chosen}", flush=True)
 
 
-def train_once(arguments: argparse.Namespace, trainer: Trainer, seed: int, steps: int) -> float:
-    """One run under a watchdog, with a log that says how it ended. Returns the validation loss."""
-    ranks = trainer.ranks
-    name = f"{trainer.preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
-    defaults = vars(parse_arguments([]))
-    settings = {option: str(value) for option, value in vars(arguments).items() if value != defaults[option]}
-
-    log = RunLog(arguments.log_dir / f"{name}.jsonl" if ranks.rank == 0 else None)
-    watchdog = Watchdog(ranks, arguments.stall_limit, log)
-    try:
-        return train(trainer, seed, log, steps, arguments.val_every, settings)
-    except BaseException as error:
-        cause = explained(error, ranks) or error
-        state = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}"
-        log.line("end", state=state, code=getattr(cause, "code", None))
-        raise
-    finally:
-        watchdog.done.set()
-        log.close()
-
-
-def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    """Build the trainer, which checks what can be checked beforehand; then train. Returns the exit code."""
+def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
+    """The trainer that the options ask for. Whatever can be checked before the GPU works has then been checked."""
     preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
-    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    seed = ranks.gather_objects(seed)[0]  # each rank may have drawn its own
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
     ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {files_hash([Path(__file__)])[:8]}",
                 "start every node with the same --nproc_per_node, options and files")
+
     fast = capability(ranks.device) >= (8, 0) and not arguments.reference
     bfloat16 = preset.model.dtype == "bfloat16"
     fp8 = [part for part in preset.fp8 if bfloat16 and arguments.no_fp8 not in (part, "all")]
@@ -5378,47 +5445,81 @@ def train_all(arguments: argparse.Namespace, ranks: Ranks) -> int:
     check_versions(ranks)
     if arguments.save:
         check_model_file(arguments.save, preset.model)
+    folder = arguments.data or Path(preset.data)
+    return Trainer(preset, ranks, ops, Clock(ranks.device), folder, arguments.micro_batch_tokens)
 
-    trainer = Trainer(preset, ranks, ops, Clock(ranks.device), arguments.data or Path(preset.data),
-                      arguments.micro_batch_tokens)
-    if arguments.check:
-        if ranks.rank == 0:
-            print(ready(trainer), flush=True)
-        return 0
 
-    steps = min(preset.steps, arguments.stop_after or preset.steps)
-    loss = train_once(arguments, trainer, seed, steps)
-    if arguments.save and ranks.rank == 0:
-        save_model(arguments.save, trainer, loss, seed)
-    trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses
-    return 0
+@contextlib.contextmanager
+def watched_log(trainer: Trainer, name: str, arguments: argparse.Namespace) -> Iterator[RunLog]:
+    """The log of a run, which says how it ended, while a watchdog watches."""
+    ranks = trainer.ranks
+    log = RunLog(arguments.log_dir / f"{name}.jsonl" if ranks.rank == 0 else None)
+    watchdog = Watchdog(ranks, arguments.stall_limit, log)
+    try:
+        yield log
+    except BaseException as error:
+        cause = explained(error, ranks) or error
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}"
+        log.line("end", state=state, code=getattr(cause, "code", None))
+        raise
+    finally:
+        watchdog.done.set()
+        log.close()
+
+
+class Ending:
+    """Ends a process: an error that a user can act on becomes a line and an exit code, and the ranks part.
+
+    A bug goes on as the exception that it is."""
+    ranks: Ranks | None = None  # once they have met
+    code = 0
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(self, kind, error, _) -> bool:
+        message = ""
+        if isinstance(error, KeyboardInterrupt):
+            self.code = 130
+            message = "interrupted"
+        elif isinstance(error, Exception):
+            failure = explained(error, self.ranks)
+            self.code = failure.code if failure else EXIT_BUG
+            message = str(failure or "")
+
+        if message:
+            rank = f"{self.ranks.name(self.ranks.rank)}: " if self.ranks and self.ranks.world > 1 else ""
+            print(f"train_gpt: {rank}{message}", file=sys.stderr)
+        if self.ranks:
+            self.ranks.finish(self.code)
+        return bool(message)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train as the options say. Returns the exit code."""
     arguments = parse_arguments(argv)
-    ranks = None
-    code = 0
-    message = ""
-    try:
-        ranks = Ranks.start(arguments.stall_limit)
-        code = train_all(arguments, ranks)
-    except KeyboardInterrupt:
-        code = 130
-        message = "interrupted"
-    except Exception as error:
-        failure = explained(error, ranks)
-        if failure is None:
-            code = EXIT_BUG
-            raise
-        code = failure.code
-        message = str(failure)
-    finally:
-        if message:
-            rank = f"{ranks.name(ranks.rank)}: " if ranks and ranks.world > 1 else ""
-            print(f"train_gpt: {rank}{message}", file=sys.stderr)
-        if ranks:
-            ranks.finish(code)
-    return code
+    with Ending() as ending:
+        ranks = ending.ranks = Ranks.start(arguments.stall_limit)
+        seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+        seed = ranks.gather_objects(seed)[0]  # each rank may have drawn its own
+        trainer = build_trainer(arguments, ranks)
+        if arguments.check:
+            if ranks.rank == 0:
+                print(ready(trainer), flush=True)
+            return ending.code
+
+        preset = trainer.preset
+        steps = min(preset.steps, arguments.stop_after or preset.steps)
+        defaults = vars(parse_arguments([]))
+        settings = {option: str(value) for option, value in vars(arguments).items() if value != defaults[option]}
+        name = f"{preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
+        with watched_log(trainer, name, arguments) as log:
+            loss = train(trainer, seed, log, steps, arguments.val_every, settings)
+
+        if arguments.save and ranks.rank == 0:
+            save_model(arguments.save, trainer, loss, seed)
+        trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses
+    return ending.code
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ V, D = (160, 48) if DRY else (50304, 768)
 CAP = tg.Softcap()
 SCALES = tg.HeadScales()
 CEILINGS = {"GB/s": 4270.0, "bf16 TFLOP/s": 790.0, "fp8 TFLOP/s": 1500.0}
-# One slot of each of the sprint's last stages, the extension aside: tokens, candidates, weights of the targets.
+# One batch chunk of each of the sprint's last stages, the extension aside: tokens, candidates, weights of the targets.
 CHUNKS = (
     [(32, 64, (1.0, 0.5))]
     if DRY

@@ -148,27 +148,27 @@ def mlp(a):
     return Cost(moved(a), 2 * a["tokens"] * a["mlp_width"] * a["WIDTH"], product_rate(1, a["WIDTH"]))
 
 
-def chunk_sum(a):
-    chunk = a["CHUNK_ROWS"]
+def span_sum(a):
+    span = a["SPAN"]
     order = a["order_ptr"]
-    chunks = order.shape[0] // chunk
-    ids = a["ids_ptr"].values.flatten()[order.values[:chunks * chunk].long()].view(chunks, chunk)
-    whole = int((ids[:, 0] == ids[:, -1]).sum())  # chunks that hold a single id
-    return Cost(whole * (chunk * (a["width"] * a["grad_ptr"].itemsize + order.itemsize) + a["width"] * 4) + 16 * chunks)
+    spans = order.shape[0] // span
+    ids = a["ids_ptr"].values.flatten()[order.values[:spans * span].long()].view(spans, span)
+    whole = int((ids[:, 0] == ids[:, -1]).sum())  # spans that hold a single id
+    return Cost(whole * (span * (a["width"] * a["grad_ptr"].itemsize + order.itemsize) + a["width"] * 4) + 16 * spans)
 
 
 def group_sums(a) -> tuple[int, int]:
-    """(bytes that the sums of all groups read, number of groups), where chunk_sum_kernel has summed the whole chunks.
+    """(bytes that the sums of all groups read, number of groups), where span_sum_kernel has summed the whole spans.
 
     A row of the gradient counts once for each of its ids: they are far apart, so no cache keeps it.
     """
     starts = a["starts_ptr"]
-    chunk = a["CHUNK_ROWS"]
+    span = a["SPAN"]
     order = a["order_ptr"]
     begin = starts.values[:-1].long()
     end = starts.values[1:].long()
-    whole = int((end // chunk - (begin + chunk - 1) // chunk).clamp(min=0).sum())
-    rows = order.shape[0] - whole * chunk
+    whole = int((end // span - (begin + span - 1) // span).clamp(min=0).sum())
+    rows = order.shape[0] - whole * span
     size = rows * (a["width"] * a["grad_ptr"].itemsize + order.itemsize) + whole * a["width"] * 4 + starts.nbytes
     return size, int((begin < end).sum())
 
@@ -204,7 +204,7 @@ OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "head_grad_kernel": once,
     "add_rows_kernel": add_rows,
     "mlp_kernel": mlp,
-    "chunk_sum_kernel": chunk_sum,
+    "span_sum_kernel": span_sum,
     "embedding_grad_kernel": embedding_grad,
     "adam_kernel": adam,
     "sparse_adam_kernel": sparse_adam,

@@ -1,4 +1,5 @@
-"""python records new NAME | run DIR | verify DIR | audit DIR | abandon DIR | guard BASE | compare A B | diff A B | curve A B | leaderboard | rule | plot."""
+"""python records new NAME | run DIR | verify DIR | audit DIR | abandon DIR | guard BASE | compare A B | diff A B |
+curve A B | leaderboard | rule | plot."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from pathlib import Path
 try:
     import numpy  # noqa: F401
 except ImportError:
-    print("numpy: expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, or pip install -r requirements.txt", file=sys.stderr)
+    print("numpy: expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, or pip "
+          "install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
 
 import record
@@ -30,7 +32,8 @@ def command_new(arguments: argparse.Namespace) -> int:
     made = record.load(path).record
     print(f"{os.path.relpath(path)}: {made['track']}, {made['kind']}, parent {made['parent'] or 'none'}, "
           f"{record.hardware_here(made['plan']['world'])}\n"
-          f"plan {made['plan']['id']}, margin {made['plan']['margin']}: {' '.join(made['plan']['order'])}\nnext: commit the plan, then python records run {os.path.relpath(path)}"
+          f"plan {made['plan']['id']}, margin {made['plan']['margin']}: {' '.join(made['plan']['order'])}\nnext: "
+          f"commit the plan, then python records run {os.path.relpath(path)}"
           + (f" --data {arguments.data}" if arguments.data else ""))
     return 0
 
@@ -71,7 +74,8 @@ def command_audit(arguments: argparse.Namespace) -> int:
 
 def command_abandon(arguments: argparse.Namespace) -> int:
     record.abandon(arguments.dir, arguments.why)
-    print(f"{arguments.dir}: abandoned; it stays where it is, and one restart may name it: new NAME --restart {arguments.dir}")
+    print(f"{arguments.dir}: abandoned; it stays where it is, and one restart may name it: new NAME --restart "
+          f"{arguments.dir}")
     return 0
 
 
@@ -133,7 +137,9 @@ def command_curve(arguments: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python records", description="Records that prove themselves; see records/README.md.", allow_abbrev=False)
+    top = argparse.ArgumentParser(prog="python records",
+                                  description="Records that prove themselves; see records/README.md.",
+                                  allow_abbrev=False)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function, text: str) -> argparse.ArgumentParser:
@@ -144,15 +150,20 @@ def parser() -> argparse.ArgumentParser:
     new = add("new", command_new, "plan a record: copy train_gpt.py, fix seeds, order and hashes")
     new.add_argument("name")
     new.add_argument("--track", choices=TRACKS, help="default: the parent's")
-    new.add_argument("--parent", help="record to beat (default: the best of the track on this hardware), or none if there is none")
+    new.add_argument("--parent",
+                     help="record to beat (default: the best of the track on this hardware), or none if there is none")
     new.add_argument("--kind", choices=KINDS, help="what changed (default: ml, or baseline without a parent)")
-    new.add_argument("--n", type=int, help="runs an arm, fixed from now on (default: what the margin needs, or the track's usual number)")
-    new.add_argument("--margin", type=float, metavar="NATS", help="how far below the target the mean loss is expected: n follows from it")
+    new.add_argument("--n", type=int,
+                     help="runs an arm, fixed from now on (default: what the margin needs, or the track's usual)")
+    new.add_argument("--margin", type=float, metavar="NATS",
+                     help="how far below the target the mean loss is expected: n follows from it")
     new.add_argument("--restart", metavar="RECORD", help="the abandoned plan of this idea, once, at half the level")
-    new.add_argument("--length", type=float, metavar="F", help="the trainer's --length in every run (default: the parent's, or 1)")
+    new.add_argument("--length", type=float, metavar="F",
+                     help="the trainer's --length in every run (default: the parent's, or 1)")
     new.add_argument("--world", type=int, choices=(1, 2, 4, 8), help="GPUs (default: as many as there are)")
     new.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
-    new.add_argument("--retime", type=Path, metavar="RECORD", help="repeat that record's script and plan on this machine")
+    new.add_argument("--retime", type=Path, metavar="RECORD",
+                     help="repeat that record's script and plan on this machine")
     run = add("run", command_run, "carry the plan out; start it again after an interruption and it continues")
     run.add_argument("dir", type=Path)
     run.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
@@ -160,7 +171,8 @@ def parser() -> argparse.ArgumentParser:
     verify = add("verify", command_verify, "check records, one line a check; exit 1 if one fails")
     verify.add_argument("dir", type=Path, nargs="*", help="default: all")
     verify.add_argument("--json", action="store_true")
-    audit = add("audit", command_audit, "run the first steps of one seed again with the record's script and compare the losses; on any machine")
+    audit = add("audit", command_audit,
+                "run the first steps of one seed again with the record's script and compare the losses; on any machine")
     audit.add_argument("dir", type=Path)
     audit.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
     audit.add_argument("--seed", type=int, help="one of the plan (default: drawn now)")
@@ -169,13 +181,17 @@ def parser() -> argparse.ArgumentParser:
     abandon = add("abandon", command_abandon, "give a plan up; it stays and is listed with its reason")
     abandon.add_argument("dir", type=Path)
     abandon.add_argument("why", help="a short sentence")
-    guard = add("guard", command_guard, "compare with a base commit: records are as they were there, new plans were committed before their runs")
+    guard = add("guard", command_guard,
+                "compare with a base commit: records as they were there, new plans committed before their runs")
     guard.add_argument("base", metavar="BASE", help="a branch or commit, for example origin/main")
     add("rule", command_rule, "the standard deviation of each track, and what the rule says of the records before it")
-    compare = add("compare", command_compare, "A against B: loss, time, stages, verdict; a record's arm is DIR:a or DIR:b, a log or a folder of logs will do")
+    compare = add("compare", command_compare,
+                  "A against B: loss, time, stages, verdict; a record's arm is DIR:a or DIR:b, a log or a folder of "
+                  "logs will do")
     diff = add("diff", command_diff, "what leads from the script of B to that of A, by section")
     curve = add("curve", command_curve,
-                "loss at equal time and time at equal loss; A and B as for compare, or record-89, beside which a record has only its final validation")
+                "loss at equal time and time at equal loss; A and B as for compare, or record-89, beside which a "
+                "record has only its final validation")
     curve.add_argument("--out", type=Path, help="draw both too: a .svg or .png file")
     for command, kind in ((compare, str), (diff, Path), (curve, str)):
         command.add_argument("a", type=kind, metavar="A")
@@ -186,7 +202,8 @@ def parser() -> argparse.ArgumentParser:
     plot = add("plot", command_plot, "loss and step times of runs, or without any the history of records")
     plot.add_argument("runs", nargs="*", metavar="RUNS", help="as for compare")
     plot.add_argument("--log", nargs="?", type=Path, const=Path("logs"), metavar="LOG",
-                      help="instead one run, in progress too: loss, ms a step, learning rate; of a folder (default: logs) the log written to last")
+                      help="instead one run, in progress too: loss, ms a step, learning rate; of a folder (default: "
+                           "logs) the log written to last")
     plot.add_argument("--readme", action="store_true", help="instead the picture of README.md, docs/curve.svg")
     plot.add_argument("--out", type=Path, default=Path("plot.svg"), help="a .svg or .png file")
     return top
@@ -204,7 +221,8 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"records: {where}{error.strerror or error}; fix: check the path, its permissions and the free space", file=sys.stderr, flush=True)
+        print(f"records: {where}{error.strerror or error}; fix: check the path, its permissions and the free space",
+              file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         print("records: interrupted; the same command continues", file=sys.stderr, flush=True)

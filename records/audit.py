@@ -1,4 +1,4 @@
-"""`audit DIR`: runs the first steps of one seed again with the record's own script and compares the losses with its log."""
+"""`audit DIR`: runs the first steps of one seed again with the record's script and compares the losses with the log."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import runner
 from record import Folder, load
 from runlog import EXIT_HARDWARE, Run, fail, read_run
-from runner import command, newest_log, stop
 from starts import environment, remove_caches
 
-STEPS = 50
-# Runs repeat to the last digit where these agree, on GPUs. Elsewhere sums round otherwise: one, two and four H200 differ by 2e-6 in the
-# first step's loss and by up to .013 within 50 steps.
+# Runs repeat to the last digit where these agree, on GPUs. Elsewhere sums round otherwise: one, two and four H200
+# differ by 2e-6 in the first step's loss and by up to .013 within 50 steps.
 EQUAL_HARDWARE = ("device", "world", "torch", "triton", "cuda")
 FIRST_TOLERANCE, TOLERANCE = 0.002, 0.05
 
@@ -36,7 +35,8 @@ class Compared(NamedTuple):
 
 def differences(logged: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """The hardware and versions that keep two runs from repeating each other to the digit."""
-    found_differences = [f"{name} {found.get(name)} for {logged.get(name)}" for name in EQUAL_HARDWARE if logged.get(name) != found.get(name)]
+    found_differences = [f"{name} {found.get(name)} for {logged.get(name)}" for name in EQUAL_HARDWARE
+                         if logged.get(name) != found.get(name)]
     if not logged.get("gpus"):
         found_differences.append("a CPU, whose sums depend on its threads")
     return found_differences
@@ -55,47 +55,56 @@ def choose_run(folder: Folder, arm: str, seed: int | None) -> Run:
     if seed is not None:
         runs = [run for run in runs if run.head.get("seed") == seed]
     if not runs:
-        fail(f"runs of {folder.path.name}", f"one of arm {arm}" + (f" and seed {seed}" if seed is not None else ""), "none", "name another --arm or --seed")
+        fail(f"runs of {folder.path.name}", f"one of arm {arm}" + (f" and seed {seed}" if seed is not None else ""),
+             "none", "name another --arm or --seed")
     return random.choice(runs)
 
 
 def run_again(folder: Folder, key: str, data: Path, steps: int) -> Run:
     """Train `steps` steps of a planned run in a folder of its own. The record is not touched."""
     with tempfile.TemporaryDirectory(prefix="audit-") as place:
-        words = command(folder, key, data)
+        words = runner.command(folder, key, data)
         words[words.index("--log-dir") + 1] = place
         output = Path(place) / "output.txt"
         with output.open("w") as file:
-            process = subprocess.Popen([*words, "--stop-after", str(steps)], cwd=folder.path.parents[1], env=environment(folder, key),
+            process = subprocess.Popen([*words, "--stop-after", str(steps)], cwd=folder.path.parents[1],
+                                       env=environment(folder, key),
                                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 process.wait()
             finally:
-                stop(process)
-        log = newest_log(Path(place))
+                runner.stop(process)
+        log = runner.newest_log(Path(place))
         run = read_run(log) if log else Run(Path(place), "incomplete")
         if not len(run.train):
             said = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-            fail(f"audit of {key}", "steps", said[-1] if said else "no output", "see what the trainer needs: ./run.sh --check", EXIT_HARDWARE)
+            fail(f"audit of {key}", "steps", said[-1] if said else "no output",
+                 "see what the trainer needs: ./run.sh --check", EXIT_HARDWARE)
     return run
 
 
 def audit(path: Path, data: Path | None, seed: int | None, arm: str, steps: int) -> int:
-    """Print what was compared and the verdict. Returns the exit status: 1 if the log cannot be of this script, seed and data."""
+    """Print what was compared and the verdict.
+
+    Returns the exit status: 1 if the log cannot be of this script, seed and data.
+    """
     folder = load(path)
     logged = choose_run(folder, arm, seed)
     key = logged.path.stem
     place = (data or folder.path.parents[1] / folder.track.data).resolve()
-    print(f"{folder.path.name}, {key}: {steps} steps with script {folder.record['scripts'][arm][:8]} on {os.path.relpath(place)}", flush=True)
+    print(f"{folder.path.name}, {key}: {steps} steps with script {folder.record['scripts'][arm][:8]} on "
+          f"{os.path.relpath(place)}", flush=True)
     found = run_again(folder, key, place, steps)
     remove_caches(folder)
 
     unequal = differences(logged.head, found.head)
     rows = compared(logged, found, not unequal)
     for row in rows:
-        print(f"step {row.step:>5}: logged {row.logged:.6f}, now {row.found:.6f}, {row.found - row.logged:+.6f}{'' if row.ok else '  DIFFERS'}")
+        print(f"step {row.step:>5}: logged {row.logged:.6f}, now {row.found:.6f}, "
+              f"{row.found - row.logged:+.6f}{'' if row.ok else '  DIFFERS'}")
     if unequal:
-        print(f"unequal hardware ({'; '.join(unequal)}): compared within {FIRST_TOLERANCE} at the first step and {TOLERANCE} after it")
+        print(f"unequal hardware ({'; '.join(unequal)}): compared within {FIRST_TOLERANCE} at the first step and "
+              f"{TOLERANCE} after it")
     same_data = logged.head.get("data") == found.head.get("data")
     if not same_data:
         print("data: expected the shards that the log names, found others; fix: --data FOLDER")

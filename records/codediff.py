@@ -18,9 +18,9 @@ TITLE = re.compile(r"^#\s?(?:\d+\.\s*)?([^:,.(]*\w)")
 
 
 def docstring_lines(source: str) -> set[int]:
-    lines = set()
+    lines, documented = set(), (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             lines |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return lines
 
@@ -67,7 +67,10 @@ def sections(source: str, code_only: bool = False) -> dict[str, list[str]]:
 
 
 def count_tokens(lines: list[str]) -> int:
-    """Tokens of Python without comments, docstrings and line breaks. A section may end within no statement, so it parses alone."""
+    """Tokens of Python without comments, docstrings and line breaks.
+
+    A section may end within no statement, so it parses alone.
+    """
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     source = "\n".join(lines) + "\n"
     try:
@@ -81,11 +84,15 @@ def count_tokens(lines: list[str]) -> int:
 def title_words(title: str) -> set[str]:
     """The words that say what a section holds, without those that say nothing and without a plural's s."""
     words = re.findall(r"[a-z0-9]+", title.lower())
-    return {word.removesuffix("s") for word in words} - {"", "a", "and", "for", "in", "it", "of", "the", "their", "to", "with"}
+    saying_nothing = {"", "a", "and", "for", "in", "it", "of", "the", "their", "to", "with"}
+    return {word.removesuffix("s") for word in words} - saying_nothing
 
 
 def paired_titles(new: list[str], old: list[str]) -> dict[str, str]:
-    """Which old section each new one continues: that of the same title, else the one that shares most of its words. Numbers say nothing."""
+    """Which old section each new one continues: that of the same title, else the one that shares most of its words.
+
+    Numbers say nothing.
+    """
     pairs = {title: title for title in new if title in old}
     shared = sorted(((len(title_words(a) & title_words(b)), -new.index(a), a, b)
                      for a in new for b in old if a not in pairs and b not in pairs), reverse=True)
@@ -100,7 +107,10 @@ TRAINING_WORDS = {"configuration", "model", "data", "schedule"}
 
 
 class BareTree(ast.NodeTransformer):
-    """Removes what changes no number: docstrings and annotations. A field of a class keeps its place, as it needs its annotation."""
+    """Removes what changes no number: docstrings and annotations.
+
+    A field of a class keeps its place, as it needs its annotation.
+    """
 
     def bare_body(self, node: ast.AST) -> ast.AST:
         self.generic_visit(node)
@@ -144,13 +154,16 @@ def statement_names(node: ast.stmt) -> list[str]:
     """What a statement of the outermost level defines; its text where it defines nothing."""
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+    targets = getattr(node, "targets", [])
+    if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+        targets = [node.target]
     names = [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
     return names or [ast.unparse(node)]
 
 
 def definitions(source: str) -> dict[str, tuple[str, str]]:
-    """{name: (title of its section, syntax tree without annotations, comments and docstrings)} of all that a script defines."""
+    """{name: (title of its section, syntax tree without annotations, comments and docstrings)} of all that a script
+    defines."""
     titles, title = [], "top"
     starts = section_starts(source)
     for number in range(len(source.splitlines())):
@@ -180,7 +193,8 @@ def training_changes(new: str, old: str) -> list[str]:
     missing = ("", "")
     changed = [name for name in dict.fromkeys(watched) if a.get(name, missing)[1] != b.get(name, missing)[1]]
     titles = set().union(*map(title_words, section_starts(old).values()))
-    lacking = [f"a section of {word}, which the parent lacks" for word in sorted({"configuration", "model", "data"} - titles)]
+    lacking = [f"a section of {word}, which the parent lacks"
+               for word in sorted({"configuration", "model", "data"} - titles)]
     return [*lacking, *changed]
 
 
@@ -216,7 +230,9 @@ def summary(found: list[Change]) -> str:
     rows.append((*(sum(c[column] for c in changed) for column in (1, 2)), sum(c.tokens for c in found),
                  sum(c.more_tokens for c in found), f"in {len(changed)} of {len(found)} sections"))
     head = f"{'lines':>6} {'':>6} {'tokens':>7} {'':>6}"
-    return "\n".join([head, *(f"{f'+{added}':>6} {f'-{removed}':>6} {tokens:>7} {more:>+6}  {title}" for added, removed, tokens, more, title in rows)])
+    return "\n".join([head,
+                      *(f"{f'+{added}':>6} {f'-{removed}':>6} {tokens:>7} {more:>+6}  {title}"
+                        for added, removed, tokens, more, title in rows)])
 
 
 def read_script(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""Loss against time of two sides: how much lower at equal time, how much earlier at equal loss, and the picture of both."""
+"""Loss against time of two sides: how much lower at equal time, how much earlier at equal loss, and the picture of
+both."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from runlog import Run, fail
 
 class Side(NamedTuple):
     label: str
-    curve: np.ndarray  # rows of seconds and loss, averaged over the runs; one row where only the final validation can be compared
+    # rows of seconds and loss, averaged over the runs; one row where only the final validation can be compared
+    curve: np.ndarray
     runs: list[Run]
     kind: str  # what the losses are
 
@@ -29,7 +31,10 @@ def final_validation(side: Side) -> Side:
 
 
 def load_curves(specs: list[str]) -> list[Side]:
-    """Each side, all with losses of one kind. Beside a side that was validated along the way a record has only its final validation."""
+    """Each side, all with losses of one kind.
+
+    Beside a side that was validated along the way a record has only its final validation.
+    """
     loaded = load_all(specs)
     for _, runs in loaded[1:]:
         if different := differing(loaded[0][1], runs, VALIDATION):
@@ -50,7 +55,8 @@ def describe(side: Side) -> str:
     """What the losses of a side are and how far they go."""
     stages = side.runs[0].head.get("preset", {}).get("stages", ())
     further = any(len(weights) > 1 for stage in stages for weights in stage.get("targets") or ())
-    high = " (high at first, with the second and third next token as targets)" if further and side.kind == "training loss" else ""
+    high = (" (high at first, with the second and third next token as targets)" if further
+            and side.kind == "training loss" else "")
     (begin, first), (end, last) = side.curve[0], side.curve[-1]
     span = f"from {first:.4f} after {begin:.1f} s to" if len(side.curve) > 1 else "only at the end,"
     computed = ", times computed" if is_computed(side) else ""
@@ -79,7 +85,10 @@ def column(value: float, form: str, absent: str) -> str:
 
 
 def table(specs: list[str]) -> str:
-    """Both comparisons as text; A and B are the two sides in the order given. A side of one row is compared where it is, and nowhere else."""
+    """Both comparisons as text;
+
+    A and B are the two sides in the order given. A side of one row is compared where it is, and nowhere else.
+    """
     sides = load_curves(specs)
     a, b = (side.curve for side in sides)
     end = min(a[-1, 0], b[-1, 0])
@@ -89,24 +98,28 @@ def table(specs: list[str]) -> str:
 
     known = all(VALIDATION["validation hash"](run) for side in sides for run in side.runs)
     rows = [f"{letter}  {side.label} (n = {len(side.runs)})\n   {describe(side)}" for letter, side in zip("AB", sides)]
-    rows += [f"validation tokens: {'the same' if known else 'perhaps not the same, as some logs do not have their hash'}", ""]
+    rows += [f"validation tokens: "
+             f"{'the same' if known else 'perhaps not the same, as some logs do not have their hash'}", ""]
 
     rows.append(f"{'seconds':>10} {'loss A':>9} {'loss B':>9} {'A - B':>9}")
     for seconds in times:
         of_a, of_b = loss_after(a, seconds), loss_after(b, seconds)
-        rows.append(f"{seconds:>10.1f} {column(of_a, '.4f', '-')} {column(of_b, '.4f', '-')} {column(of_a - of_b, '+.4f', '-')}")
+        rows.append(f"{seconds:>10.1f} {column(of_a, '.4f', '-')} {column(of_b, '.4f', '-')} "
+                    f"{column(of_a - of_b, '+.4f', '-')}")
 
     rows += ["", f"{'loss':>10} {'s of A':>9} {'s of B':>9} {'A / B':>9}"]
     for level in levels:
         of_a, of_b = seconds_to(a, level), seconds_to(b, level)
-        rows.append(f"{level:>10.4f} {column(of_a, '.1f', 'never')} {column(of_b, '.1f', 'never')} {column(of_a / of_b, '.3f', '-')}")
+        rows.append(f"{level:>10.4f} {column(of_a, '.1f', 'never')} {column(of_b, '.1f', 'never')} "
+                    f"{column(of_a / of_b, '.3f', '-')}")
     return "\n".join(rows)
 
 
 def draw_sides(figure, axes, sides: list[Side]) -> None:
-    """Loss against seconds, one line a side with a point at its end; only the point where only the final validation can be compared.
+    """Loss against seconds, one line a side with a point at its end.
 
-    What was computed is dashed and ends in a hollow point.
+    Only the point where only the final validation can be compared. What was computed is dashed and ends in a hollow
+    point.
     """
     top = max(np.interp(0.1 * side.curve[-1, 0], *side.curve.T) for side in sides)
     labels = []
@@ -138,13 +151,15 @@ WEBMIX, ONE_GPU = "speedrun-webmix", "1 x NVIDIA H200"
 
 
 def ends_on_webmix() -> list[tuple[str, float, float, str]]:
-    """(words, seconds, loss, marker) of whole runs on one H200: our records of the track, and the public ones in curves/."""
+    """(words, seconds, loss, marker) of whole runs on one H200: our records of the track, and the public ones in
+    curves/."""
     ours = [folder for folder in finished(HOME, WEBMIX) if folder.hardware == ONE_GPU]
     found = []
     for folder in ours:
         mean, n = folder.record["means"]["a"], len(folder.runs("a"))
         found.append((f"{folder.path.name.partition('_')[2]} (n = {n})", mean["ms"] / 1e3, mean["loss"], "s"))
-    for name, words in (("record-92", "record 92, 800 steps (n = 1)"), ("record-92-short", "record 92, 500 steps (n = 1)")):
+    for name, words in (("record-92", "record 92, 800 steps (n = 1)"),
+                        ("record-92-short", "record 92, 500 steps (n = 1)")):
         (run,) = load_runs(name)[1]
         found.append((words, run.ms / 1e3, run.loss, "o"))
     return found

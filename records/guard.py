@@ -1,4 +1,5 @@
-"""`guard BASE`: what a change must leave as it is in the records that BASE has, and that new plans were committed before their runs."""
+"""`guard BASE`: what a change must leave as it is in the records that BASE has, and that new plans were committed
+before their runs."""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from typing import Any
 from record import HOME
 from runlog import fail, read_run
 
-# Of a record that BASE has, only these may still be filled in: the runs and means of an unfinished plan, and why it was given up.
+# Of a record that BASE has, only these may still be filled in: the runs and means of an unfinished plan, and why it was
+# given up.
 OPEN_FIELDS = ("runs", "means", "abandoned")
 
 
 def git(root: Path, *words: str) -> str:
     """What git prints; a failure is an error of ours."""
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, env=os.environ | {"TZ": "UTC"})
+    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True,
+                          env=os.environ | {"TZ": "UTC"})
     if done.returncode:
-        fail(f"git {' '.join(words)}", "a repository with that commit", done.stderr.strip().splitlines()[-1:] or "nothing", "fetch the base, or name another")
+        fail(f"git {' '.join(words)}", "a repository with that commit", done.stderr.strip().splitlines()[-1:]
+             or "nothing", "fetch the base, or name another")
     return done.stdout
 
 
@@ -52,9 +56,11 @@ def names_at(root: Path, commit: str) -> list[str]:
 
 
 def changed_files(root: Path, base: str, name: str) -> list[tuple[str, str]]:
-    """(A, M, D or another letter of git's, file) for the script and the logs, with those that git does not know yet as A."""
+    """(A, M, D or another letter of git's, file) for the script and the logs, with those that git does not know yet as
+    A."""
     places = [f"records/{name}/{part}" for part in ("runs", "unfinished", "train_gpt.py")]
-    changed = [row.split("\t") for row in git(root, "diff", "--no-renames", "--name-status", base, "--", *places).splitlines()]
+    changed = [row.split("\t") for row in git(root, "diff", "--no-renames", "--name-status", base, "--",
+                                              *places).splitlines()]
     added = git(root, "ls-files", "--others", "--exclude-standard", "--", *places).splitlines()
     return [(letter[0], file) for letter, file in changed] + [("A", file) for file in added]
 
@@ -77,18 +83,21 @@ def rewritten(root: Path, base: str, name: str) -> list[str]:
         bad.append(f"{name}: expected it abandoned as in the base, found otherwise")
     for letter, file in changed_files(root, base, name):
         if letter != "A" or finished:
-            bad.append(f"{name}: expected {file} as in the base, found it {'added' if letter == 'A' else 'changed or removed'}")
+            bad.append(f"{name}: expected {file} as in the base, found it "
+                       f"{'added' if letter == 'A' else 'changed or removed'}")
     return bad
 
 
 def plan_commit(root: Path, base: str, name: str) -> str | None:
     """The commit since the base in which a record's plan appears first."""
-    found = git(root, "log", "--reverse", "--diff-filter=A", "--format=%H", f"{base}..HEAD", "--", f"records/{name}/record.json").split()
+    found = git(root, "log", "--reverse", "--diff-filter=A", "--format=%H", f"{base}..HEAD", "--",
+                f"records/{name}/record.json").split()
     return found[0] if found else None
 
 
 def too_late(root: Path, base: str, name: str) -> list[str]:
-    """What is wrong with a record that the base lacks: its plan has to be committed before its first run starts, and kept."""
+    """What is wrong with a record that the base lacks: its plan has to be committed before its first run starts, and
+    kept."""
     new = record_now(root, name)
     if not new.get("runs"):
         return []
@@ -96,10 +105,13 @@ def too_late(root: Path, base: str, name: str) -> list[str]:
     if commit is None:
         return [f"{name}: expected its plan in a commit of its own, found runs and no commit"]
     planned = record_at(root, commit, name) or {}
-    files = git(root, "ls-tree", "-r", "--name-only", commit, "--", f"records/{name}/runs", f"records/{name}/unfinished").split()
+    files = git(root, "ls-tree", "-r", "--name-only", commit, "--", f"records/{name}/runs",
+                f"records/{name}/unfinished").split()
     if planned.get("runs") != {} or files:
         return [f"{name}: expected the plan's commit before its runs, found both in {commit[:12]}"]
-    bad = [] if fixed_part(planned) == fixed_part(new) else [f"{name}: expected the plan of {commit[:12]}, found another"]
+    bad = []
+    if fixed_part(planned) != fixed_part(new):
+        bad.append(f"{name}: expected the plan of {commit[:12]}, found another")
     made = git(root, "show", "-s", "--date=format-local:%Y-%m-%dT%H:%M:%S", "--format=%ad", commit).strip()
     logs = sorted((root / "records" / name / "runs").glob("*.jsonl"))
     first = min((str(read_run(path).head.get("started", "")) for path in logs), default="")

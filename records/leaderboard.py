@@ -14,16 +14,19 @@ from rule import equal_loss, losses, reached, rule_tables
 from tracks import EARLIER, RULE_SINCE
 from verify import verify
 
-COLUMNS = ("date", "record", "time (s)", "val loss", "sd", "n", "margin", "gain", "dense", "sparse", "script", "hardware", "kind")
+COLUMNS = ("date", "record", "time (s)", "val loss", "sd", "n", "margin", "gain", "dense", "sparse", "script",
+           "hardware", "kind")
 SHORT = ("record", "time (s)", "val loss", "n", "margin", "gain", "script", "hardware", "rule")  # of the README
-# Numbers of parameters by script, for the logs that do not tell: built once by each script itself, on torch's device `meta`.
+# Numbers of parameters by script, for the logs that do not tell: built once by each script itself, on torch's device
+# `meta`.
 COUNTED = HOME / "parameters.csv"
 
 
 @functools.cache
 def counted_parameters() -> dict[str, dict[str, int]]:
     with COUNTED.open() as file:
-        return {row["script"]: {"dense": int(row["dense"]), "sparse": int(row["sparse"])} for row in csv.DictReader(file)}
+        return {row["script"]: {"dense": int(row["dense"]), "sparse": int(row["sparse"])}
+                for row in csv.DictReader(file)}
 
 
 def parameters(folder: Folder) -> dict[str, int]:
@@ -40,7 +43,8 @@ def size_text(count: int | None) -> str:
 
 
 def gain_text(folder: Folder) -> str:
-    """Time against the parent's in percent, negative if faster, with its 99 % interval; since the rule at the parent's loss too."""
+    """Time against the parent's in percent, negative if faster, with its 99 % interval; since the rule at the parent's
+    loss too."""
     if folder.parent is None:
         return ""
     time, base = gain(folder), folder.record["means"]["b"]["ms"]
@@ -52,7 +56,10 @@ def gain_text(folder: Folder) -> str:
 
 
 def margin_text(folder: Folder) -> str:
-    """How far the mean lies below the target, in standard errors by the track's sd; with p where p decided. Empty without a target."""
+    """How far the mean lies below the target, in standard errors by the track's sd; with p where p decided.
+
+    Empty without a target.
+    """
     values, target, track = losses(folder), folder.target, folder.track
     if target is None:
         return ""
@@ -140,11 +147,19 @@ def leaderboard_table(folders: list[Folder], records: str, columns: tuple[str, .
     return "\n\n".join(parts + ([f"{none}: {', '.join(empty)}."] if empty else []))
 
 
+def proven(folder: Folder) -> bool:
+    """Whether a record met its target by the rule of its day; a baseline under the rule only if it passes the test."""
+    if rank(folder)[0] or folder.record.get("abandoned"):
+        return False
+    untested = folder.under_rule and folder.record["kind"] == "baseline" and folder.target is not None
+    return not untested or reached(folder).ok
+
+
 def best_of_each_class(folders: list[Folder]) -> list[Folder]:
     """Of each track and hardware the fastest record that meets its target; none where none does."""
     found: dict[tuple[str, str], Folder] = {}
     for folder in folders:
-        if folder.record.get("abandoned") or rank(folder)[0]:
+        if not proven(folder):
             continue
         place = folder.record["track"], folder.hardware
         if place not in found or rank(folder) < rank(found[place]):
@@ -153,14 +168,17 @@ def best_of_each_class(folders: list[Folder]) -> list[Folder]:
 
 
 def tables_of(folders: list[Folder]) -> list[tuple[Path, str, str]]:
-    """(file, block, text): every record in records/README.md with what the rule says of the older ones, the best in the README."""
+    """(file, block, text): every record in records/README.md with what the rule says of the older ones, the best in the
+    README."""
     whole = leaderboard_table(folders, "", COLUMNS)
     short = leaderboard_table(best_of_each_class(folders), f"{HOME.name}/", SHORT)
-    return [(HOME / "README.md", "leaderboard", whole), (HOME / "README.md", "rule", rule_tables()), (HOME.parent / "README.md", "leaderboard", short)]
+    return [(HOME / "README.md", "leaderboard", whole), (HOME / "README.md", "rule", rule_tables()),
+            (HOME.parent / "README.md", "leaderboard", short)]
 
 
 def leaderboard(check: bool) -> int:
-    """Rewrite the tables between the markers, or with `check` only say whether they are what the verified records say."""
+    """Rewrite the tables between the markers, or with `check` only say whether they are what the verified records say.
+    """
     folders, broken = [], []
     for path in all_folders():
         (folders if all(c.ok for c in verify(path)) else broken).append(path)
@@ -179,5 +197,7 @@ def leaderboard(check: bool) -> int:
     ranked = [folder for folder in folders if not folder.track.practice and not folder.record.get("abandoned")]
     if ranked and (HOME.parent / SCRIPT).exists():
         newest = max(ranked, key=lambda folder: folder.started)
-        print(f"distance of {SCRIPT} from {newest.path.name}:\n{summary(changes((HOME.parent / SCRIPT).read_text(), newest.script('a').read_text()))}")
+        found = changes((HOME.parent / SCRIPT).read_text(), newest.script("a").read_text())
+        print(f"distance of {SCRIPT} from "
+              f"{newest.path.name}:\n{summary(found)}")
     return int(check and bool(stale))

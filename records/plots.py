@@ -1,4 +1,5 @@
-"""Figures 900 pixels wide, the width of a README: loss against time and step times of some runs, one run that may go on, or the history of the records."""
+"""Figures 900 pixels wide, the width of a README: loss against time and step times of some runs, one run that may go
+on, or the history of the records."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from record import HOME, Folder, all_folders, load, rank
 from report import hardware, load_all, mean_curve
 from runlog import Run, fail, read_run, stage_times
 
-# Distinct for the colour-blind too (Okabe and Ito), with black and grey in place of yellow. Beyond the eighth, markers tell classes apart.
+# Distinct for the colour-blind too (Okabe and Ito), with black and grey in place of yellow. Beyond the eighth, markers
+# tell classes apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#888888")
 MARKERS = "osD^vP*X"
-LANDMARKS = {1: "llm.c", 3: "Muon", 8: "untied head", 12: "FlexAttention", 19: "FP8 head", 29: "FA3", 40: "backout", 46: "batch schedule",
+LANDMARKS = {1: "llm.c", 3: "Muon", 8: "untied head", 12: "FlexAttention", 19: "FP8 head", 29: "FA3", 40: "backout",
+             46: "batch schedule",
              53: "multi-token", 62: "bigram hash", 81: "MUDD", 89: "FP8 MLP", 92: "n-gram table"}
 
 
@@ -27,7 +30,8 @@ def canvas(panels: int, ratios: tuple[float, ...], height: float = 3.8):
     except ImportError:
         fail("plot", "matplotlib", "none", "pip install -r requirements-dev.txt")
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "records", "axes.grid": True,
+    matplotlib.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
+                                "svg.hashsalt": "records", "axes.grid": True,
                                 "axes.axisbelow": True, "grid.alpha": 0.3, "legend.frameon": False})
     from matplotlib import pyplot
     return pyplot.subplots(1, panels, figsize=(9, height), width_ratios=ratios, layout="constrained", squeeze=False)
@@ -39,7 +43,8 @@ OFFSETS = [(dx * distance, dy * distance) for distance in (8, 14, 22, 32, 44, 58
 
 
 def boxes_of(axes, renderer) -> list:
-    """What labels must not cover: the texts of a panel that are drawn already, its legend, and its data as small squares."""
+    """What labels must not cover: the texts of a panel that are drawn already, its legend, and its data as small
+    squares."""
     from matplotlib.transforms import Bbox
     boxes = [text.get_window_extent(renderer) for text in axes.texts if text.get_text()]
     boxes += [legend.get_window_extent(renderer) for legend in [axes.get_legend()] if legend]
@@ -50,11 +55,13 @@ def boxes_of(axes, renderer) -> list:
 
 
 def place_labels(figure, axes, labels: list[tuple[str, tuple[float, float], str]], size: float = 8) -> None:
-    """Write (text, point, colour) beside its point, where it covers neither data nor another label; above the point where no place is free."""
+    """Write (text, point, colour) beside its point, where it covers neither data nor another label; above the point
+    where no place is free."""
     figure.canvas.draw()
     taken, inside = boxes_of(axes, figure.canvas.get_renderer()), axes.get_window_extent()
     for text, point, colour in labels:
-        made = axes.annotate(text, point, (0, 0), textcoords="offset points", fontsize=size, color=colour, ha="center", va="center",
+        made = axes.annotate(text, point, (0, 0), textcoords="offset points", fontsize=size, color=colour, ha="center",
+                             va="center",
                              arrowprops={"arrowstyle": "-", "alpha": 0.4, "color": colour, "shrinkB": 3})
         made.set_in_layout(False)
         made.set_position(free_offset(figure, made, taken, inside) or (0, 16))
@@ -100,7 +107,8 @@ def overlapping_texts(figure) -> list[tuple[str, str]]:
     from matplotlib.text import Text
     figure.canvas.draw()
     hidden = hidden_ticks(figure)
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip() and id(text) not in hidden]
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()
+             and id(text) not in hidden]
     boxes = [text_box(figure, text) for text in texts]
     return [(a.get_text(), b.get_text()) for i, (a, box) in enumerate(zip(texts, boxes))
             for b, other in zip(texts[i + 1:], boxes[i + 1:]) if box.width and other.width and box.overlaps(other)]
@@ -111,7 +119,8 @@ def save(figure, path: Path) -> None:
         fail(f"plot {path}", "a path ending in .svg or .png", path.suffix or "no ending", "choose another --out")
     aside = path.with_name(f".{os.getpid()}-{path.name}")  # ends as the path does: that decides the format
     try:
-        figure.savefig(aside, dpi=200 if path.suffix == ".png" else None, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(aside, dpi=200 if path.suffix == ".png" else None, metadata={"Date": None}
+                       if path.suffix == ".svg" else None)
         os.replace(aside, path)
     except (OSError, ValueError) as error:
         aside.unlink(missing_ok=True)
@@ -119,7 +128,10 @@ def save(figure, path: Path) -> None:
 
 
 def stage_keys(run: Run) -> list[str]:
-    """A name for each stage of a run: its tokens a step, with a number where several have as many. So stages compare across schedules."""
+    """A name for each stage of a run: its tokens a step, with a number where several have as many.
+
+    So stages compare across schedules.
+    """
     sizes = [text.partition(" tokens a step")[0] for _, text in run.stages]
     names = []
     for number, size in enumerate(sizes):
@@ -151,28 +163,36 @@ def draw_bars(axes, sides: list[tuple[str, list[Run]]]) -> None:
         texts = [f"{time:.{0 if time >= 100 else 1}f}" if math.isfinite(time) else "" for time in times]
         crowded = len(order) * len(sides) > 6
         axes.bar_label(bars, texts, fontsize=6 if crowded else 8, rotation=90 if crowded else 0, padding=2)
-    axes.set(xlabel="tokens a step, by stage", ylabel="ms a step", xticks=range(len(order)), xlim=(-0.6, len(order) - 0.4))
+    axes.set(xlabel="tokens a step, by stage", ylabel="ms a step", xticks=range(len(order)),
+             xlim=(-0.6, len(order) - 0.4))
     axes.set_xticklabels(order, fontsize=8 if len(order) < 5 else 6, rotation=0 if len(order) < 5 else 35)
     axes.margins(y=0.15)
     axes.grid(False, axis="x")
 
 
 def runs_figure(specs: list[str]):
-    """Left: loss against time on the clock, mean and standard deviation over runs, the final validation as a point. Right: ms a step by stage."""
+    """Left: loss against time on the clock, mean and standard deviation over runs, the final validation as a point.
+
+    Right: ms a step by stage.
+    """
     sides = load_all(specs)
     for spec, (_, runs) in zip(specs, sides):
         if not len(mean_curve(runs)[0]) or len({len(run.stages) for run in runs}) > 1:
-            fail(f"runs of {spec}", "losses along the run, and as many stages in each", f"{len(mean_curve(runs)[0])} losses and "
+            fail(f"runs of {spec}", "losses along the run, and as many stages in each",
+                 f"{len(mean_curve(runs)[0])} losses and "
                  f"{', '.join(sorted({str(len(run.stages)) for run in runs}))} stages", "name runs of one track")
     figure, ((loss_axes, step_axes),) = canvas(2, (1.5, 1), 4.2)
     top = 0.0
     for number, (label, runs) in enumerate(sides):
         colour = COLOURS[number % len(COLOURS)]
         curve, band, kind = mean_curve(runs)
-        loss_axes.plot(curve[:, 0], curve[:, 1], color=colour, label=f"{label.partition('_')[2] or label} (n = {len(runs)})")
-        loss_axes.fill_between(curve[:, 0], curve[:, 1] - band, curve[:, 1] + band, color=colour, alpha=0.25, linewidth=0)
+        loss_axes.plot(curve[:, 0], curve[:, 1], color=colour,
+                       label=f"{label.partition('_')[2] or label} (n = {len(runs)})")
+        loss_axes.fill_between(curve[:, 0], curve[:, 1] - band, curve[:, 1] + band, color=colour, alpha=0.25,
+                               linewidth=0)
         losses = [run.loss for run in runs]
-        loss_axes.errorbar([np.mean([run.ms for run in runs]) / 1e3], [np.mean(losses)], np.std(losses), fmt="o", color=colour)
+        loss_axes.errorbar([np.mean([run.ms for run in runs]) / 1e3], [np.mean(losses)], np.std(losses), fmt="o",
+                           color=colour)
         top = max(top, np.interp(0.15 * curve[-1, 0], curve[:, 0], curve[:, 1]))
     loss_axes.set(xlabel="seconds on the clock", ylabel=f"{kind}; point: final validation", ylim=(None, top))
     draw_bars(step_axes, sides)
@@ -195,9 +215,11 @@ def newest_log(place: Path) -> Path:
 
 
 def schedule_rates(preset: dict) -> list[float]:
-    """The learning rate of each step, relative to its highest base, as `learning_rate` in train_gpt.py has it; the preset as in the head of a log."""
+    """The learning rate of each step, relative to its highest base, as `learning_rate` in train_gpt.py has it; the
+    preset as in the head of a log."""
     optimizer, stages = preset["optimizer"], preset["stages"]
-    scheduled, final = sum(stage["steps"] for stage in stages if not stage["extension"]), optimizer["final_learning_rate"]
+    scheduled, final = sum(stage["steps"] for stage in stages
+                           if not stage["extension"]), optimizer["final_learning_rate"]
     rates: list[float] = []
     for stage in stages:
         for step in range(len(rates), len(rates) + stage["steps"]):
@@ -207,7 +229,8 @@ def schedule_rates(preset: dict) -> list[float]:
 
 
 def plot_log(place: Path, path: Path) -> None:
-    """Loss, ms a step and learning rate of one run, finished or not, by step; dotted lines are the borders of stages."""
+    """Loss, ms a step and learning rate of one run, finished or not, by step; dotted lines are the borders of stages.
+    """
     run = read_run(newest_log(place))
     if not len(run.train):
         fail(f"log {run.path}", "at least one step", "none yet", "wait for the first steps, or name another log")
@@ -243,7 +266,8 @@ def plot_log(place: Path, path: Path) -> None:
 
 def read_history() -> list[tuple[int, datetime.date, float, str]]:
     with (HOME / "history.csv").open(newline="") as file:
-        return [(int(row["number"]), datetime.date.fromisoformat(row["date"]), float(row["seconds"]), row["change"]) for row in csv.DictReader(file)]
+        return [(int(row["number"]), datetime.date.fromisoformat(row["date"]), float(row["seconds"]), row["change"])
+                for row in csv.DictReader(file)]
 
 
 def our_records() -> dict[str, list[Folder]]:
@@ -263,7 +287,8 @@ def draw_public(figure, axis) -> None:
     axis.step(dates, times, where="post", color="#444444", linewidth=1)
     named = [(number, date, seconds / 60) for number, date, seconds, _ in history if number in LANDMARKS]
     axis.plot([date for _, date, _ in named], [minutes for *_, minutes in named], "o", color="#444444", markersize=4)
-    axis.set(yscale="log", ylabel="minutes to 3.28", yticks=(1, 2, 5, 10, 20, 45), yticklabels=("1", "2", "5", "10", "20", "45"), ylim=(0.4, 70))
+    axis.set(yscale="log", ylabel="minutes to 3.28", yticks=(1, 2, 5, 10, 20, 45),
+             yticklabels=("1", "2", "5", "10", "20", "45"), ylim=(0.4, 70))
     axis.set_title("public records, 8 x H100", fontsize=9)
     axis.minorticks_off()
 
@@ -277,15 +302,18 @@ def draw_ours(axis, ours: dict[str, list[Folder]]) -> None:
         axis.plot(begun, seconds, "-", color=colour, linewidth=1)
         for missed in (False, True):
             chosen = [(x, y) for x, y, folder in zip(begun, seconds, folders) if rank(folder)[0] is missed]
-            axis.plot(*zip(*chosen or [(math.nan, math.nan)]), marker, color=colour, markersize=5, fillstyle="none" if missed else "full")
+            axis.plot(*zip(*chosen or [(math.nan, math.nan)]), marker, color=colour, markersize=5, fillstyle="none"
+                      if missed else "full")
         axis.plot([], [], f"{marker}-", color=colour, label=label)
-    axis.set(yscale="log", ylabel="seconds", yticks=(10, 20, 50, 100, 200), yticklabels=("10", "20", "50", "100", "200"))
+    axis.set(yscale="log", ylabel="seconds", yticks=(10, 20, 50, 100, 200),
+             yticklabels=("10", "20", "50", "100", "200"))
     axis.set_title("ours, other tracks (hollow: above target)", fontsize=9)
     axis.minorticks_off()
 
 
 def history_figure():
-    """The public records on 8 x H100, minutes on a logarithmic scale; beside them our own, which run other tracks or hardware."""
+    """The public records on 8 x H100, minutes on a logarithmic scale; beside them our own, which run other tracks or
+    hardware."""
     ours = our_records()
     figure, axes = canvas(2 if ours else 1, (1.6, 1) if ours else (1,), 4.8)
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter

@@ -26,15 +26,18 @@ SCRIPT = "train_gpt.py"
 KINDS = ("ml", "systems", "baseline")
 NEWEST_SCHEMA = 2  # 1 is that of the records before the rule
 LEAST_RUNS, HIGH_END = 5, 0.004  # runs an arm at least; how far above the median a loss counts as one that ended high
-# z of a one-sided level of .01 and of a power of .9, summed and squared: n = 13 sd^2 / margin^2 passes nine times in ten.
+# z of a one-sided level of .01 and of a power of .9, summed and squared: n = 13 sd^2 / margin^2 passes nine times in
+# ten.
 RUNS_FACTOR = 13
-# A record whose first run began on this day or later has a parent, unless it is the first of its track on its hardware: only two arms in
-# turns on one machine show a gain. The nineteen before it were run without parents; they stay as they are, since nothing can be added to them.
+# A record whose first run began on this day or later has a parent, unless it is the first of its track on its hardware:
+# only two arms in turns on one machine show a gain. The nineteen before it were run without parents; they stay as they
+# are, since nothing can be added to them.
 PARENTS_SINCE = "2026-11-24"
 
 
 def hardware(run: Run) -> str:
-    """The class that a run is ranked in: how many GPUs of which kind, or processes on which processor, and on how many nodes if not on one."""
+    """The class that a run is ranked in: how many GPUs of which kind, or processes on which processor, and on how many
+    nodes if not on one."""
     nodes = run.head.get("nodes", 1)  # logs had no such entry while all runs were on one
     return f"{run.head.get('world')} x {run.head.get('device')}" + (f" on {nodes} nodes" if nodes != 1 else "")
 
@@ -69,7 +72,8 @@ class Folder(NamedTuple):
         if (repeated := self.repeated) is None:
             return self.track.target_loss
         if "retimes" in repeated.record["plan"]:
-            fail(f"retime {self.path.name}", "the record that was planned first", repeated.path.name, "name the record that this one retimes")
+            fail(f"retime {self.path.name}", "the record that was planned first", repeated.path.name,
+                 "name the record that this one retimes")
         return repeated.target
 
     def script(self, arm: str) -> Path:
@@ -82,7 +86,8 @@ class Folder(NamedTuple):
 
     @property
     def started(self) -> str:
-        """When the first run began, ISO 8601 in UTC, or the day of the plan: what orders records, those of one day too."""
+        """When the first run began, ISO 8601 in UTC, or the day of the plan: what orders records, those of one day too.
+        """
         return min((str(run.head.get("started", "")) for run in self.runs("a")), default=self.record["date"])
 
     @property
@@ -138,7 +143,8 @@ def schema_errors(record: Any) -> list[str]:
 
 
 def find(path: Path, home: Path | None = None) -> Path:
-    """The folder of a record: `path` itself if it is there, else what has that name in records/, with or without its date."""
+    """The folder of a record: `path` itself if it is there, else what has that name in records/, with or without its
+    date."""
     if path.exists():
         return path
     home = home or HOME
@@ -159,7 +165,8 @@ def load(path: Path) -> Folder:
         fail(f"{file}", "whole JSON", f"{error}{cut}", restore)
     if errors := schema_errors(record):
         newer = "a newer version" in errors[0]
-        fail(f"{file}", "the schema of records/README.md", errors[0], "update this checkout: git pull" if newer else restore)
+        fail(f"{file}", "the schema of records/README.md", errors[0], "update this checkout: git pull" if newer
+             else restore)
     return Folder(path, record)
 
 
@@ -182,7 +189,10 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def plan_seeds(origin: str, count: int) -> list[int]:
-    """Seeds nobody chose. They follow from the plan's id, so that a plan of fewer runs has others; before the rule from the script's hash."""
+    """Seeds nobody chose.
+
+    They follow from the plan's id, so that a plan of fewer runs has others; before the rule from the script's hash.
+    """
     seeds, draw = [], 0
     while len(seeds) < count:
         seed = int(sha256(f"{origin} {draw}")[:12], 16) % 1_000_000
@@ -198,9 +208,9 @@ def plan_order(seeds: list[int], arms: str) -> list[str]:
 
 
 def plan_id(record: dict[str, Any], name: str = "") -> str:
-    """Names everything that is fixed before the first run. Each log carries it, so a plan cannot grow after a look at the results.
+    """Names everything that is fixed before the first run. Each log carries it, so a plan cannot grow after a look.
 
-    `name` is the folder's. Since the rule it counts too, with the day and the number of runs, from which the seeds follow.
+    `name` is the folder's. Since the rule it counts too, with the day and the number of runs; the seeds follow from it.
     """
     plan = record["plan"]
     fixed = {key: record[key] for key in ("track", "parent", "kind", "scripts", "data")}
@@ -255,9 +265,10 @@ def data_manifest(track: Track, folder: Path) -> dict[str, str]:
 
 
 def planned_data(track: Track, folder: Path | None, home: Path) -> dict[str, str]:
-    """`data_manifest` of the folder, by default the track's. Where that has no shards, what a record of a pinned corpus lists.
+    """`data_manifest` of the folder, by default the track's.
 
-    So a plan can be made and committed on a machine without the corpus; `run` compares the shards before anything else.
+    Where that has no shards, what a record of a pinned corpus lists. So a plan can be made and committed on a machine
+    without the corpus; `run` compares the shards before anything else.
     """
     default = home.parent / track.data
     pins = PINS.get(track.corpus)
@@ -279,7 +290,8 @@ def query_gpus(query: str) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [f"--id={visible}"] if visible else []
     try:
-        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader", *chosen], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader", *chosen], capture_output=True, text=True,
+                              timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
@@ -300,7 +312,8 @@ No runs yet.
 
 
 def hardware_here(world: int) -> str:
-    """`hardware` of the runs that this machine would make with `world` processes: named as train_gpt.py names it in its log."""
+    """`hardware` of the runs that this machine would make with `world` processes: named as train_gpt.py names it in its
+    log."""
     gpus = query_gpus("--query-gpu=name")
     return f"{world} x {gpus[0].strip() if gpus else platform.machine()}"
 
@@ -319,9 +332,10 @@ def finished(home: Path, track: str) -> list[Folder]:
 
 
 def rank(folder: Folder) -> tuple[bool, bool, float]:
-    """Orders records of one track and class, the best first: those that meet the target by their time, then the others by their loss.
+    """Orders records of one track and class, the best first.
 
-    Those under the rule come before those that were made before it, whose number of runs or target asked for less.
+    Those that meet the target go by their time, then the others by their loss. Those under the rule come before those
+    that were made before it, whose number of runs or target asked for less.
     """
     mean, target = folder.record["means"]["a"], folder.target
     missed = target is not None and mean["loss"] > target
@@ -348,7 +362,8 @@ def missing_parent(home: Path, record: dict[str, Any], place: str, started: str)
 
 
 def choose_parent(home: Path, parent: str | None, kind: str | None, track: str, place: str, now: str) -> str | None:
-    """`parent` as the user said it: a folder, "none", or nothing at all, which means the best record of the track on this hardware."""
+    """`parent` as the user said it: a folder, "none", or nothing at all, which means the best record of the track on
+    this hardware."""
     if parent == "none" or not parent and kind == "baseline":
         return None
     if parent:
@@ -366,7 +381,8 @@ def require_parent(home: Path, record: dict[str, Any], place: str, started: str)
 
 
 def require_parent_here(folder: Folder) -> None:
-    """The same for a plan that is about to start: it may have been made on other hardware, or before the first record of the track."""
+    """The same for a plan that is about to start: it may have been made on other hardware, or before the first record
+    of the track."""
     if not folder.record["runs"]:
         require_parent(folder.path.parent, folder.record, hardware_here(folder.record["plan"]["world"]), utc_now())
 
@@ -387,7 +403,8 @@ def margin_for(n: int, loss_sd: float) -> float:
 
 
 def claims(track: Track, kind: str) -> bool:
-    """Whether a record must reach a loss: a baseline claims nothing, and neither does practice or a track without a target."""
+    """Whether a record must reach a loss: a baseline claims nothing, and neither does practice or a track without a
+    target."""
     return kind != "baseline" and not track.practice and track.target_loss is not None
 
 
@@ -404,7 +421,8 @@ def least_runs(folder: Folder) -> int:
 
 
 def choose_runs(track: Track, kind: str, n: int | None, margin: float | None) -> tuple[int, float | None]:
-    """Runs an arm and the margin that they are for: each follows from the other, and the track's usual number from neither."""
+    """Runs an arm and the margin that they are for: each follows from the other, and the track's usual number from
+    neither."""
     if margin is not None and not 0.0001 <= margin < 1:
         fail("margin", "a number from 0.0001 to 1 nats", margin, "change --margin")
     if not claims(track, kind):
@@ -427,7 +445,8 @@ def restarted(home: Path, name: str, track: str) -> str:
     folder = load(find(home / Path(name).name, home))
     why_not = restart_problem(folder, track)
     if why_not:
-        fail(f"restart of {folder.path.name}", "an abandoned plan of this track, restarted never before", why_not, "leave out --restart")
+        fail(f"restart of {folder.path.name}", "an abandoned plan of this track, restarted never before", why_not,
+             "leave out --restart")
     return folder.path.name
 
 
@@ -456,14 +475,15 @@ def abandon(path: Path, why: str) -> None:
     write_record(folder.path, folder.record)
 
 
-def new(name: str, *, track_name: str | None = None, parent: str | None = None, kind: str | None = None, n: int | None = None,
+def new(name: str, *, track_name: str | None = None, parent: str | None = None, kind: str | None = None,
+        n: int | None = None,
         margin: float | None = None, world: int | None = None, data: Path | None = None, retime: Path | None = None,
         restart: str | None = None, length: float | None = None, home: Path = HOME) -> Path:
     """Make home/DATE_NAME with script, plan and hashes. Returns the new folder.
 
-    `retime` repeats another record's plan; `restart` names an abandoned plan of the same idea. `margin` is how far below the
-    target, in nats a token, the mean loss is expected: the number of runs follows from it. Every run of both arms gets the
-    trainer's option --length `length`, by default the parent's. A plan does not note 1.
+    `retime` repeats another record's plan; `restart` names an abandoned plan of the same idea. `margin` is how far
+    below the target, in nats a token, the mean loss is expected: the number of runs follows from it. Every run of both
+    arms gets the trainer's option --length `length`, by default the parent's. A plan does not note 1.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
         fail("record name", "small letters, digits, - and .", name, "for example fp8-mlp-backward")
@@ -471,7 +491,8 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
     if retime is not None:
         old = load(retime)
         old = old.repeated or old
-        source, track_name, kind, seeds = old.path / SCRIPT, old.record["track"], old.record["kind"], old.record["plan"]["seeds"]
+        source, seeds = old.path / SCRIPT, old.record["plan"]["seeds"]
+        track_name, kind = old.record["track"], old.record["kind"]
         parent, length = old.record["parent"] or "none", old.record["plan"].get("length", 1)
     if not track_name:
         named = parent not in (None, "none")
@@ -505,11 +526,13 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
         fail(f"record {path.name}", "a new name", "a folder", "choose another NAME or remove it")
     if not source.exists():
         fail("script", str(source), "none", "run this in a checkout of the repository")
-    scripts = {"a": sha256(source.read_bytes())} | ({"b": sha256((home / parent / SCRIPT).read_bytes())} if parent else {})
+    scripts = {"a": sha256(source.read_bytes())} | ({"b": sha256((home / parent / SCRIPT).read_bytes())} if parent
+                                                    else {})
     if retime is None and scripts["a"] == scripts.get("b"):
         fail("script", f"another than that of {parent}", "the same", f"change {SCRIPT} first, or --retime {parent}")
     require_parent(home, {"track": track_name, "parent": parent, "scripts": scripts}, place, now)
-    record = {"schema": NEWEST_SCHEMA, "track": track_name, "date": date, "parent": parent, "kind": kind, "scripts": scripts,
+    record = {"schema": NEWEST_SCHEMA, "track": track_name, "date": date, "parent": parent, "kind": kind,
+              "scripts": scripts,
               "data": planned_data(track, data, home), "plan": plan, "runs": {}, "means": {}, "abandoned": None}
     record["plan"] = finished_plan(record, path.name, seeds or [0] * n, own_seeds=seeds is None)
     write_new(path, source, record)
@@ -517,7 +540,10 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
 
 
 def finished_plan(record: dict[str, Any], name: str, seeds: list[int], own_seeds: bool) -> dict[str, Any]:
-    """The plan with its id, seeds and order. The id counts the seeds; those of its own follow from it, a retime's are given."""
+    """The plan with its id, seeds and order.
+
+    The id counts the seeds; those of its own follow from it, a retime's are given.
+    """
     plan = record["plan"] | {"seeds": seeds}
     found = plan_id(record | {"plan": plan}, name)
     if own_seeds:

@@ -17,14 +17,16 @@ from runlog import CUT_OFF, Run, fail, loss_curve, read_run, stage_times
 
 def means(folder: Folder) -> dict[str, dict[str, float]]:
     """{arm: {loss, ms}} over the finished runs."""
-    return {arm: {"loss": round(stats.mean([run.loss for run in runs]), 6), "ms": round(stats.mean([run.ms for run in runs]), 1)}
+    return {arm: {"loss": round(stats.mean([run.loss for run in runs]), 6),
+                  "ms": round(stats.mean([run.ms for run in runs]), 1)}
             for arm in sorted(folder.record["scripts"]) if (runs := folder.runs(arm))}
 
 
 def gain(folder: Folder) -> stats.Interval:
     """Time of arm a minus time of its parent in ms, paired by seed: negative is faster."""
     if len(folder.runs("a")) != len(folder.runs("b")):
-        fail(f"runs of {folder.path}", "as many of arm a as of arm b", f"{len(folder.runs('a'))} and {len(folder.runs('b'))}", "restore the missing run")
+        fail(f"runs of {folder.path}", "as many of arm a as of arm b",
+             f"{len(folder.runs('a'))} and {len(folder.runs('b'))}", "restore the missing run")
     return stats.paired(*([run.ms for run in folder.runs(arm)] for arm in "ab"))
 
 
@@ -38,12 +40,15 @@ def numbers_block(folder: Folder) -> str:
     for arm, name in (("a", "this record"), ("b", folder.record["parent"])):
         if arm in folder.record["scripts"]:
             runs = folder.runs(arm)
-            rows.append(f"| {arm}: {name} | {len(runs)} | {spread([r.loss for r in runs], 4)} | {spread([r.ms / 1e3 for r in runs], 3)} |")
+            rows.append(f"| {arm}: {name} | {len(runs)} | {spread([r.loss for r in runs], 4)} | "
+                        f"{spread([r.ms / 1e3 for r in runs], 3)} |")
     first = folder.runs("a")[0]
-    rows += ["", f"{folder.record['track']}, {hardware(first)}, torch {first.head.get('torch')}, mean ± standard deviation."]
+    place = f"{folder.record['track']}, {hardware(first)}, torch {first.head.get('torch')}"
+    rows += ["", f"{place}, mean ± standard deviation."]
     if folder.parent:
         time, loss = gain(folder), stats.welch(*([run.loss for run in folder.runs(arm)] for arm in "ab"))
-        rows.append(f"Against the parent: time {time.difference / 1e3:+.3f} s ({time.low / 1e3:+.3f} to {time.high / 1e3:+.3f}, paired), "
+        rows.append(f"Against the parent: time {time.difference / 1e3:+.3f} s ({time.low / 1e3:+.3f} to "
+                    f"{time.high / 1e3:+.3f}, paired), "
                     f"loss {loss.difference:+.4f} ({loss.low:+.4f} to {loss.high:+.4f}); 99 % intervals.")
     if folder.under_rule:
         rows += rule_lines(folder, gain(folder) if folder.parent else None)
@@ -62,7 +67,8 @@ def read_block(path: Path, name: str) -> str | None:
 
 def write_block(path: Path, name: str, content: str) -> None:
     if read_block(path, name) is None:
-        fail(f"{path}", f"<!-- {name} --> and <!-- /{name} -->, each on a line", "no such pair", "put them back where the table belongs")
+        fail(f"{path}", f"<!-- {name} --> and <!-- /{name} -->, each on a line", "no such pair",
+             "put them back where the table belongs")
     write_whole(path, block_pattern(name).sub(lambda match: match[1] + content + match[3], path.read_text(), count=1))
 
 
@@ -81,7 +87,8 @@ def split_arm(spec: str) -> tuple[Path, str]:
 
 
 def load_runs(spec: str) -> tuple[str, list[Run]]:
-    """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, one log, or `record-92`, one of curves/."""
+    """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, one log, or
+    `record-92`, one of curves/."""
     path, arm = split_arm(spec)
     if names_record(path):
         folder = load(path)
@@ -95,19 +102,24 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
         fail(f"log {broken.path}", "an unbroken chain of lines", broken.broken, "restore the log that was written")
     if not (done := [run for run in runs if run.ok]):
         why = next((f", {run.path.name}: {run.broken}" for run in runs if run.broken), "")
-        fail(f"runs of {spec}", "at least one that ended well", f"{len(runs)} logs, none of a whole training{why}", "name a record, a folder of logs or a log")
+        fail(f"runs of {spec}", "at least one that ended well", f"{len(runs)} logs, none of a whole training{why}",
+             "name a record, a folder of logs or a log")
     return label + (f" ({len(runs) - len(done)} unfinished left out)" if len(done) < len(runs) else ""), done
 
 
 def load_pair(a: str, b: str) -> tuple[tuple[str, list[Run]], tuple[str, list[Run]], bool]:
-    """Both sides, and whether they are the arms of one plan. A record against its parent means its own arm b: same machine, interleaved."""
+    """Both sides, and whether they are the arms of one plan.
+
+    A record against its parent means its own arm b: same machine, interleaved.
+    """
     path = Path(a.removesuffix(":a"))
     if names_record(path) and load(path).record["parent"] == find(Path(b)).resolve().name:
         b = f"{path}:b"
     left, right = load_runs(a), load_runs(b)
     seeds = [[run.head.get("seed") for run in runs] for _, runs in (left, right)]
     places, arms = zip(*map(split_arm, (a, b)))
-    arms_of_one = all(map(names_record, places)) and len({load(place).path for place in places}) == 1 and len(set(arms)) == 2
+    records = all(map(names_record, places))
+    arms_of_one = records and len({load(place).path for place in places}) == 1 and len(set(arms)) == 2
     return left, right, arms_of_one and seeds[0] == seeds[1]
 
 
@@ -119,7 +131,8 @@ def load_all(specs: list[str]) -> list[tuple[str, list[Run]]]:
 def differing(a: list[Run], b: list[Run], facts: dict[str, Callable[[Run], object]]) -> list[str]:
     """The facts in which the runs of both sides differ, where both know them, in words."""
     values = {name: [{str(fact(run)) for run in runs} - {"None"} for runs in (a, b)] for name, fact in facts.items()}
-    return [f"{name} {', '.join(sorted(x))} against {', '.join(sorted(y))}" for name, (x, y) in values.items() if x and y and (x != y or len(x) > 1)]
+    return [f"{name} {', '.join(sorted(x))} against {', '.join(sorted(y))}" for name, (x, y) in values.items() if x
+            and y and (x != y or len(x) > 1)]
 
 
 def corpus(run: Run) -> str | None:
@@ -167,10 +180,12 @@ def stage_table(a: list[Run], b: list[Run]) -> list[str]:
     if not a[0].stages or not b[0].stages:
         return []
     rows = [f"{'stage':<52} {'A ms/step':>10} {'B ms/step':>10} {'A - B':>8}"]
-    times = [np.mean([stage_times(run) for run in runs if len(run.stages) == len(runs[0].stages)], axis=0) for runs in (a, b)]
+    times = [np.mean([stage_times(run) for run in runs if len(run.stages) == len(runs[0].stages)], axis=0)
+             for runs in (a, b)]
     for i, (_, text) in enumerate(a[0].stages):
         x, y = times[0][i], times[1][i] if i < len(times[1]) else math.nan
-        numbers = f"{x:>10.2f} {y:>10.2f} {100 * (x / y - 1):>+7.2f}%" if math.isfinite(x - y) else f"{'-':>10} {'-':>10} {'-':>8}"
+        numbers = (f"{x:>10.2f} {y:>10.2f} {100 * (x / y - 1):>+7.2f}%" if math.isfinite(x - y)
+                   else f"{'-':>10} {'-':>10} {'-':>8}")
         rows.append(f"{f'{i + 1}  {text}':<52} {numbers}")
     return rows if len(rows) > 1 else []
 
@@ -182,14 +197,16 @@ def outcome(interval: stats.Interval, needed: str) -> str:
 def verdict(loss: stats.Interval, time: stats.Interval, needed: tuple[str, str]) -> str:
     """One sentence. Shown means: the 99 % interval excludes 0."""
     lower, higher = time.high < 0 or loss.high < 0, time.low > 0 or loss.low > 0
-    word = {(False, False): "undecided", (True, False): "A is better", (False, True): "B is better", (True, True): "a trade of time for loss"}[lower, higher]
+    word = {(False, False): "undecided", (True, False): "A is better", (False, True): "B is better",
+            (True, True): "a trade of time for loss"}[lower, higher]
     return f"{word}: time {outcome(time, needed[1])}; loss {outcome(loss, needed[0])}"
 
 
 def needed_text(difference: float, spread: float, samples: int) -> str:
     """How many runs would show what was seen, at level 0.01 with power 0.9."""
     n = stats.runs_needed(difference / spread, samples=samples) if spread > 0 and difference else None
-    return f"n = {n} {'an arm' if samples == 2 else 'pairs'} would show one of this size" if n else "too small to show with any n"
+    return (f"n = {n} {'an arm' if samples == 2 else 'pairs'} would show one of this size" if n
+            else "too small to show with any n")
 
 
 def equal_loss(a: list[Run], b: list[Run]) -> str:
@@ -199,7 +216,8 @@ def equal_loss(a: list[Run], b: list[Run]) -> str:
         return "time at equal loss: the logs hold no common curve"
     level = max(curve_a[-1, 1], curve_b[-1, 1])
     time_a, time_b = seconds_to(curve_a, level), seconds_to(curve_b, level)
-    return (f"time at equal loss: {kind_a} {level:.4f} after {time_a:.2f} s (A) and {time_b:.2f} s (B), {time_a - time_b:+.2f} s. "
+    return (f"time at equal loss: {kind_a} {level:.4f} after {time_a:.2f} s (A) and {time_b:.2f} s (B), "
+            f"{time_a - time_b:+.2f} s. "
             "A guide: the end of a schedule lowers the loss by itself")
 
 
@@ -210,7 +228,10 @@ def pooled(arms: tuple[list[float], list[float]]) -> float:
 
 
 def beside_one_public_run(a: list[Run], b: list[Run]) -> str | None:
-    """The words for our runs beside a single one of others, which no test can judge; None where that is not what the sides are."""
+    """The words for our runs beside a single one of others, which no test can judge;
+
+    None where that is not what the sides are.
+    """
     ours, theirs = (a, b) if a[0].head.get("machine") else (b, a)
     if len(theirs) != 1 or theirs[0].head.get("machine") or not ours[0].head.get("machine"):
         return None
@@ -219,13 +240,15 @@ def beside_one_public_run(a: list[Run], b: list[Run]) -> str | None:
     several = f"n = {len(losses)}, sd {stats.sd(losses):.4f}" if len(losses) > 1 else "n = 1"
     computed = " (computed)" if theirs[0].head.get("times") == "computed" else ""
     return (f"one run of theirs: {theirs[0].loss:.4f} in {theirs[0].ms / 1e3:.1f} s{computed}; "
-            f"ours is {abs(lower):.4f} {'lower' if lower > 0 else 'higher'} ({several}) in {stats.mean(times):.1f} s; no test")
+            f"ours is {abs(lower):.4f} {'lower' if lower > 0 else 'higher'} ({several}) in {stats.mean(times):.1f} s; "
+            f"no test")
 
 
 def compare(a_spec: str, b_spec: str) -> str:
     """The report on two sets of runs. A single run an arm borrows the usual noise to say how many are needed."""
     (a_name, a), (b_name, b), pairs = load_pair(a_spec, b_spec)
-    losses, times = ([run.loss for run in a], [run.loss for run in b]), ([run.ms / 1e3 for run in a], [run.ms / 1e3 for run in b])
+    losses = [run.loss for run in a], [run.loss for run in b]
+    times = [run.ms / 1e3 for run in a], [run.ms / 1e3 for run in b]
     no_loss, no_time = incomparable(a, b)
     loss, time = stats.welch(*losses), (stats.paired if pairs else stats.welch)(*times)
     usual = stats.mean(times[1])
@@ -236,15 +259,20 @@ def compare(a_spec: str, b_spec: str) -> str:
         conclusion = "none, the losses are not comparable"
     else:
         conclusion = beside_one_public_run(a, b)
-    if not no_loss and not conclusion:
-        conclusion = f"loss {outcome(loss, needed[0])}; the times are not comparable" if no_time else verdict(loss, time, needed)
-    known = "yes" if a[0].head.get("machine") and b[0].head.get("machine") else "perhaps, the logs do not name their machine"
+    if not conclusion and no_time:
+        conclusion = f"loss {outcome(loss, needed[0])}; the times are not comparable"
+    elif not conclusion:
+        conclusion = verdict(loss, time, needed)
+    known = ("yes" if a[0].head.get("machine") and b[0].head.get("machine")
+             else "perhaps, the logs do not name their machine")
     return "\n".join([
-        *(f"{side}  {name}\n   {len(runs)} run{'s' * (len(runs) > 1)}, loss {spread(x, 5)}, time {spread(t, 3)} s, {hardware(runs[0])}"
+        *(f"{side}  {name}\n   {len(runs)} run{'s' * (len(runs) > 1)}, loss {spread(x, 5)}, time {spread(t, 3)} s, "
+          f"{hardware(runs[0])}"
           for side, name, runs, x, t in zip("AB", (a_name, b_name), (a, b), losses, times)),
         f"losses comparable: {'no, ' + '; '.join(no_loss) if no_loss else 'yes'}",
         f"times comparable:  {'no, ' + '; '.join(no_time) if no_time else known}",
         f"loss A - B  {loss.difference:+.5f}  99 % interval {loss.low:+.5f} to {loss.high:+.5f} (Welch)",
-        f"time A - B  {time.difference:+.3f} s = {100 * time.difference / usual if usual else 0:+.2f} %  99 % interval {time.low:+.3f} to {time.high:+.3f} s "
+        f"time A - B  {time.difference:+.3f} s = {100 * time.difference / usual if usual else 0:+.2f} %  99 % interval "
+        f"{time.low:+.3f} to {time.high:+.3f} s "
         f"({'paired by seed' if pairs else 'Welch'})",
         *stage_table(a, b), equal_loss(a, b), f"verdict: {conclusion}"])

@@ -13,7 +13,8 @@ from tracks import RULE_SINCE, TRACKS
 LEVEL = 0.01  # of the one-sided z-test; a restarted idea has half of it
 NO_WORSE = 0.001  # an upper limit of the loss difference below this counts as the same loss
 UPPER_95 = 1.6448536269514722
-# What a loss is worth in time: .001 is half a percent (LOG, "What a loss is worth in time"). It holds for small differences.
+# What a loss is worth in time: .001 is half a percent (LOG, "What a loss is worth in time"). It holds for small
+# differences.
 TIME_OF_LOSS, FURTHEST = 5.0, 0.03
 
 
@@ -106,7 +107,8 @@ def sd_table(folders: list[Folder]) -> str:
         found, degrees = stats.pooled_sd(arms)
         needed = ", ".join(str(runs_for(margin, track.loss_sd)) for margin in (0.003, 0.004, 0.006))
         pooled = f"{found:.4f}" if degrees else ""
-        rows.append(f"| `{name}` | {sum(map(len, arms))} | {len(arms)} | {degrees} | {pooled} | {track.loss_sd} | {needed} |")
+        rows.append(f"| `{name}` | {sum(map(len, arms))} | {len(arms)} | {degrees} | {pooled} | {track.loss_sd} | "
+                    f"{needed} |")
     return "\n".join(rows)
 
 
@@ -129,7 +131,9 @@ def verdict(folder: Folder) -> str:
 def rule_tables() -> str:
     """Both tables of records/README.md."""
     folders = before_the_rule()
-    head = ["| record before the rule | n | standard errors below its target | p (z-test) | below by the rule | n for this margin "
+    head = ["| record before the rule | n | standard errors below its target | p (z-test) | below by the rule | n for "
+            "this margin "
             "| gain at the parent's loss |", "|---|---|---|---|---|---|---|"]
-    said = f"n = ceil({RUNS_FACTOR} sd^2 / margin^2), at least 5. Runs, arms and pooled sd are those of the records before {RULE_SINCE}."
+    said = (f"n = ceil({RUNS_FACTOR} sd^2 / margin^2), at least 5. Runs, arms and pooled sd are those of the records "
+            f"before {RULE_SINCE}.")
     return "\n".join([sd_table(folders), "", said, "", *head, *map(verdict, folders)])

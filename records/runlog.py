@@ -14,7 +14,8 @@ import numpy as np
 
 EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 2, 3, 4
 RULE = "=" * 100  # the public logs put one before and after the facts about the machine
-TEXT_STEP = re.compile(r"^step:(\d+)/(\d+) (?:(val|train)_loss:(-?\d+\.?\d*|nan|inf) )?train_time:(\d+\.?\d*)ms", re.MULTILINE)
+TEXT_STEP = re.compile(r"^step:(\d+)/(\d+) (?:(val|train)_loss:(-?\d+\.?\d*|nan|inf) )?train_time:(\d+\.?\d*)ms",
+                       re.MULTILINE)
 TEXT_CORPUS = re.compile(r"^corpus: (\w+)$", re.MULTILINE)
 TEXT_TIMES = re.compile(r"^times: (\w+)$", re.MULTILINE)
 TEXT_GPU = re.compile(r"^\|\s+\d+\s+(NVIDIA .*?)\s+(?:On|Off)\s*\|", re.MULTILINE)
@@ -38,7 +39,10 @@ def no_curve() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. Curves are rows of (step, seconds on the clock, loss); `stages` are (first step, what it is)."""
+    """One training run.
+
+    Curves are rows of (step, seconds on the clock, loss); `stages` are (first step, what it is).
+    """
     path: Path
     state: str  # "ok", what the end line says, or "incomplete"
     head: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +88,8 @@ def chained_lines(text: str) -> tuple[list[dict[str, Any]], str | None]:
 
 def describe_stage(line: dict[str, Any]) -> str:
     windows = f"{line['short_window_tokens']}/{line['long_window_tokens']}"
-    return f"{line['batch_tokens']:,} tokens a step, windows {windows}" + (", extension" if line.get("extension") else "")
+    extension = ", extension" if line.get("extension") else ""
+    return f"{line['batch_tokens']:,} tokens a step, windows {windows}{extension}"
 
 
 def read_json_log(path: Path, text: str) -> Run:
@@ -100,40 +105,55 @@ def read_json_log(path: Path, text: str) -> Run:
                 rows.append((before, ms / 1e3, line["train_loss"]))
         train = np.array(rows, float).reshape(-1, 3)
         vals = [(line["step"] or 0, line["loss"], line["final"]) for line in lines if line["kind"] == "val"]
-        at = [end.get("ms", math.nan) / 1e3 if final else np.interp(step, [0, *train[:, 0]], [0, *train[:, 1]]) for step, _, final in vals]
+        at = [end.get("ms", math.nan) / 1e3 if final else np.interp(step, [0, *train[:, 0]], [0, *train[:, 1]])
+              for step, _, final in vals]
         stages = tuple((int(float(line["step"])), describe_stage(line)) for line in lines if line["kind"] == "stage")
         total = sum(stage["steps"] for stage in head.get("preset", {}).get("stages", ()))
-        return Run(path, end.get("state", "incomplete"), head, float(end.get("loss", math.nan)), float(end.get("ms", math.nan)), total, train,
-                   np.array([(step, seconds, loss) for (step, loss, _), seconds in zip(vals, at)], float).reshape(-1, 3), stages, tuple(lines), broken)
+        rows = [(step, seconds, loss) for (step, loss, _), seconds in zip(vals, at)]
+        loss, ms = (float(end.get(name, math.nan)) for name in ("loss", "ms"))
+        return Run(path, end.get("state", "incomplete"), head, loss, ms, total, train,
+                   np.array(rows, float).reshape(-1, 3), stages, tuple(lines), broken)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        return Run(path, "incomplete", broken=broken or f"an event lacks or mistypes a field ({type(error).__name__}: {error})")
+        return Run(path, "incomplete",
+                   broken=broken or f"an event lacks or mistypes a field ({type(error).__name__}: {error})")
 
 
 def read_text_log(path: Path, text: str) -> Run:
-    """A public log: script, rule, machine, rule, step lines. Times are a host clock's; the last validation ends the run."""
+    """A public log: script, rule, machine, rule, step lines.
+
+    Times are a host clock's; the last validation ends the run.
+    """
     parts = text.split(f"\n{RULE}\n")
-    rows = [(int(step), int(total), kind or "train", float(ms) / 1e3, float(loss or "nan")) for step, total, kind, loss, ms in TEXT_STEP.findall(parts[-1])]
+    rows = [(int(step), int(total), kind or "train", float(ms) / 1e3, float(loss or "nan"))
+            for step, total, kind, loss, ms in TEXT_STEP.findall(parts[-1])]
     gpus = TEXT_GPU.findall(parts[1]) if len(parts) > 2 else []
-    head = {"script": sha256(parts[0]), "gpus": gpus, "world": len(gpus) or None, "device": gpus[0] if gpus else "unknown"}
+    head = {"script": sha256(parts[0]), "gpus": gpus, "world": len(gpus) or None, "device": gpus[0] if gpus
+            else "unknown"}
     for name, pattern in (("corpus", TEXT_CORPUS), ("times", TEXT_TIMES)):  # we add both where we made such a log
         if named := pattern.search(parts[1] if len(parts) > 2 else ""):
             head[name] = named[1]
-    train, vals = (np.array([(step, seconds, loss) for step, _, found, seconds, loss in rows if found == kind], float).reshape(-1, 3)
+    train, vals = (np.array([(step, seconds, loss) for step, _, found, seconds, loss in rows if found == kind],
+                            float).reshape(-1, 3)
                    for kind in ("train", "val"))
     total = rows[-1][1] if rows else 0
     done = len(vals) > 0 and vals[-1, 0] == total
     loss, ms = (vals[-1, 2], 1e3 * vals[-1, 1]) if done else (math.nan, math.nan)
-    stages = tuple((total * third // 3, f"third {third + 1} of the steps") for third in range(3)) if total else ()  # stages are not in the log
+    # stages are not in the log
+    stages = tuple((total * third // 3, f"third {third + 1} of the steps") for third in range(3)) if total else ()
     return Run(path, "ok" if done else "incomplete", head, float(loss), float(ms), total, train, vals, stages)
 
 
 def read_peer_result(path: Path, text: str) -> Run:
-    """A raw result in curves/: a public script that we ran on our data. Its training loss counts other targets, so only its end is a curve."""
+    """A raw result in curves/: a public script that we ran on our data.
+
+    Its training loss counts other targets, so only its end is a curve.
+    """
     try:
         result = json.loads(text)
         steps, seconds, val = int(result["steps"]), float(result["train_s"]), result["val"]
         corpus = str(val["file"]).partition("_val_")[0]
-        head = {"corpus": corpus, "world": 1, "device": "NVIDIA H200", "preset": {"val_tokens": val["tokens"]}, "seed": result["seed"]}
+        head = {"corpus": corpus, "world": 1, "device": "NVIDIA H200", "preset": {"val_tokens": val["tokens"]},
+                "seed": result["seed"]}
         end = np.array([(steps, seconds, float(val["loss"]))])
         return Run(path, "ok", head, float(val["loss"]), 1e3 * seconds, steps, vals=end)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -162,7 +182,8 @@ def stage_times(run: Run) -> list[float]:
 
 
 def loss_curve(run: Run) -> tuple[np.ndarray, str]:
-    """(seconds, loss) rows and what they are: validation where it was followed, else training loss averaged over three log lines."""
+    """(seconds, loss) rows and what they are: validation where it was followed, else training loss averaged over three
+    log lines."""
     if len(run.vals) > 2 or len(run.train) < 3 or np.isnan(run.train[:, 2]).all():
         return run.vals[:, 1:], "validation loss"
     three = np.ones(3) / 3  # both columns, so that the average does not lag behind

@@ -28,12 +28,14 @@ def check_idle(patience_s: float = 20.0) -> None:
     deadline = time.monotonic() + patience_s
     while busy := query_gpus("--query-compute-apps=pid,process_name,used_memory"):
         if time.monotonic() > deadline:
-            fail("GPUs", "no other process", "; ".join(busy[:3]), "wait for it or stop it: a shared machine gives no valid times", EXIT_HARDWARE)
+            fail("GPUs", "no other process", "; ".join(busy[:3]),
+                 "wait for it or stop it: a shared machine gives no valid times", EXIT_HARDWARE)
         time.sleep(2)
 
 
 def check_ready(folder: Folder, data: Path) -> None:
-    """Scripts and data must still be those of the plan, and it must have a parent if this hardware asks for one, before a GPU second is spent."""
+    """Scripts and data must still be those of the plan, and it must have a parent if this hardware asks for one, before
+    a GPU second is spent."""
     for arm, expected in folder.record["scripts"].items():
         path = folder.script(arm)
         found = sha256(path.read_bytes()) if path.exists() else "no file"
@@ -42,7 +44,8 @@ def check_ready(folder: Folder, data: Path) -> None:
     planned, found = folder.record["data"], data_manifest(folder.track, data)
     if found != planned:
         wrong = sorted(name for name in {*planned, *found} if planned.get(name) != found.get(name))
-        fail(f"data in {data}", f"{len(planned)} shards as in record.json", f"{', '.join(wrong[:3])} missing, added or different",
+        fail(f"data in {data}", f"{len(planned)} shards as in record.json",
+             f"{', '.join(wrong[:3])} missing, added or different",
              "fetch those shards, or --data FOLDER")
     require_parent_here(folder)
 
@@ -59,7 +62,8 @@ def command(folder: Folder, key: str, data: Path) -> list[str]:
     plan = folder.record["plan"]
     length = ["--length", str(plan["length"])] if "length" in plan else []
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={plan['world']}",
-            local(folder, folder.script(arm)), "--preset", folder.track.preset, "--seed", seed, "--data", local(folder, data),
+            local(folder, folder.script(arm)), "--preset", folder.track.preset, "--seed", seed, "--data",
+            local(folder, data),
             "--log-dir", local(folder, log_dir(folder, key)), *length]
 
 
@@ -87,7 +91,8 @@ def progress(run: Run, number: int, count: int, key: str, typical_s: float | Non
     return text + (f", all runs {minutes(left + (count - number) * typical_s)}" if typical_s else "")
 
 
-def follow(process: subprocess.Popen, directory: Path, number: int, count: int, key: str, typical_s: float | None) -> None:
+def follow(process: subprocess.Popen, directory: Path, number: int, count: int, key: str,
+           typical_s: float | None) -> None:
     """Show progress until the process ends: on one line of a terminal, else a line for each new step in the log."""
     terminal, started, shown = sys.stdout.isatty(), time.monotonic(), None
     while process.poll() is None:
@@ -117,15 +122,16 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def collect(folder: Folder, key: str) -> Run | None:
-    """File the log of an attempt: a result goes to runs/, anything else to unfinished/, where it stays visible. Returns the last one.
+    """File the log of an attempt: a result goes to runs/, anything else to unfinished/, where it stays visible.
 
-    A run that diverged is a result. Otherwise one could repeat a script until it does not.
+    Returns the last one. A run that diverged is a result. Otherwise one could repeat a script until it does not.
     """
     directory, run = log_dir(folder, key), None
     for path in sorted(directory.glob("*.jsonl")):
         run = read_run(path)
         result = run.ok or exit_code(run) == EXIT_NUMERICS
-        target = folder.path / "runs" / f"{key}.jsonl" if result else folder.path / "unfinished" / f"{key}-{path.stem.rpartition('-')[2]}.jsonl"
+        aside = folder.path / "unfinished" / f"{key}-{path.stem.rpartition('-')[2]}.jsonl"
+        target = folder.path / "runs" / f"{key}.jsonl" if result else aside
         target.parent.mkdir(exist_ok=True)
         path.rename(target)
         if result:
@@ -143,10 +149,12 @@ def exit_code(run: Run | None) -> int | None:
 def attempt(folder: Folder, key: str, number: int, data: Path, typical_s: float | None, lock: int) -> None:
     """One training run, from start to a filed log."""
     check_idle()
-    directory, count, output = log_dir(folder, key), len(folder.record["plan"]["order"]), folder.path / "running" / "output.txt"
+    directory, count, output = log_dir(folder,
+                                       key), len(folder.record["plan"]["order"]), folder.path / "running" / "output.txt"
     directory.mkdir(parents=True, exist_ok=True)
     with output.open("w") as file:
-        process = subprocess.Popen(command(folder, key, data), cwd=folder.path.parents[1], env=environment(folder, key), stdout=file,
+        process = subprocess.Popen(command(folder, key, data), cwd=folder.path.parents[1], env=environment(folder, key),
+                                   stdout=file,
                                    stderr=subprocess.STDOUT, start_new_session=True,
                                    pass_fds=[lock])  # so that a training that outlives this process keeps the lock
         try:
@@ -166,13 +174,16 @@ def check_result(folder: Folder, key: str) -> None:
     runs = {run.path.stem: run for arm in folder.record["scripts"] for run in folder.runs(arm)}
     path, stated = folder.path / "runs" / f"{key}.jsonl", folder.record["runs"][f"{key}.jsonl"]
     if key not in runs or sha256(path.read_bytes()) != stated:
-        fail(f"run {key}, {path}", f"sha256 {stated[:16]} as in record.json", "another: edited or cut since" if key in runs else "no file",
+        fail(f"run {key}, {path}", f"sha256 {stated[:16]} as in record.json", "another: edited or cut since"
+             if key in runs else "no file",
              "restore the file, for example with git, or plan anew with `new`")
     if not runs[key].ok:
-        fail(f"run {key}", "a finite loss", runs[key].state, "this plan has failed; change the script and plan anew with `new`", EXIT_NUMERICS)
+        fail(f"run {key}", "a finite loss", runs[key].state,
+             "python records abandon DIR WHY, then change the script and plan anew with `new`", EXIT_NUMERICS)
     for check in evaluate(EACH_RUN, Context(folder, runs)):
         if not check.ok:
-            fail(f"run {key}, {check.name}", "a log that verifies", check.text, "mend the cause and plan anew with `new`")
+            fail(f"run {key}, {check.name}", "a log that verifies", check.text,
+                 "mend the cause and plan anew with `new`")
 
 
 @contextlib.contextmanager
@@ -197,7 +208,8 @@ def run_plan(path: Path, data: Path | None) -> None:
 
 def carry_out(folder: Folder, data: Path | None, lock: int) -> None:
     if folder.record.get("abandoned"):
-        fail(f"record {folder.path.name}", "a plan to carry out", "one that was abandoned", "plan anew, once with --restart")
+        fail(f"record {folder.path.name}", "a plan to carry out", "one that was abandoned",
+             "plan anew, once with --restart")
     data = (data or folder.path.parents[1] / folder.track.data).resolve()
     check_ready(folder, data)
     order, durations = folder.record["plan"]["order"], []

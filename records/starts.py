@@ -1,4 +1,5 @@
-"""Cold and warm starts: where the compilers keep what they make, and how long a plan will hold the machine because of it."""
+"""Cold and warm starts: where the compilers keep what they make, and how long a plan will hold the machine because of
+it."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ from typing import NamedTuple
 from record import CACHES_AN_ARM, Folder, cache_number, finished, hardware_here, query_gpus
 from runlog import Run
 
-# Two folders for each arm of a plan, outside of the records: what a start draws by chance, as Inductor's choice among configurations, is
-# drawn once for a cache, so that one cache for all runs of an arm would be one draw. Temporary; removed with the plan's last run.
+# Two folders for each arm of a plan, outside of the records: what a start draws by chance, as Inductor's choice among
+# configurations, is drawn once for a cache, so that one cache for all runs of an arm would be one draw. Temporary;
+# removed with the plan's last run.
 CACHES = Path(tempfile.gettempdir()) / f"train_gpt-compiled-{os.getuid()}"
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-# For runs without a GPU: those of cpu_settings in run.sh, which gives the reasons; a test holds both together. A run took 24 s with them for 84.
-CPU_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "8589934592", "OMP_WAIT_POLICY": "PASSIVE"}
-# From the last step of a run to the start of the next: the validation, the end of the process, torchrun. The records' took 3 to 12 s.
+# For runs without a GPU: those of cpu_settings in run.sh, which gives the reasons; a test holds both together. A run
+# took 24 s with them for 84.
+CPU_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "8589934592",
+                "OMP_WAIT_POLICY": "PASSIVE"}
+# From the last step of a run to the start of the next: the validation, the end of the process, torchrun. The records'
+# took 3 to 12 s.
 CLOSING_SECONDS, INTERRUPTION_SECONDS = 6.5, 600
 
 
@@ -66,7 +71,8 @@ def warm_starts(runs: list[Run]) -> list[float]:
 
 
 class Timing(NamedTuple):
-    """What runs took, in seconds: `cold` and `warm` is all but the training, and `training` is that of the preset's length, by arm."""
+    """What runs took, in seconds: `cold` and `warm` is all but the training, and `training` is that of the preset's
+    length, by arm."""
     cold: float
     warm: float
     training: dict[str, float]
@@ -98,18 +104,22 @@ def start_up(run: Run) -> float:
 
 
 def closing(runs: list[Run]) -> list[float]:
-    """From the last step of each run to the start of the next, where no interruption came between. `runs` are of both arms, which take turns."""
-    between = [(began(after) - began(run)).total_seconds() - start_up(run) - run.ms / 1e3 for run, after in zip(runs, runs[1:])]
+    """From the last step of each run to the start of the next, where no interruption came between. `runs` are of both
+    arms, which take turns."""
+    between = [(began(after) - began(run)).total_seconds() - start_up(run) - run.ms / 1e3
+               for run, after in zip(runs, runs[1:])]
     return [max(0.0, seconds) for seconds in between if seconds < INTERRUPTION_SECONDS]
 
 
 def training(runs: list[Run]) -> float | None:
     """Mean seconds of a training of the preset's length."""
-    return statistics.fmean(run.ms / 1e3 / float(run.head["settings"].get("length", 1)) for run in runs) if runs else None
+    return statistics.fmean(run.ms / 1e3 / float(run.head["settings"].get("length", 1))
+                            for run in runs) if runs else None
 
 
 def timing(folder: Folder) -> Timing | None:
-    """By the record's own runs so far and those of its parent, or else of the newest record of the track; one on this hardware comes first."""
+    """By the record's own runs so far and those of its parent, or else of the newest record of the track; one on this
+    hardware comes first."""
     here = hardware_here(folder.record["plan"]["world"])
     others = [other for other in finished(folder.path.parent, folder.record["track"]) if other.path != folder.path]
     others.sort(key=lambda other: (other.hardware == here, other.path == folder.parent, other.started), reverse=True)
@@ -126,9 +136,11 @@ def timing(folder: Folder) -> Timing | None:
     rest = statistics.median(between) if between else CLOSING_SECONDS
 
     usual = training(together) or training(logged)
-    source = (["its own runs"] if together else []) + ([f"{others[0].path.name}, {others[0].hardware}"] if logged else [])
+    source = (["its own runs"] if together else []) + ([f"{others[0].path.name}, {others[0].hardware}"] if logged
+                                                       else [])
     compiles = any(line.get("graphs") for runs in arms for run in runs for line in run.of("warm"))
-    return Timing(cold + rest, warm + rest, {arm: training(runs) or usual for arm, runs in own.items()}, compiles, " and ".join(source))
+    return Timing(cold + rest, warm + rest, {arm: training(runs) or usual for arm, runs in own.items()}, compiles,
+                  " and ".join(source))
 
 
 def counted(number: int, word: str) -> str:
@@ -139,7 +151,8 @@ def duration(folder: Folder) -> str:
     """How long what is left of a plan will take, in a sentence with its parts."""
     order = folder.record["plan"]["order"]
     left = [key for key in order if f"{key}.jsonl" not in folder.record["runs"]]
-    runs = counted(len(order), "run") if len(left) == len(order) else f"{len(left)} of {counted(len(order), 'run')} left"
+    runs = counted(len(order),
+                   "run") if len(left) == len(order) else f"{len(left)} of {counted(len(order), 'run')} left"
     if not left:
         return f"{runs}: no device time"
     found = timing(folder)
@@ -152,4 +165,5 @@ def duration(folder: Folder) -> str:
     starts = [f"{counted(number, f'{word} start')} of about {seconds:.0f} s"
               for number, word, seconds in ((cold, "cold", found.cold), (warm, "warm", found.warm)) if number]
     total = sum(trainings) + cold * found.cold + warm * found.warm
-    return f"{runs}: {', '.join(starts)}, training {statistics.fmean(trainings):.0f} s each: about {total / 60:.1f} minutes, going by {found.source}"
+    return (f"{runs}: {', '.join(starts)}, training {statistics.fmean(trainings):.0f} s each: about {total / 60:.1f} "
+            f"minutes, going by {found.source}")

@@ -1,4 +1,5 @@
-"""Student's t without scipy: tests, intervals and the number of runs a claim needs. tests/test_records_stats.py holds it to scipy within 1e-6."""
+"""Student's t without scipy: tests, intervals and the number of runs a claim needs. tests/test_records_stats.py holds
+it to scipy within 1e-6."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import numpy as np
 
 
 class Interval(NamedTuple):
-    """A difference of means and where it lies with the asked confidence; infinite bounds where one run says nothing about the spread."""
+    """A difference of means and where it lies with the asked confidence; infinite bounds where one run says nothing
+    about the spread."""
 
     difference: float
     low: float
@@ -59,7 +61,8 @@ def t_cdf(t: float, df: float) -> float:
 
 
 def t_quantile(probability: float, df: float) -> float:
-    """The t below which `probability` of Student's distribution lies, by bisection on the tail that keeps its digits."""
+    """The t below which `probability` of Student's distribution lies, by bisection on the tail that keeps its digits.
+    """
     if probability > 0.5:
         return -t_quantile(1 - probability, df)
     low, high = -1.0, 0.0
@@ -72,7 +75,10 @@ def t_quantile(probability: float, df: float) -> float:
 
 
 def noncentral_t_cdf(t: float, df: float, shift: float) -> float:
-    """P((Z + shift) / S <= t), Z standard normal, S = sqrt(chi2 / df): Phi(t s - shift) integrated over the density of S."""
+    """P((Z + shift) / S <= t), Z standard normal, S = sqrt(chi2 / df):
+
+    Phi(t s - shift) integrated over the density of S.
+    """
     spread, bend = 1 / math.sqrt(2 * df), shift / t if t else 0.0  # where Phi turns from 0 to 1, within a few 1 / t
     low, high = max(0.0, 1 - 12 * spread), 1 + 12 * spread + 4 / df
     edges = sorted(min(max(edge, low), high) for edge in (low, bend - 8 / abs(t or 1), bend + 8 / abs(t or 1), high))
@@ -80,7 +86,8 @@ def noncentral_t_cdf(t: float, df: float, shift: float) -> float:
     total = 0.0
     for left, right in zip(edges, edges[1:]):
         s = (left + right) / 2 + (right - left) / 2 * nodes
-        log_density = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2) + (df - 1) * np.log(np.maximum(s, 1e-300)) - df * s * s / 2
+        constant = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2)
+        log_density = constant + (df - 1) * np.log(np.maximum(s, 1e-300)) - df * s * s / 2
         below = np.array([math.erfc((shift - t * x) / math.sqrt(2)) / 2 for x in s])
         total += float((right - left) / 2 * (weights * np.exp(log_density) * below).sum())
     return total
@@ -131,7 +138,8 @@ def power(effect: float, n: int, alpha: float = 0.01, samples: int = 2) -> float
     return 1 - noncentral_t_cdf(critical, df, shift) + noncentral_t_cdf(-critical, df, shift)
 
 
-def runs_needed(effect: float, alpha: float = 0.01, wanted: float = 0.9, samples: int = 2, most: int = 10_000) -> int | None:
+def runs_needed(effect: float, alpha: float = 0.01, wanted: float = 0.9, samples: int = 2,
+                most: int = 10_000) -> int | None:
     """The smallest n (runs an arm, or pairs) whose power reaches `wanted`; None where even `most` would not do."""
     if not math.isfinite(effect) or power(effect, most, alpha, samples) < wanted:
         return None
@@ -152,7 +160,8 @@ def z_below(values: Sequence[float], target: float, known_sd: float) -> float:
 
 
 def pooled_sd(arms: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Standard deviation common to all arms, each with a mean of its own, and its degrees of freedom; nan and 0 without any."""
+    """Standard deviation common to all arms, each with a mean of its own, and its degrees of freedom; nan and 0 without
+    any."""
     several = [values for values in arms if len(values) > 1]
     degrees = sum(len(values) - 1 for values in several)
     squares = math.fsum((len(values) - 1) * sd(values) ** 2 for values in several)

@@ -1,4 +1,7 @@
-"""`verify`: every check a record must pass, one line each. A check sees only the folder, its parent and the logs; that for a parent, all records."""
+"""`verify`: every check a record must pass, one line each.
+
+A check sees only the folder, its parent and the logs; that for a parent, all records.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,23 @@ from typing import NamedTuple
 import stats
 from codediff import training_changes
 from record import (
-    HOME, SCRIPT, Folder, claims, hardware, least_runs, load, log_name, manifest_hash, plan_id, plan_order, plan_seeds, readable,
+    HOME, SCRIPT, Folder, claims, hardware, least_runs, load, log_name, manifest_hash, plan_id, plan_order, plan_seeds,
+    readable,
     require_parent, restart_problem)
 from report import gain, means, numbers_block, read_block
 from rule import NO_WORSE, ended_high, equal_loss, losses, reached
 from runlog import Failure, Run, read_run, sha256
 from tracks import EARLIER, PINS, RULE_SINCE
 
-# Command-line options that may differ from their defaults in a record; a length must be the plan's. --val-every is none of them: while the
-# clock pauses for a validation, batches are prefetched and the GPU cools down.
+# Command-line options that may differ from their defaults in a record; a length must be the plan's. --val-every is none
+# of them: while the clock pauses for a validation, batches are prefetched and the GPU cools down.
 FREE_SETTINGS = {"preset", "data", "seed", "log_dir", "length"}
 SAME_EVERYWHERE = ("machine", "gpus", "device", "world", "torch", "triton", "cuda", "driver", "python")
 LIST_BEFORE_THE_RULE = HOME / "before-the-rule.sha256"  # of each record.json; no other has the first schema
 WAIT_DAYS = 30  # from a plan to its first run at most
 USUAL_STATE = ("device", "torch")  # runs that share these, script and seed start from the same weights
-STEP_TOLERANCE = 0.003, 5.0  # by how much the steps' times may differ from the clock's: a share, and ms. Logs differ by .02 % and 4 ms
+# by how much the steps' times may differ from the clock's: a share, and ms. Logs differ by .02 % and 4 ms
+STEP_TOLERANCE = 0.003, 5.0
 SLOWER_PARENT = 0.05  # beyond this arm b is said to differ from its own record
 
 
@@ -48,11 +53,13 @@ def day(text: str) -> datetime.date:
 
 
 def check_name(c: Context) -> Findings:
-    """The folder is named after the record's day, on which it was planned: not after its first run, and not long before."""
+    """The folder is named after the record's day, on which it was planned: not after its first run, and not long
+    before."""
     name, date = c.folder.path.name, c.folder.record["date"]
     bad = [] if name.startswith(date + "_") else [f"expected {date}_NAME, found {name}"]
     if c.runs and not 0 <= (wait := (day(c.folder.started) - day(date)).days) <= WAIT_DAYS:
-        bad.append(f"expected a date up to {WAIT_DAYS} days before the first run of {c.folder.started[:10]}, found {date}")
+        bad.append(f"expected a date up to {WAIT_DAYS} days before the first run of {c.folder.started[:10]}, found "
+                   f"{date}")
     return bad, name
 
 
@@ -61,25 +68,31 @@ def check_script(c: Context) -> Findings:
     for arm, expected in scripts.items():
         path = c.folder.script(arm)
         found = sha256(path.read_bytes()) if path.exists() else "no file"
-        bad += [] if found == expected else [f"{path}: expected sha256 {expected[:16]}, found {found[:16]}; fix: restore the script that ran"]
+        bad += [] if found == expected else [f"{path}: expected sha256 {expected[:16]}, found {found[:16]}; fix: "
+                                             f"restore the script that ran"]
     return bad, ", ".join(f"arm {arm} {digest[:16]}" for arm, digest in scripts.items())
 
 
 def check_parent(c: Context) -> Findings:
-    """A parent where the rules ask for one, which needs the first log: it says when and on which hardware the record was made."""
+    """A parent where the rules ask for one, which needs the first log: it says when and on which hardware the record
+    was made."""
     if c.folder.parent is None:
         if c.runs:
             require_parent(c.folder.path.parent, c.folder.record, c.folder.hardware, c.folder.started)
         return [], "none, arm a only"
     parent, record = load(c.folder.parent).record, c.folder.record
-    bad = [] if parent["track"] == record["track"] else [f"expected a record of {record['track']}, found {parent['track']}"]
-    bad += [f"{name}: expected the parent's content, found another" for name in sorted(parent["data"].keys() & record["data"].keys())
+    bad = []
+    if parent["track"] != record["track"]:
+        bad.append(f"expected a record of {record['track']}, found {parent['track']}")
+    bad += [f"{name}: expected the parent's content, found another"
+            for name in sorted(parent["data"].keys() & record["data"].keys())
             if parent["data"][name] != record["data"][name]]
     return bad, record["parent"]
 
 
 def seeds_of(folder: Folder) -> list[int]:
-    """Those that the plan should have: its own follow from its id, before the rule from the script, and a retime has the repeated record's."""
+    """Those that the plan should have: its own follow from its id, before the rule from the script, and a retime has
+    the repeated record's."""
     plan = folder.record["plan"]
     if repeated := folder.repeated if folder.under_rule else None:
         return repeated.record["plan"]["seeds"]
@@ -99,8 +112,10 @@ def check_plan(c: Context) -> Findings:
         bad.append(f"expected at least {least} runs an arm, found {n}")
     if c.folder.under_rule and claims(c.folder.track, record["kind"]) and not plan["margin"] and "retimes" not in plan:
         bad.append("expected the margin that n is for, found none")
-    if "restarts" in plan and (problem := restart_problem(load(c.folder.path.parent / plan["restarts"]), record["track"], name)):
-        bad.append(f"expected the restart of an abandoned plan, found {problem}")
+    if "restarts" in plan:
+        first = load(c.folder.path.parent / plan["restarts"])
+        if problem := restart_problem(first, record["track"], name):
+            bad.append(f"expected the restart of an abandoned plan, found {problem}")
     if "retimes" in plan and c.folder.repeated.record["scripts"] != record["scripts"]:
         bad.append(f"expected the scripts of {plan['retimes']}, found others")
     return bad, f"{n} runs an arm, {plan['id']}"
@@ -110,7 +125,8 @@ def check_runs(c: Context) -> Findings:
     planned = {f"{key}.jsonl" for key in c.folder.record["plan"]["order"]}
     listed, found = set(c.folder.record["runs"]), {path.name for path in (c.folder.path / "runs").glob("*")}
     missing = planned & listed - found if c.folder.record.get("abandoned") else planned - found
-    bad = [f"expected {name}, found none; fix: {'restore it' if name in listed else f'python records run {c.folder.path}'}"
+    bad = [f"expected {name}, found none; fix: "
+           f"{'restore it' if name in listed else f'python records run {c.folder.path}'}"
            for name in sorted(missing)]
     bad += [f"expected the planned runs only, found {name} too" for name in sorted(found - planned)]
     bad += [f"expected {name} in record.json, found no hash" for name in sorted((found & planned) - listed)]
@@ -120,7 +136,8 @@ def check_runs(c: Context) -> Findings:
 
 
 def is_the_copy(folder: Folder, other: Path) -> bool:
-    """Whether of two records with the same runs `folder` is to blame: the one whose plan was not made under its name, else both."""
+    """Whether of two records with the same runs `folder` is to blame: the one whose plan was not made under its name,
+    else both."""
     try:
         first = load(other)
     except Failure:
@@ -131,12 +148,14 @@ def is_the_copy(folder: Folder, other: Path) -> bool:
 
 def check_files(c: Context) -> Findings:
     hashes = c.folder.record["runs"]
-    bad = [f"{key}: expected sha256 {hashes[run.path.name][:16]}, found another: edited after the run" for key, run in c.runs.items()
+    bad = [f"{key}: expected sha256 {hashes[run.path.name][:16]}, found another: edited after the run"
+           for key, run in c.runs.items()
            if run.path.name in hashes and sha256(run.path.read_bytes()) != hashes[run.path.name]]
     for other in c.folder.path.parent.glob("*/record.json"):
         shared = other.parent != c.folder.path and any(digest in other.read_text() for digest in hashes.values())
         if shared and is_the_copy(c.folder, other.parent):
-            bad.append(f"expected runs of its own, found some of {other.parent.name} too; fix: remove the copy of the two")
+            bad.append(f"expected runs of its own, found some of {other.parent.name} too; fix: remove the copy of the "
+                       f"two")
     return bad, "every run file has the recorded SHA-256 and is of this record alone"
 
 
@@ -147,22 +166,26 @@ def start_state(run: Run) -> str | None:
 
 @functools.lru_cache(maxsize=512)
 def state_of_log(path: Path, changed_ns: int) -> tuple[tuple, str | None]:
-    """What decides the start of a run of another record, and the start itself. `changed_ns` renews the entry of a changed file."""
+    """What decides the start of a run of another record, and the start itself. `changed_ns` renews the entry of a
+    changed file."""
     run = read_run(path)
     return tuple(str(run.head.get(name)) for name in USUAL_STATE), start_state(run)
 
 
 def check_starts(c: Context) -> Findings:
-    """Seeds must differ in the weights they start from and in what they train; one script and seed always start alike."""
+    """Seeds must differ in the weights they start from and in what they train; one script and seed always start alike.
+    """
     bad, compared = [], 0
     for arm in sorted(c.folder.record["scripts"]):
         runs = {key: run for key, run in c.runs.items() if key.startswith(arm)}
         for what, values in (("start", [start_state(run) for run in runs.values()]),
                              ("losses", [tuple(run.train[:, 2]) for run in runs.values()])):
             if len(set(values)) < len(values) or None in values:
-                bad.append(f"arm {arm}: expected {len(values)} seeds with {what} of their own, found {len(set(values) - {None})}")
+                bad.append(f"arm {arm}: expected {len(values)} seeds with {what} of their own, found "
+                           f"{len(set(values) - {None})}")
     for folder in readable(c.folder.path.parent):
-        shared = [(own, arm) for own in c.folder.record["scripts"].items() for arm, digest in folder.record["scripts"].items()
+        shared = [(own, arm) for own in c.folder.record["scripts"].items()
+                  for arm, digest in folder.record["scripts"].items()
                   if digest == own[1] and (folder.path, arm) != (c.folder.path, own[0])]
         for (own, _), arm in shared:
             for seed in set(folder.record["plan"]["seeds"]) & set(c.folder.record["plan"]["seeds"]):
@@ -172,17 +195,21 @@ def check_starts(c: Context) -> Findings:
                 facts, state = state_of_log(path, path.stat().st_mtime_ns)
                 if facts == tuple(str(run.head.get(name)) for name in USUAL_STATE):
                     compared += 1
-                    bad += [] if state == start_state(run) else [f"{own}-s{seed}: expected the start of {folder.path.name}'s run, found another"]
-    return bad, "every seed starts and trains in its own way" + (f"; {compared} starts as in other records" if compared else "")
+                    if state != start_state(run):
+                        bad.append(f"{own}-s{seed}: expected the start of {folder.path.name}'s run, found another")
+    also = f"; {compared} starts as in other records" if compared else ""
+    return bad, f"every seed starts and trains in its own way{also}"
 
 
 def check_chain(c: Context) -> Findings:
-    return [f"{key}: expected an unbroken chain of lines, found {run.broken}" for key, run in c.runs.items() if run.broken], \
+    return [f"{key}: expected an unbroken chain of lines, found {run.broken}" for key, run in c.runs.items()
+            if run.broken], \
         "every line carries the hash of the one before"
 
 
 def ending_problems(run: Run) -> Iterator[str]:
-    """What keeps a run from being whole: the right lines in the right number, ended well, not shortened, nothing compiled on the clock."""
+    """What keeps a run from being whole: the right lines in the right number, ended well, not shortened, nothing
+    compiled on the clock."""
     counts = [len(run.of(kind)) for kind in ("head", "end")]
     if counts != [1, 1] or run.lines[0]["kind"] != "head" or run.lines[-1]["kind"] != "end":
         yield f"expected one head first and one end last, found {counts[0]} and {counts[1]}: incomplete"
@@ -193,7 +220,8 @@ def ending_problems(run: Run) -> Iterator[str]:
     if end.get("recompiled") != 0:
         yield f"expected 0 compilations on the clock, found {end.get('recompiled')}"
     if [(line.get("step"), line.get("loss")) for line in final] != [(run.total_steps, run.loss)]:
-        yield f"expected one final validation at step {run.total_steps} with the loss of the end, found {[line.get('step') for line in final]}"
+        found = [line.get("step") for line in final]
+        yield f"expected one final validation at step {run.total_steps} with the loss of the end, found {found}"
     if not len(run.train) or run.train[-1, 0] != run.total_steps or (run.train[1:, 0] <= run.train[:-1, 0]).any():
         yield f"expected steps up to {run.total_steps}, found {run.train[-1, 0] if len(run.train) else 0:.0f}"
 
@@ -203,7 +231,8 @@ def check_end(c: Context) -> Findings:
 
 
 def check_settings(c: Context) -> Findings:
-    """Each log is the planned run: script, seed, world, preset, length, default options, and the plan's id in its log folder."""
+    """Each log is the planned run: script, seed, world, preset, length, default options, and the plan's id in its log
+    folder."""
     plan, bad = c.folder.record["plan"], []
     for key, run in c.runs.items():
         arm, _, seed = key.partition("-s")
@@ -226,7 +255,8 @@ def check_settings(c: Context) -> Findings:
 def check_order(c: Context) -> Findings:
     started = [(key, c.runs[key].head.get("started")) for key in c.folder.record["plan"]["order"] if key in c.runs]
     bad = [f"{key}: expected when it started, found nothing" for key, time in started if not time]
-    return bad or [f"expected {a} before {b}, found it after" for (a, x), (b, y) in zip(started, started[1:]) if x >= y], \
+    return bad or [f"expected {a} before {b}, found it after" for (a, x), (b, y) in zip(started, started[1:])
+                   if x >= y], \
         f"as planned, from {started[0][1]} to {started[-1][1]}"
 
 
@@ -235,11 +265,13 @@ def check_machine(c: Context) -> Findings:
     bad = [] if head.get("machine") else ["expected which machine it was, found nothing"]
     bad += [f"{name}: expected one value in all runs, found {len(values)}" for name in SAME_EVERYWHERE
             if len(values := {str(run.head.get(name)) for run in c.runs.values()}) > 1]
-    return bad, f"{head.get('machine')}: {head.get('world')} x {head.get('device')}, torch {head.get('torch')}, triton {head.get('triton')}"
+    place = f"{head.get('machine')}: {head.get('world')} x {head.get('device')}"
+    return bad, f"{place}, torch {head.get('torch')}, triton {head.get('triton')}"
 
 
 def corpus_problems(c: Context) -> Iterator[str]:
-    """The tokens must be those of the track, whatever the files are called: by pins, and by what other corpora are known to hold."""
+    """The tokens must be those of the track, whatever the files are called: by pins, and by what other corpora are
+    known to hold."""
     track, manifest = c.folder.track, c.folder.record["data"]
     foreign = [name for name in manifest if not name.startswith(track.corpus + "_")]
     if foreign:
@@ -248,8 +280,12 @@ def corpus_problems(c: Context) -> Iterator[str]:
     if pins and manifest_hash(manifest, list(manifest)) != pins.manifest:
         yield f"expected the pinned shards of {track.corpus}, found others"
     for other in readable(c.folder.path.parent):
-        if other.track.corpus != track.corpus and set(other.record["data"].values()) & set(manifest.values()):
+        known = other.record["data"]
+        if other.track.corpus != track.corpus and set(known.values()) & set(manifest.values()):
             yield f"expected shards of {track.corpus}, found some of {other.track.corpus}"
+            return
+        if other.track.corpus == track.corpus and any(known[name] != manifest[name] for name in known.keys() & manifest):
+            yield f"expected shards as in {other.path.name}, found others of their names"
             return
 
 
@@ -269,7 +305,8 @@ def token_problems(c: Context, key: str, run: Run) -> Iterator[str]:
 
 
 def check_tokens(c: Context) -> Findings:
-    """The same tokens everywhere: the track's shards, as planned and in order, one validation set, one training stream an arm."""
+    """The same tokens everywhere: the track's shards, as planned and in order, one validation set, one training stream
+    an arm."""
     manifest, bad, hashes = c.folder.record["data"], list(corpus_problems(c)), {}
     train, val = ([name for name in manifest if f"_{kind}_" in name] for kind in ("train", "val"))
     for key, run in c.runs.items():
@@ -281,7 +318,8 @@ def check_tokens(c: Context) -> Findings:
         bad += token_problems(c, key, run)
         hashes.setdefault("validation", set()).add(end.get("val_hash"))
         hashes.setdefault(f"training, arm {key[0]}", set()).add(end.get("train_hash"))
-    bad += [f"tokens of {name}: expected one hash, found {len(found)}" for name, found in hashes.items() if len(found) > 1 or None in found]
+    bad += [f"tokens of {name}: expected one hash, found {len(found)}" for name, found in hashes.items()
+            if len(found) > 1 or None in found]
     return bad, "; ".join(f"{name} {', '.join(map(str, found))}" for name, found in hashes.items())
 
 
@@ -301,7 +339,8 @@ def clock_problems(run: Run) -> Iterator[str]:
 
 
 def check_clock(c: Context) -> Findings:
-    return [f"{key}: {text}" for key, run in c.runs.items() for text in clock_problems(run)], "intervals and steps sum to the totals"
+    bad = [f"{key}: {text}" for key, run in c.runs.items() for text in clock_problems(run)]
+    return bad, "intervals and steps sum to the totals"
 
 
 def check_means(c: Context) -> Findings:
@@ -331,7 +370,9 @@ def earlier_target(c: Context) -> Findings:
     text += ", the mean decides" if waived else f", needs < {rule.alpha}"
     reached_it = value <= rule.target_loss and (waived or p < rule.alpha)
     text += f"; before the rule of {RULE_SINCE}"
-    return [] if reached_it or kind == "baseline" else [text], text + ("" if reached_it else "; a baseline, so no claim")
+    if reached_it or kind != "baseline":
+        return [] if reached_it else [text], text
+    return [], text + "; a baseline, so no claim"
 
 
 def check_target(c: Context) -> Findings:
@@ -345,8 +386,8 @@ def check_target(c: Context) -> Findings:
     if c.folder.target is None:
         return [], f"loss {stats.mean(values):.4f}, {high}; this track has no target yet"
     test = reached(c.folder)
-    text = f"mean loss {stats.mean(values):.4f}, {test.standard_errors:+.1f} standard errors below {c.folder.target}, p = {test.p:.2g}, " \
-           f"needs < {test.level}; {high}"
+    text = (f"mean loss {stats.mean(values):.4f}, {test.standard_errors:+.1f} standard errors below {c.folder.target}, "
+            f"p = {test.p:.2g}, needs < {test.level}; {high}")
     if c.folder.record["kind"] == "baseline":
         return [], text + "; a baseline, so no claim"
     return [] if test.ok else [text], text
@@ -355,14 +396,18 @@ def check_target(c: Context) -> Findings:
 def parents_time(folder: Folder) -> str:
     """A warning where arm b took another time than its own record did on such hardware; empty where it did not."""
     own = load(folder.parent)
-    if own.hardware != hardware(folder.runs("b")[0]) or own.record["plan"].get("length") != folder.record["plan"].get("length"):
+    lengths = {record.record["plan"].get("length") for record in (own, folder)}
+    if own.hardware != hardware(folder.runs("b")[0]) or len(lengths) > 1:
         return ""
     change = stats.mean([run.ms for run in folder.runs("b")]) / stats.mean([run.ms for run in own.runs("a")]) - 1
     return f"; WARNING: arm b took {change:+.1%} of the time in its own record" if abs(change) > SLOWER_PARENT else ""
 
 
 def check_gain(c: Context) -> Findings:
-    """Faster than the parent, and at no higher loss; or faster at the parent's loss. A `systems` record's loss is for check_kind."""
+    """Faster than the parent, and at no higher loss; or faster at the parent's loss.
+
+    A `systems` record's loss is for check_kind.
+    """
     if c.folder.parent is None:
         return [], "no parent to gain on"
     time, practice = gain(c.folder), c.folder.track.practice
@@ -380,23 +425,30 @@ def check_gain(c: Context) -> Findings:
 
 
 def check_kind(c: Context) -> Findings:
-    """`systems` says that the training itself is the parent's: same code where it is defined, same tokens, same loss."""
+    """`systems` says that the training itself is the parent's: same code where it is defined, same tokens, same loss.
+    """
     kind, parent = c.folder.record["kind"], c.folder.parent
-    if kind == "ml" or (kind == "systems") == (parent is None):
-        return [] if kind == "ml" else [f"{kind}: expected {'a' if kind == 'systems' else 'no'} parent, found {c.folder.record['parent']}"], kind
+    if kind == "ml":
+        return [], kind
+    if (kind == "systems") == (parent is None):
+        wanted = "a" if kind == "systems" else "no"
+        return [f"{kind}: expected {wanted} parent, found {c.folder.record['parent']}"], kind
     if kind == "baseline":
         return [], "baseline, a place to start from"
     changed = training_changes(*(c.folder.script(arm).read_text() for arm in "ab"))
     bad = [f"expected the parent's code, found changes of {', '.join(changed)}"] if changed else []
-    bad += ["expected the parent's training tokens, found others"] if len({run.lines[-1].get("train_hash") for run in c.runs.values()}) > 1 else []
+    if len({run.lines[-1].get("train_hash") for run in c.runs.values()}) > 1:
+        bad.append("expected the parent's training tokens, found others")
     loss = stats.welch(losses(c.folder), losses(c.folder, "b"))
     same = loss.contains_zero or losses(c.folder) == losses(c.folder, "b")
-    bad += [] if same else [f"expected the parent's loss, found {loss.difference:+.4f}, 99 % interval {loss.low:+.4f} to {loss.high:+.4f}"]
+    bad += [] if same else [f"expected the parent's loss, found {loss.difference:+.4f}, 99 % interval {loss.low:+.4f} "
+                            f"to {loss.high:+.4f}"]
     return bad, "systems: model, data, schedule and configuration are the parent's, and so is the loss"
 
 
 PLANNED = (check_name, check_script, check_parent, check_plan, check_runs)
-EACH_RUN = (check_chain, check_end, check_settings, check_order, check_machine, check_tokens, check_clock, check_starts)  # `run` asks them after every run
+# `run` asks these after every run, so that a log that can never verify ends the plan.
+EACH_RUN = (check_chain, check_end, check_settings, check_order, check_machine, check_tokens, check_clock, check_starts)
 TOGETHER = (check_files, check_means)
 CLAIM = (check_target, check_gain, check_kind)
 
@@ -424,7 +476,8 @@ def schema_problem(folder: Folder) -> str | None:
     digest = sha256((folder.path / "record.json").read_bytes())
     if listed.get(folder.path.name) == digest:
         return None
-    return f"expected schema 2, or a record as {LIST_BEFORE_THE_RULE.name} lists it, found schema 1 and SHA-256 {digest[:16]}"
+    return (f"expected schema 2, or a record as {LIST_BEFORE_THE_RULE.name} lists it, found schema 1 and SHA-256 "
+            f"{digest[:16]}")
 
 
 def verify(path: Path) -> list[Check]:

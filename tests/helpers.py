@@ -27,7 +27,7 @@ import train_gpt as tg
 BOS, VOCABULARY = 508, 509
 CPU = torch.device("cpu")
 L = tg.Layer
-# An empty slot, every feature at least once, and the three kinds of layers: both halves, attention only, MLP only.
+# An empty layer, every feature at least once, and the three kinds of layers: both halves, attention only, MLP only.
 MODEL = tg.ModelConfig(
     width=32,
     heads=2,
@@ -41,6 +41,7 @@ MODEL = tg.ModelConfig(
     vocabulary=VOCABULARY,
     padded_vocabulary=512,
     mlp_taps=True,
+    final_values=True,
     dtype="float32",
     layers=(
         L(attention=False, mlp=False),
@@ -48,7 +49,7 @@ MODEL = tg.ModelConfig(
         L(value_embedding=0, window="long", key_offset=True),
         L(attention=False, skip_from=1),
         L(mlp=False),
-        L(value_embedding=1, skip_from=2, window="long"),
+        L(value_embedding=1, skip_from=2, attention_from=3, window="long"),
         L(value_embedding=tg.NGRAMS),
     ),
 )

@@ -171,19 +171,19 @@ def test_who_sees_whom(layout):
     assert torch.equal(seen, (i[:, None] >= i) & (i[:, None] <= last_query))
     assert (first_key.diff() >= 0).all(), "the kernels walk from the first token's to the last one's"
     assert (last_query.diff() >= 0).all(), "the kernels walk from the first token's to the last one's"
-    for rows, keys, part in tg.visible_chunks(batch.positions, window, 16):
+    for rows, keys, part in tg.visible_blocks(batch.positions, window, 16):
         assert torch.equal(seen[rows, keys], part)
         assert seen[rows].sum() == part.sum()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("chunk", [16, 512])
-def test_reference_is_the_definition(layout, chunk):
+@pytest.mark.parametrize("block", [16, 512])
+def test_reference_is_the_definition(layout, block):
     lengths, window = LAYOUTS[layout]
     q, k, v, dout = operands(sum(lengths), dk=16, dv=8, dtype=torch.float64)
     for gates in ((), (gates_of(sum(lengths), dtype=torch.float64),)):
         reference = lambda q, k, v, *gates: tg.attention_reference(
-            q, k, v, distances(lengths)[0], window, 0.3, *gates, chunk_queries=chunk
+            q, k, v, distances(lengths)[0], window, 0.3, *gates, block_queries=block
         )
         results = gradients(reference, q, k, v, dout, *gates)
         dense = gradients(

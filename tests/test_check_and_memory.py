@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import shutil
 import types
@@ -203,26 +204,29 @@ FAST = replace(tg.select_ops(CPU), names={"attention": "triton", "mlp": "bf16"})
 LARGE = replace(tg.PRESETS["sprint"], stages=helpers.three_stages((2, 2, 2), 1, rates=(1.0, 1.0, 1.0)))
 
 
-@pytest.mark.parametrize("room_gb, recompute, slots", [
+@pytest.mark.parametrize("room_gb, recompute, chunks", [
     (90, False, [4, 2, 2, 2]), (60, False, [4, 2, 2, 2]), (40, False, [4, 2, 1, 1]), (28, False, [2, 1, 1, 1]),
     (26, True, [4, 2, 2, 2]), (13, True, [2, 1, 1, 1])])
 @pytest.mark.fast
-def test_what_fits_beside_the_model(room_gb, recompute, slots):
-    """The whole schedule in each memory: fewer slots at a time, and below one slot layers recomputed."""
+def test_what_fits_beside_the_model(room_gb, recompute, chunks):
+    """The whole schedule in each memory: fewer batch chunks at a time, and below one chunk layers recomputed."""
     found, tokens = tg.memory_plan(LARGE, FAST, room_gb * GB)
     assert found == recompute
-    assert 393_216 // 8 <= tokens <= tg.USEFUL_MICRO_BATCH_TOKENS
-    assert [tg.micro_batch_chunks(stage, tg.Ranks(0, 1, CPU), tokens) for stage in LARGE.stages] == slots
+    assert all(393_216 // 8 <= most <= tg.USEFUL_MICRO_BATCH_TOKENS for most in tokens.values())
+    assert [tg.micro_batch_chunks(stage, tg.Ranks(0, 1, CPU), most) for stage, most in tokens.items()] == chunks
 
 
 @pytest.mark.fast
 def test_a_sampled_softmax_needs_less():
-    """Logits and their gradient take 4 bytes a column of the head that the batch uses, in whichever stage uses most."""
+    """Logits and their gradient take 4 bytes a column of the head that a stage's batch uses."""
     classes = zip(LARGE.stages, (1024, 20_480, 4096, 4096))
     sampled = replace(LARGE, stages=tuple(replace(stage, sampled_classes=count) for stage, count in classes))
     room = 70_000 * (359_000 + 4 * 20_480)
-    assert tg.memory_plan(sampled, FAST, room) == (False, 70_000)
-    assert tg.memory_plan(LARGE, FAST, room) == (False, room // (359_000 + 4 * 50_304))
+    fitting = [min(room // (359_000 + 4 * count), tg.USEFUL_MICRO_BATCH_TOKENS) for count in (1024, 20_480, 4096, 4096)]
+    recompute, tokens = tg.memory_plan(sampled, FAST, room)
+    assert not recompute and list(tokens.values()) == fitting and fitting[1] == 70_000
+    recompute, tokens = tg.memory_plan(LARGE, FAST, room)
+    assert not recompute and set(tokens.values()) == {room // (359_000 + 4 * 50_304)}
 
 
 @pytest.mark.fast
@@ -253,10 +257,8 @@ def test_the_small_sprint_is_the_sprint_with_fewer_rows():
     assert sizes[0] == sizes[1]
     for room_gib, recompute, largest in ((4, True, 32_768), (8, True, 65_536), (15.8, False, 32_768)):
         found, tokens = tg.memory_plan(preset, FAST, room_gib * 2**30)
-        chunks = [
-            tg.micro_batch_chunks(stage, tg.Ranks(0, 1, CPU), tokens) * stage.chunk_tokens
-            for stage in preset.stages
-        ]
+        chunks = [tg.micro_batch_chunks(stage, tg.Ranks(0, 1, CPU), most) * stage.chunk_tokens
+                  for stage, most in tokens.items()]
         assert (found, max(chunks)) == (recompute, largest)
 
 
@@ -286,7 +288,7 @@ def test_micro_batches_by_a_flag_change_no_token(corpus, tiny, tmp_path):
 def test_recomputing_layers_changes_no_number(corpus, tiny, tmp_path, monkeypatch):
     ends = []
     for recompute in (False, True):
-        monkeypatch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9))
+        monkeypatch.setattr(tg, "memory_plan", lambda *_: (recompute, collections.defaultdict(lambda: 10**9)))
         folder = tmp_path / str(recompute)
         assert tg.main(["--preset", "tiny", "--data", str(corpus), "--seed", "3", "--log-dir", str(folder)]) == 0
         log = read_log(next(folder.glob("*.jsonl")))
@@ -299,7 +301,7 @@ def test_recomputing_keeps_less(corpus, tiny, monkeypatch):
     """Between forward and backward pass only what enters the layers is kept."""
     kept = []
     for recompute in (False, True):
-        monkeypatch.setattr(tg, "memory_plan", lambda *_: (recompute, 10**9))
+        monkeypatch.setattr(tg, "memory_plan", lambda *_: (recompute, collections.defaultdict(lambda: 10**9)))
         trainer = helpers.make_trainer(corpus)
         saved = {}
         with torch.autograd.graph.saved_tensors_hooks(

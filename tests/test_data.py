@@ -1,4 +1,4 @@
-"""The data path: shards and their faults, slots without a gap,
+"""The data path: shards and their faults, batch chunks without a gap,
 batches that nothing can disturb, and the thread that makes them."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL = replace(helpers.MODEL, vocabulary=60_000, padded_vocabulary=60_032, ngra
 @pytest.fixture
 def marked(tmp_path, monkeypatch):
     """A stream of four shards in which every token but BOS occurs once, and all their tokens in order;
-    a slot holds the border of two shards."""
+    a batch chunk holds the border of two shards."""
     monkeypatch.setattr(tg, "BOS", MARK)
     generator = np.random.default_rng(0)
     ids = iter(range(MARK))
@@ -46,9 +46,9 @@ def marked(tmp_path, monkeypatch):
 
 
 def batches(stream, world=1, rank=0, micro=8):
-    slots = {stage: min(micro, tg.CHUNKS // world) for stage in STAGES}
+    chunks = {stage: min(micro, tg.CHUNKS // world) for stage in STAGES}
     return tg.training_batches(
-        stream, replace(helpers.PRESET, model=MODEL, stages=STAGES), slots, tg.Ranks(rank, world, CPU)
+        stream, replace(helpers.PRESET, model=MODEL, stages=STAGES), chunks, tg.Ranks(rank, world, CPU)
     )
 
 
@@ -71,8 +71,8 @@ def next_tokens(documents):
     )
 
 
-def by_slot(stream, world=1, micro=8):
-    """(step, slot) -> its tokens, targets and positions, collected from every rank's micro-batches."""
+def by_chunk(stream, world=1, micro=8):
+    """(step, chunk) -> its tokens, targets and positions, collected from every rank's micro-batches."""
     found = {}
     for rank in range(world):
         flat = batches(stream, world, rank, micro)
@@ -81,29 +81,29 @@ def by_slot(stream, world=1, micro=8):
             mine = range(rank, tg.CHUNKS, world)
             for _ in range(stage.steps):
                 for at in range(0, len(mine), micro):
-                    slots = mine[at:at + micro]
+                    chunks = mine[at:at + micro]
                     documents = views(next(flat))
-                    assert len(documents.class_index) == stage.chunk_tokens * len(slots)
-                    assert not documents.positions[::stage.chunk_tokens].any(), "no document spans slots"
+                    assert len(documents.class_index) == stage.chunk_tokens * len(chunks)
+                    assert not documents.positions[::stage.chunk_tokens].any(), "no document spans chunks"
                     parts = (
-                        x.view(len(slots), -1).numpy()
+                        x.view(len(chunks), -1).numpy()
                         for x in (documents.tokens, next_tokens(documents), documents.positions)
                     )
-                    found.update(zip(((step, slot) for slot in slots), zip(*parts)))
+                    found.update(zip(((step, chunk) for chunk in chunks), zip(*parts)))
                 step += 1
         assert next(flat, None) is None
     return found
 
 
-# ---- the stream and its slots ----------------------------------------------------------------------------------------
+# ---- the stream and its chunks ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world, micro", [(1, 1), (1, 2), (1, 8), (2, 2), (4, 1), (4, 2), (8, 1)])
-def test_slots_side_by_side_are_the_stream(marked, world, micro):
+def test_batch_chunks_side_by_side_are_the_stream(marked, world, micro):
     """No token twice and none skipped, whatever the number of ranks,
     from the first BOS across stages and shards; so with the targets."""
     stream, tokens = marked
-    slots = by_slot(stream, world, micro)
-    assert sorted(slots) == [(step, slot) for step in range(7) for slot in range(8)]
-    read, targets, _ = (np.concatenate(parts) for parts in zip(*(slots[key] for key in sorted(slots))))
+    chunks = by_chunk(stream, world, micro)
+    assert sorted(chunks) == [(step, chunk) for step in range(7) for chunk in range(8)]
+    read, targets, _ = (np.concatenate(parts) for parts in zip(*(chunks[key] for key in sorted(chunks))))
     assert tokens[5] == MARK
     assert len(read) == sum(s.steps * s.batch_tokens for s in STAGES) == stream.consumed(STAGES) - 5
     assert (read == tokens[5:5 + len(read)]).all()
@@ -118,8 +118,8 @@ def test_slots_side_by_side_are_the_stream(marked, world, micro):
 
 
 def test_documents_begin_at_their_bos_and_end_at_the_cap(marked):
-    """Positions count from a BOS, from the start of a slot or from where the cap cut, and from nowhere else."""
-    for (step, _), (tokens, _, positions) in by_slot(marked[0]).items():
+    """Positions count from a BOS, from the start of a batch chunk or from where the cap cut, and from nowhere else."""
+    for (step, _), (tokens, _, positions) in by_chunk(marked[0]).items():
         cap = STAGES[(step > 2) + (step > 4)].document_cap_tokens
         run = -1
         for token, position in zip(tokens, positions):
@@ -385,8 +385,8 @@ def test_a_document_reads_the_same_rows_wherever_it_lies():
 
 
 def test_targets_further_ahead_stay_in_their_document(marked):
-    """The token k + 1 further on where the piece still has it, -1 elsewhere:
-    at the ends of documents, of capped pieces, of slots."""
+    """The token k + 1 further on where the document still has it, -1 elsewhere:
+    at its end, where the cap cut it, at the end of a chunk."""
     for batch in itertools.islice(batches(marked[0], micro=2), 4, None, 5):
         documents = views(batch)
         for k in range(4):
@@ -434,17 +434,17 @@ def test_candidates(distinct):
 )
 @pytest.mark.slow
 def test_the_sweep_draws_every_id(preset):
-    """Over the slots of a stage no id is drawn much more rarely than another."""
+    """Over the batch chunks of a stage no id is drawn much more rarely than another."""
     for stage in preset.stages:
         if stage.sampled_classes:
             vocabulary = preset.model.padded_vocabulary
-            slots = stage.steps * tg.CHUNKS
+            chunks = stage.steps * tg.CHUNKS
             drawn = np.zeros(vocabulary, int)
             targets = np.arange(stage.sampled_classes // 4)
-            for sweep in range(slots := min(slots, 1500)):
+            for sweep in range(chunks := min(chunks, 1500)):
                 ids, certain, _ = tg.sample_classes(targets, stage.sampled_classes, vocabulary, sweep)
                 drawn[ids[certain:]] += 1
-            expected = slots * (stage.sampled_classes - len(targets)) / (vocabulary - len(targets))
+            expected = chunks * (stage.sampled_classes - len(targets)) / (vocabulary - len(targets))
             assert drawn[len(targets):].min() > 0.5 * expected
             assert drawn.max() < 2 * expected
 
@@ -476,7 +476,7 @@ def test_candidates_do_not_depend_on_the_ranks(marked):
                 ]
             )
         assert found.equal(whole)
-    assert len({tuple(ids) for ids in whole.tolist()}) == len(whole), "each slot draws others"
+    assert len({tuple(ids) for ids in whole.tolist()}) == len(whole), "each chunk draws others"
 
 
 # ---- validation windows ----------------------------------------------------------------------------------------------

@@ -134,7 +134,12 @@ def network(rank, slow):
 
     exchange_of = tg.dist.batch_isend_irecv
     tg.dist.batch_isend_irecv = exchange
-    tg.train_all = lambda arguments, ranks: print(bench_network.report(ranks), flush=True) or 0
+
+    def report(_, ranks):
+        print(bench_network.report(ranks), flush=True)
+        sys.exit()
+
+    tg.build_trainer = report
 
 
 def other_start():

@@ -315,8 +315,8 @@ def test_targets_ahead(kind):
 def test_reference_is_cross_entropy(kind, cap):
     head = make_head(66, 131, 24, **kind)
     want = exact_head(*head, cap)
-    for chunk_rows in (5, 100):
-        got = run_head(lambda *head: tg.head_loss_reference(*head, cap, chunk_rows), *head)
+    for block_rows in (5, 100):
+        got = run_head(lambda *head: tg.head_loss_reference(*head, cap, block_rows), *head)
         assert got[0].dtype == torch.float32
         assert got[0].shape == ()
         assert max(map(relative, got, want)) < 2e-6
@@ -325,7 +325,7 @@ def test_reference_is_cross_entropy(kind, cap):
             for tensor in (*head[:2], head[2].log_copy)
         )
         got = run_head(
-            lambda *head: tg.head_loss_reference(*head, cap, chunk_rows),
+            lambda *head: tg.head_loss_reference(*head, cap, block_rows),
             *wide,
             head[2]._replace(log_copy=log_copy),
         )
@@ -687,12 +687,12 @@ def test_offsets_past_int32():
 
 
 @pytest.mark.parametrize("pointer", [False, True])
-@pytest.mark.parametrize("chunk_rows", [3, 7, 100])
+@pytest.mark.parametrize("block_rows", [3, 7, 100])
 @pytest.mark.fast
-def test_validation_loss_is_cross_entropy_whatever_the_chunks(chunk_rows, pointer):
+def test_validation_loss_is_cross_entropy_whatever_the_blocks(block_rows, pointer):
     x, weight, targets = make_head(7, 131, 24, pointer=pointer)
     want, *_ = exact_head(x, weight, targets, CAPS[1])
-    got = tg.head_loss_eval(x, weight, targets, CAPS[1], chunk_rows)
+    got = tg.head_loss_eval(x, weight, targets, CAPS[1], block_rows)
     assert got.dtype == torch.float64
     assert not got.requires_grad
     assert relative(got, want) < 1e-6
@@ -814,16 +814,16 @@ def embedding_grad(grad, lookup, dense, add=False):
 def token_cases():
     """name: (tokens, vocab_rows)."""
     rng = np.random.default_rng(0)
-    run = tg.CHUNK_ROWS
+    span = tg.SPAN
     common = np.where(rng.random(300) < 0.6, 11, rng.integers(0, 40, 300))
     return {
         "repetitive": (common, 41),
-        "one id": (np.full(7 * run + 3, 2), 4),
+        "one id": (np.full(7 * span + 3, 2), 4),
         "single": (np.array([3]), 4),
-        "fewer than a run": (rng.integers(0, 3, run - 1), 3),
+        "fewer than a span": (rng.integers(0, 3, span - 1), 3),
         "distinct": (rng.permutation(90), 90),
-        "whole runs": (np.repeat([0, 1, 3], [run, 2 * run, run]), 4),
-        "off by one": (np.repeat([0, 1, 2, 3], [run - 1, 2 * run + 1, run + 1, 2 * run - 1]), 5),
+        "whole spans": (np.repeat([0, 1, 3], [span, 2 * span, span]), 4),
+        "off by one": (np.repeat([0, 1, 2, 3], [span - 1, 2 * span + 1, span + 1, 2 * span - 1]), 5),
         "no first, no last": (rng.integers(5, 9, 300), 20),
     }
 
@@ -1007,7 +1007,7 @@ def test_each_row_has_one_group_of_its_positions(name):
 def sparse_steps():
     """name: (rows, the ids [T, 2] of each step). Rows pause for a step or more; row 0 and the last occur and do not."""
     random = np.random.default_rng(0)
-    run = tg.CHUNK_ROWS
+    span = tg.SPAN
     common = np.where(random.random((200, 2)) < 0.6, 7, random.integers(0, 90, (200, 2)))
     return {
         "few": (30, [random.integers(0, 30, (12, 2)) for _ in range(6)]),
@@ -1018,7 +1018,7 @@ def sparse_steps():
         ),
         "one row only": (
             3,
-            [np.full((5 * run + 3, 2), 1), np.full((run // 2, 2), 2), np.full((run // 2 + 1, 2), 1)],
+            [np.full((5 * span + 3, 2), 1), np.full((span // 2, 2), 2), np.full((span // 2 + 1, 2), 1)],
         ),
         "distinct": (200, [random.permutation(200)[:100].reshape(50, 2) for _ in range(2)]),
         "hundreds of one": (90, [common, np.where(random.random((300, 2)) < 0.95, 7, 8)]),

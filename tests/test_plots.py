@@ -23,13 +23,8 @@ WHOLE = (ROOT / "records/curves/sprint_webtext_1xH200.jsonl").read_text()
 
 def plot(*arguments, cwd=ROOT, modules=""):
     environment = {**os.environ, "PYTHONPATH": str(modules)}
-    return subprocess.run(
-        [sys.executable, str(ROOT / "records"), "plot", *map(str, arguments)],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return subprocess.run([sys.executable, str(ROOT / "records"), "plot", *map(str, arguments)], cwd=cwd,
+                          env=environment, capture_output=True, text=True)
 
 
 def steps_only(count):
@@ -87,13 +82,8 @@ def test_a_run_that_diverged_is_drawn(tmp_path, kinds):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(
-    "text, found",
-    [
-        (None, "a .jsonl file, found none"),
-        (WHOLE.splitlines(keepends=True)[0], "at least one step, found none yet"),
-    ],
-)
+@pytest.mark.parametrize("text, found", [(None, "a .jsonl file, found none"), (WHOLE.splitlines(keepends=True)[0],
+                                                                               "at least one step, found none yet")])
 def test_what_cannot_be_drawn(tmp_path, text, found):
     if text:
         (tmp_path / "x.jsonl").write_text(text)
@@ -129,10 +119,8 @@ def test_without_matplotlib(tmp_path, out):
     for what in (["--log", tmp_path], [], [tmp_path]):
         done = plot(*what, "--out", tmp_path / out, modules=tmp_path)
         assert done.returncode == 2
-        assert (
-            done.stderr
-            == "records: plot: expected matplotlib, found none; fix: pip install -r requirements-dev.txt\n"
-        )
+        fix = "pip install -r requirements-dev.txt"
+        assert done.stderr == f"records: plot: expected matplotlib, found none; fix: {fix}\n"
     assert not (tmp_path / out).exists()
 
 
@@ -144,9 +132,8 @@ FIGURES = {
         ["2026-11-21_target-reached-1gpu", "2026-11-21_target-reached-4gpu"]
     ),
     "two runs": lambda: plots.runs_figure(["2026-11-26_shorter-1gpu", "2026-11-25_lean-1gpu"]),
-    "other batches": lambda: plots.runs_figure(
-        ["2026-11-27_leaner-1gpu", "2026-11-25_two-thirds-1gpu", "2026-11-25_full-size-1gpu"]
-    ),
+    "other batches": lambda: plots.runs_figure(["2026-11-27_leaner-1gpu", "2026-11-25_two-thirds-1gpu",
+                                                "2026-11-25_full-size-1gpu"]),
 }
 
 
@@ -159,11 +146,8 @@ def test_no_text_lies_over_another(name):
     whole = figure.bbox.padded(1)
     hidden = plots.hidden_ticks(figure)
     from matplotlib.text import Text
-    drawn = [
-        text
-        for text in figure.findobj(Text)
-        if text.get_text().strip() and text.get_visible() and id(text) not in hidden
-    ]
+    drawn = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()
+             and id(text) not in hidden]
     outside = [text.get_text() for text in drawn if not (whole.contains(*plots.text_box(figure, text).min)
                                                          and whole.contains(*plots.text_box(figure, text).max))]
     assert len(drawn) > 10
@@ -204,17 +188,14 @@ def test_what_was_computed_is_not_drawn_as_measured():
     pytest.importorskip("matplotlib")
     left, right = curve.readme_figure().axes
     lines = {line.get_label(): line for line in left.get_lines() if not line.get_label().startswith("_")}
-    assert lines["record 89 (times computed)"].get_linestyle() == "--"
-    assert lines["a sprint of ours (n = 1)"].get_linestyle() == "-"
+    styles = [lines[name].get_linestyle() for name in ("record 89 (times computed)", "a sprint of ours (n = 1)")]
+    assert styles == ["--", "-"]
     points = [line for line in left.get_lines() if line.get_marker() == "o"]
     assert [point.get_fillstyle() for point in points] == ["full", "none"]
-    ends = {
-        tuple(round(float(value[0]), 2) for value in line.get_data())
-        for line in right.get_lines()
-        if line.get_marker() == "o"
-    }
-    assert ends == {(181.57, 3.09), (113.35, 3.23)}
-    assert all(line.get_fillstyle() == "full" for line in right.get_lines())
+    ends = {tuple(round(float(value[0]), 2) for value in line.get_data()) for line in right.get_lines()
+            if line.get_marker() == "o"}
+    assert ends == {(181.57, 3.09), (113.35, 3.23)} and all(line.get_fillstyle() == "full"
+                                                            for line in right.get_lines())
     words = " ".join(text.get_text() for text in (*left.texts, *right.texts))
     assert "3.220 in 137 s (computed)" in words
     assert "3.0924 in 181.6 s" in words
@@ -228,10 +209,8 @@ def test_bars_stand_side_by_side_for_equal_batches():
     _, axes = figure.axes
     names = [text.get_text() for text in axes.get_xticklabels()]
     assert names == ["66 k", "131 k", "197 k", "197 k (2)", "262 k", "393 k", "393 k (2)"]
-    counts = [
-        sum(abs(bar.get_x() + bar.get_width() / 2 - place) < 0.5 for bar in axes.patches)
-        for place in range(len(names))
-    ]
+    counts = [sum(abs(bar.get_x() + bar.get_width() / 2 - place) < 0.5 for bar in axes.patches)
+              for place in range(len(names))]
     assert counts == [2, 3, 2, 2, 1, 1, 1]
 
 
@@ -240,9 +219,6 @@ def test_the_picture_of_the_readme_is_this_one(tmp_path):
     pytest.importorskip("matplotlib")
     import re
     curve.draw_readme(tmp_path / "curve.svg")
-    words = [
-        re.findall(r"<!-- (.*?) -->", path.read_text())
-        for path in (tmp_path / "curve.svg", ROOT / "docs/curve.svg")
-    ]
-    assert words[0] == words[1]
-    assert any("record 92" in word for word in words[0])
+    words = [re.findall(r"<!-- (.*?) -->", path.read_text())
+             for path in (tmp_path / "curve.svg", ROOT / "docs/curve.svg")]
+    assert words[0] == words[1] and any("record 92" in word for word in words[0])

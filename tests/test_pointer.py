@@ -97,12 +97,12 @@ def check(lengths, window, tolerance=2e-6, scale=0.3, device="cpu", **shape):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("chunk", [16, 512])
-def test_reference_is_the_definition(layout, chunk):
+@pytest.mark.parametrize("block", [16, 512])
+def test_reference_is_the_definition(layout, block):
     lengths, window = LAYOUTS[layout]
     qk, ids, omega = operands(sum(lengths), dtype=torch.float64)
     results = gradients(
-        lambda qk: tg.pointer_reference(qk, ids, distances(lengths)[0], window, 0.3, chunk),
+        lambda qk: tg.pointer_reference(qk, ids, distances(lengths)[0], window, 0.3, block),
         qk,
         omega,
     )

@@ -1196,7 +1196,8 @@ def test_the_readme_shows_the_best_of_each_class():
     from leaderboard import best_of_each_class
 
     def folder(loss, seconds, target=5.0, gpu="A", under_rule=True, abandoned=None):
-        return SimpleNamespace(record={"track": "t", "means": {"a": {"loss": loss, "ms": 1e3 * seconds}}, "abandoned": abandoned},
+        means = {"a": {"loss": loss, "ms": 1e3 * seconds}}
+        return SimpleNamespace(record={"track": "t", "kind": "ml", "means": means, "abandoned": abandoned},
                                target=target, hardware=f"1 x {gpu}", under_rule=under_rule)
 
     slow, fast, missed, other = folder(4.9, 20), folder(5.0, 10), folder(5.1, 5), folder(6.0, 1, gpu="B")

@@ -1,8 +1,10 @@
-"""Eighteen forgeries: each is refused, or shown, or passes because only a rerun can tell. records/README.md lists which."""
+"""Eighteen forgeries: each is refused, or shown, or passes because only a rerun can tell. records/README.md lists
+which."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import shutil
 import subprocess
@@ -20,7 +22,8 @@ import runlog  # noqa: E402
 import runner  # noqa: E402
 import tracks  # noqa: E402
 import verify  # noqa: E402
-from test_records import FAKE, copy, edit_json, event, failed, finished, first_log, make, quick, rewrite_log  # noqa: E402, F401
+# noqa: E402, F401
+from test_records import FAKE, copy, edit_json, event, failed, finished, first_log, make, quick, rewrite_log
 
 pytestmark = pytest.mark.fast
 
@@ -43,7 +46,8 @@ def said(path, name):
 
 # ---- the tokens ------------------------------------------------------------------------------------------------------
 def test_webtext_runs_relabelled_as_the_fineweb_speedrun(copy, monkeypatch):  # noqa: F811
-    """With files of FineWeb's names too: other records hold the same bytes as webtext's, and the validation hash is known."""
+    """With files of FineWeb's names too: other records hold the same bytes as webtext's, and the validation hash is
+    known."""
     assert not on_track(copy, "speedrun", monkeypatch)["tokens"].ok
     real = record.load(ROOT / "records/2026-11-26_shorter-1gpu").record["data"]
     renamed = {name.replace("webtext", "fineweb"): digest for name, digest in real.items()}
@@ -58,13 +62,20 @@ def test_webtext_runs_relabelled_as_the_fineweb_speedrun(copy, monkeypatch):  # 
     assert "tokens" in failed(copy) and found == ["a: expected validation tokens of fineweb, found those of webtext"]
 
 
+def test_a_corpus_has_the_same_shards_in_all_records(copy):  # noqa: F811
+    """Also one that is not pinned, as FineWeb before its first record."""
+    edit_json(copy.parent / record.load(copy).record["parent"] / "record.json",
+              lambda r: r["data"].update({"sample_val_000000.bin": "1" * 64}))
+    assert {"tokens", "parent"} <= failed(copy) and "expected shards as in" in said(copy, "tokens")
+
+
 def test_another_validation_shard(copy, monkeypatch):  # noqa: F811
     """Pinned by its SHA-256 and by what the runs hash of it."""
     context = verify.Context(record.load(ROOT / "records/2026-11-26_shorter-1gpu"), {})
     run = runlog.read_run(first_log(context.folder.path))
     assert list(verify.corpus_problems(context)) == list(verify.token_problems(context, "a", run)) == []
     context.folder.record["data"]["webtext_val_000000.bin"] = "0" * 64
-    assert list(verify.corpus_problems(context)) == ["expected the pinned shards of webtext, found others"]
+    assert next(verify.corpus_problems(context)) == "expected the pinned shards of webtext, found others"
     run.lines[-1]["val_hash"] = "0" * 16
     assert "expected validation tokens 74f9a92a3c857c45, found 0000" in next(verify.token_problems(context, "a", run))
     assert not on_track(copy, "sprint-webtext", monkeypatch)["tokens"].ok
@@ -76,7 +87,8 @@ def test_more_tokens_than_the_track_allows(copy):  # noqa: F811
     run = runlog.read_run(first_log(context.folder.path))
     assert list(verify.token_problems(context, "a", run)) == []
     run.of("step")[-1]["tokens"] = 282_000_000
-    assert list(verify.token_problems(context, "a", run)) == ["a: expected at most 243,200,000 training tokens, found 282,000,000"]
+    assert list(verify.token_problems(context, "a",
+                                      run)) == ["a: expected at most 243,200,000 training tokens, found 282,000,000"]
 
 
 def test_the_pins_are_those_of_the_records():
@@ -95,7 +107,8 @@ def adopt(log, plan_of):
     """Make a log say that it is the run of another seed: the seed and the name of its folder."""
     seed = int(plan_of.stem.partition("-s")[2])
     own = runlog.read_run(plan_of).head["settings"]
-    rewrite_log(log, lambda e: (e[0].update(seed=seed), e[0]["settings"].update(log_dir=own["log_dir"], seed=str(seed))))
+    rewrite_log(log, lambda e: (e[0].update(seed=seed), e[0]["settings"].update(log_dir=own["log_dir"],
+                                                                                seed=str(seed))))
 
 
 def test_the_best_run_copied_over_all_seeds(copy):  # noqa: F811
@@ -186,6 +199,32 @@ def test_the_steps_of_real_logs_take_what_the_clock_says():
             assert abs(1e3 * run.train[-1, 1] - run.ms) < 2e-4 * run.ms + 1 or abs(1e3 * run.train[-1, 1] - run.ms) < 5
 
 
+@pytest.mark.parametrize("more, ok", [(0.05, True), (0.1, False), (-0.1, False)])
+def test_the_intervals_sum_to_the_total(copy, more, ok):  # noqa: F811
+    """Within the rounding of both to .1 ms."""
+    rewrite_log(first_log(copy), lambda e: e[-1].update(ms=e[-1]["ms"] + more))
+    assert ("clock" not in failed(copy)) == ok
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_a_loss_without_end(copy, loss):  # noqa: F811
+    """A log may hold it, and is no run of a record."""
+    log = first_log(copy)
+    rewrite_log(log, lambda e: [line.update(loss=loss) for line in e if line["kind"] in ("val", "end")])
+    assert not runlog.read_run(log).ok and "end" in failed(copy)
+
+
+def test_the_first_validation_shard_is_the_tracks(finished):  # noqa: F811
+    """Not the last one of the folder."""
+    folder = finished[0] / "data/sample"
+    other = folder / "sample_val_000001.bin"
+    other.write_bytes((folder / "sample_val_000000.bin").read_bytes())
+    try:
+        assert list(record.data_manifest(record.TRACKS["smoke"], folder)) == ["sample_train_000001.bin", "sample_val_000000.bin"]
+    finally:
+        other.unlink()
+
+
 def test_a_slowed_parent_is_shown(copy):  # noqa: F811
     """It makes a gain, and the record stands; the warning leads to a retime."""
     assert "WARNING" not in said(copy, "gain")
@@ -202,7 +241,8 @@ def test_a_slowed_parent_is_shown(copy):  # noqa: F811
 
     for path in logs(copy, "b"):
         rewrite_log(path, slow)
-    assert failed(copy) == set() and re.search(r"WARNING: arm b took \+(19.9|20.0|20.1)% of the time in its own record", said(copy, "gain"))
+    assert failed(copy) == set() and re.search(r"WARNING: arm b took \+(19.9|20.0|20.1)% of the time in its own record",
+                                               said(copy, "gain"))
 
 
 # ---- the record ------------------------------------------------------------------------------------------------------
@@ -214,11 +254,16 @@ def old_record(tmp_path):
 
 
 def test_an_old_record_rewritten(tmp_path):
-    """Its losses lowered and every hash repaired: the list of records before the rule has another SHA-256. Nor can one be added."""
+    """Its losses lowered and every hash repaired: the list of records before the rule has another SHA-256.
+
+    Nor can one be added.
+    """
     path = old_record(tmp_path)
     assert "schema" not in failed(path)
-    rewrite_log(first_log(path), lambda e: (e[-1].update(loss=3.1), event([x for x in e if x.get("final")], "val").update(loss=3.1)))
-    assert failed(path) == {"schema"} and "expected schema 2, or a record as before-the-rule.sha256 lists it" in said(path, "schema")
+    rewrite_log(first_log(path), lambda e: (e[-1].update(loss=3.1), event([x for x in e if x.get("final")],
+                                                                          "val").update(loss=3.1)))
+    assert failed(path) == {"schema"}
+    assert "expected schema 2, or a record as before-the-rule.sha256 lists it" in said(path, "schema")
     other = path.rename(path.with_name("2026-11-21_other"))
     assert failed(other) == {"schema"}
 
@@ -245,7 +290,9 @@ def test_a_record_copied_under_another_name(copy):  # noqa: F811
     assert failed(twin) == {"plan", "files"} and failed(copy) == set()
 
 
-@pytest.mark.parametrize("change", [lambda e: e[0]["settings"].update(length="0.5"), lambda e: e[0]["settings"].update(val_every="10"),
+@pytest.mark.parametrize("change",
+                         [lambda e: e[0]["settings"].update(length="0.5"),
+                          lambda e: e[0]["settings"].update(val_every="10"),
                                     lambda e: e[0]["settings"].update(no_fp8="True")])
 def test_a_shortened_run_or_other_options(copy, change):  # noqa: F811
     rewrite_log(first_log(copy), change)
@@ -294,7 +341,8 @@ def test_audit_compares_what_the_script_logs_now(finished, copy, capsys):  # noq
     assert audited(copy, seed) == 0
     text = capsys.readouterr().out
     assert "5 losses as logged" in text and "unequal hardware (a CPU, whose sums depend on its threads)" in text
-    rewrite_log(log, lambda e: [line.update(train_loss=line["train_loss"] - 0.06) for line in e if line["kind"] == "step"])
+    rewrite_log(log,
+                lambda e: [line.update(train_loss=line["train_loss"] - 0.06) for line in e if line["kind"] == "step"])
     assert failed(copy) == set() and audited(copy, seed) == 1, "invented, all rechained: only a rerun tells"
     assert "DIFFERS" in capsys.readouterr().out
     assert audited(copy, record.load(copy).record["plan"]["seeds"][1], arm="b") == 0
@@ -303,11 +351,13 @@ def test_audit_compares_what_the_script_logs_now(finished, copy, capsys):  # noq
     assert not (copy / "running").exists() and failed(copy) == set(), "the record is as it was"
 
 
-@pytest.mark.parametrize("gpus, shift, ok", [(["x"], 0, True), (["x"], 1e-6, False), ([], 1e-6, True), ([], 0.06, False)])
+@pytest.mark.parametrize("gpus, shift, ok", [(["x"], 0, True), (["x"], 1e-6, False), ([], 1e-6, True),
+                                             ([], 0.06, False)])
 def test_equal_hardware_repeats_to_the_digit(gpus, shift, ok):
     import numpy as np
     head = {"device": "H200", "world": 1, "torch": "2", "triton": "3", "cuda": "13", "gpus": gpus}
-    logged, found = (runlog.Run(Path(), "ok", head, train=np.array([(1, 1.0, 10.0), (25, 2.0, 9.0 + more)])) for more in (0, shift))
+    logged, found = (runlog.Run(Path(), "ok", head, train=np.array([(1, 1.0, 10.0), (25, 2.0, 9.0 + more)]))
+                     for more in (0, shift))
     exact = not audit.differences(logged.head, found.head)
     rows = audit.compared(logged, found, exact)
     assert exact == bool(gpus) and [row.step for row in rows] == [1, 25] and all(row.ok for row in rows) == ok
@@ -341,7 +391,8 @@ def test_invented_times_pass_verification(copy):  # noqa: F811
     for path in logs(copy):
         rewrite_log(path, hurry)
     assert failed(copy) == set()
-    assert "| invented times, all rechained | passes `verify`; needs a retime |" in (ROOT / "records/README.md").read_text()
+    text = (ROOT / "records/README.md").read_text()
+    assert "| invented times, all rechained | passes `verify`; needs a retime |" in text
 
 
 # ---- the base --------------------------------------------------------------------------------------------------------
@@ -374,20 +425,26 @@ def guarded(root, capsys):
 def test_guard_lets_unchanged_records_pass(repository, copy, capsys):  # noqa: F811
     readme = copy / "README.md"
     readme.write_text(readme.read_text() + "\nMore of what failed.\n")
-    assert guarded(repository, capsys) == (0, f"2 records as in {head_of(repository)}, 0 new ones planned before they ran\n")
+    assert guarded(repository, capsys) == (0,
+                                           f"2 records as in {head_of(repository)}, 0 new ones planned before they "
+                                           f"ran\n")
 
 
 def head_of(root):
-    return subprocess.run(["git", "rev-parse", "main"], cwd=root, capture_output=True, text=True, check=True).stdout[:12]
+    return subprocess.run(["git", "rev-parse", "main"], cwd=root, capture_output=True, text=True,
+                          check=True).stdout[:12]
 
 
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("rewrite, words", [
-    (lambda path: rewrite_log(first_log(path), lambda e: e[-1].update(ms=e[-1]["ms"] - 1)), "expected its runs and means as in the base"),
+    (lambda path: rewrite_log(first_log(path), lambda e: e[-1].update(ms=e[-1]["ms"] - 1)),
+     "expected its runs and means as in the base"),
     (lambda path: (path / "runs/a-s1.jsonl").write_text("{}\n"), "runs/a-s1.jsonl as in the base, found it added"),
     (lambda path: first_log(path).unlink(), "as in the base, found it changed or removed"),
-    (lambda path: edit_json(path / "record.json", lambda r: r["plan"].update(seeds=[1, 2])), "expected the plan of the base"),
-    (lambda path: edit_json(path / "record.json", lambda r: r.update(date="2020-01-01")), "expected the plan of the base"),
+    (lambda path: edit_json(path / "record.json", lambda r: r["plan"].update(seeds=[1, 2])),
+     "expected the plan of the base"),
+    (lambda path: edit_json(path / "record.json", lambda r: r.update(date="2020-01-01")),
+     "expected the plan of the base"),
     (lambda path: (path / "train_gpt.py").write_text("x"), "train_gpt.py as in the base"),
     (shutil.rmtree, "expected the record, found it removed or unreadable: abandoned plans stay"),
 ])
@@ -468,7 +525,8 @@ def test_a_dropped_plan(repository, finished, copy, capsys):  # noqa: F811
 
 
 def test_guard_names_a_base_that_is_not_there(repository):
-    with pytest.raises(runlog.Failure, match="^git merge-base .*expected a repository with that commit, found .*; fix: fetch the base"):
+    with pytest.raises(runlog.Failure,
+                       match="^git merge-base .*expected a repository with that commit, found .*; fix: fetch the base"):
         guard.guard("nowhere", repository)
 
 

@@ -124,12 +124,12 @@ def test_rules_fit_the_launches_of_a_step(tiny, corpus, monkeypatch):
     weights = [cost for cost in found["quantize_kernel"] if cost.bytes == 4 * 64 * 32]
     assert len(weights) == 2 * sum(layer.mlp for layer in model.layers)
 
-    # Every row of the gradient is read once an id, whether chunk by chunk or in its group;
+    # Every row of the gradient is read once an id, whether span by span or in its group;
     # rows of the table are read and written.
     width = model.width // model.ngram_pieces
     ids = documents.ngrams
     rows = len(ids.unique())
-    table = found["sparse_adam_kernel"][0].bytes + found["chunk_sum_kernel"][-1].bytes
+    table = found["sparse_adam_kernel"][0].bytes + found["span_sum_kernel"][-1].bytes
     assert table == pytest.approx(
         2 * width * ids.numel() + 4 * width * rows + 16 * rows + 20 * ids.numel(), rel=0.1
     )
@@ -158,18 +158,8 @@ def test_value_embedding_and_key_tiles_are_counted_once():
         == 64
     )
     assert costs.Array((1000,), (0,), 4).nbytes == 4  # an expanded scalar
-    product = {
-        "SYMMETRIC": True,
-        "left_ptr": array(3, 64, 128, address=1),
-        "right_ptr": array(3, 128, 64, address=1),
-        "out_ptr": array(3, 64, 64, address=2),
-        "rows": 64,
-        "columns": 64,
-        "depth": 128,
-    }
-    assert costs.product(product) == costs.Cost(
-        2 * 3 * 64 * (128 + 64), 3 * 64 * 65 * 128, "bf16_short"
-    )
+    launch = {"x_ptr": array(3, 64, 128, address=1), "out_ptr": array(3, 64, 64, address=2), "rows": 64, "depth": 128}
+    assert costs.gram(launch) == costs.Cost(2 * 3 * 64 * (128 + 64), 3 * 64 * 65 * 128, "bf16_short")
 
 
 def operator(name, dims, kinds, strides=None, **event):

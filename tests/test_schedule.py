@@ -107,8 +107,8 @@ def test_every_preset_is_consistent(preset):
     model = preset.model
     assert model.padded_vocabulary % (128 if model.width >= 768 else tg.CHUNKS) == 0
     assert model.padded_vocabulary >= model.vocabulary
-    for slot, layer in enumerate(model.layers):
-        assert layer.skip_from is None or layer.skip_from < slot
+    for index, layer in enumerate(model.layers):
+        assert layer.skip_from is None or layer.skip_from < index
         assert layer.window in ("short", "long")
     assert [l.value_embedding for l in model.layers if l.value_embedding not in (None, tg.NGRAMS)] == list(
         range(model.value_embeddings)

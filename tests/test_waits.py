@@ -196,23 +196,22 @@ MUTANTS = {
     ),
     "row numbers": ("SparseTable.start_step", {"wait()": "pass"}),
     "gradients of rows": ("SparseTable.compute_", {"\n    wait()": "\n    pass"}),
-    "sorted rows": ("SparseTable.compute_", {"self.wait_sorted()": "pass"}),
+    "sorted rows": ("SparseTable.compute_", {"self.under_way.wait_sorted()": "pass"}),
     "weights that no layer reads": ("Optimizer.step", {"owner.wait_gather()": "pass"}),
-    "side stream 0": ("Optimizer.step", {"wait_matrices()": "pass"}),
-    "side stream 1": ("Optimizer.step", {"wait_first_tables()": "pass"}),
+    "side stream 0": ("Optimizer.step", {"in waits:\n        wait()": "in waits[1:]:\n        wait()"}),
+    "side stream 1": ("Optimizer.step", {"in waits:\n        wait()": "in waits[:1]:\n        wait()"}),
     "embedding": ("Optimizer.step", {"table.wait_gather()": "pass"}),
     "the last gather": ("Optimizer.gather", {"owner.wait_gather()": "pass"}),
     "late: gradients of matrices": (
         "MatrixBank.compute_",
         {
             "group.pending_reduce()": "pass",
-            "second_moment_decay)":
-                "second_moment_decay)\n    for group in self.groups:\n        group.pending_reduce()",
+            "cautious_decay)": "cautious_decay)\n    for group in self.groups:\n        group.pending_reduce()",
         },
     ),
     "late: gradients of tables and scalars": (
         "Adam.compute_",
-        {"wait()": "pass", "epsilon)": "epsilon)\n    wait()"},
+        {"wait()": "pass", "cautious_decay)": "cautious_decay)\n    wait()"},
     ),
     "late: row numbers": (
         "SparseTable.start_step",
@@ -220,7 +219,7 @@ MUTANTS = {
     ),
     "late: gradients of rows": (
         "SparseTable.compute_",
-        {"\n    wait()": "", "pooling)": "pooling)\n    wait()"},
+        {"\n    wait()": "", "cautious_decay)": "cautious_decay)\n    wait()"},
     ),
     "overwritten: gradients of matrices": (
         "MatrixGroup.reduce_",
@@ -239,7 +238,7 @@ MUTANTS = {
         {"barrier)": "barrier); self.ranks.shard(self.weights).mul_(2)"},
     ),
 }
-# The one call that waits for nothing: Optimizer.step has waited for the embedding, see gather_now.
+# The one call that waits for nothing: Optimizer.step has waited for the embedding, which gathers at once.
 NEEDLESS = "GPT.features", "gathered(self.embedding)"
 
 
@@ -318,7 +317,7 @@ def test_a_missing_wait_is_seen(found, name):
 @pytest.mark.fast
 def test_every_wait_has_a_mutant():
     """Each call of the model and the optimizer that waits stands in the source that some mutant replaces."""
-    waits = re.compile(r"(self|group|owner|table)\.(wait_\w+|pending_\w+)\(\)|\bwait\w*\(\)|gathered\(.*\)")
+    waits = re.compile(r"(self|self\.under_way|group|owner|table)\.(wait_\w+|pending_\w+)\(\)|\bwait\w*\(\)|gathered\(.*\)")
     missing = []
     for top in ast.parse((ROOT / "train_gpt.py").read_text()).body:
         for function in top.body if isinstance(top, ast.ClassDef) else [top]:
@@ -447,11 +446,12 @@ def test_one_barrier_for_all_gathers_of_a_step(corpus, tiny):
     barriers = []
     trainer.ranks.all_gather = lambda full, barrier=True: barriers.append(barrier) or (lambda: None)
     trainer.optimizer.start_step([torch.zeros(4, 3, dtype=torch.int32)])
-    assert barriers == [True, *[False] * (len(trainer.optimizer.gather_lazy) - 1), True]
+    waiting = [owner for owner in trainer.optimizer.sharded if not owner.gathers_at_once]
+    assert barriers == [True, *[False] * (len(waiting) - 1), True]
 
 
 @pytest.mark.parametrize(
-    "edits", [{}, {"[table.parameter.grad for table in first_tables]": "[]"}], ids=["as it is", "mutant"]
+    "edits", [{}, {"[table.parameter.grad for table in by_side[1]]": "[]"}], ids=["as it is", "mutant"]
 )
 @pytest.mark.fast
 def test_a_side_streams_gradient_stays_allocated(corpus, tiny, monkeypatch, edits):

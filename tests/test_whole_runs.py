@@ -112,7 +112,7 @@ def test_log_is_complete(run, corpus):
 
 def test_hashes_follow_from_the_data(run, corpus):
     """What a log says of its tokens, computed anew:
-    all slots of all steps, all of the validation, and the files as records name them."""
+    all batch chunks of all steps, all of the validation, and the files as records name them."""
     (log,) = run("--seed", 3).logs
     head = log[0]
     end = log[-1]
