@@ -9,17 +9,17 @@ Launch
     python train_gpt.py --preset smoke                      any computer, no network: a minute or two on two CPU cores
     python train_gpt.py --help                              all options; sample.py does what comes after a training
 
-Model card: GPT-2-small class, 768 wide, 12 layers of which two are empty, GPT-2's 50,257 tokens
-    input   x0 = norm(embedding[token]);  g = sum of the table's rows for the last two and three tokens, and for what
-            last followed them in the document
-    layer   x   <- r (x + mlp + σ(s) skip + a x0 + b g)         r, s, a, b are scalars, skip an earlier layer's x
-            x   <- x + c gate attention(norm(x)) W_out          q and k normed and rotated; v gains a value embedding
+Model card: GPT-2-small class, 768 wide, up to ten working layers, GPT-2's 50,257 tokens
+    input   x0 = norm(embedding[token]);  g = the rows of a table for the last two and the last three tokens, and for
+            what followed the longest earlier match in the document, added up
+    layer   x   <- r (x + mlp + σ(s) skip + a x0 + b g)         r, s, a, b are scalars, skip is an earlier layer's x
+            x   <- x + |c| gate attention(norm(x)) W_out        q and k normed, half of them rotary; v += gate value
             mlp <- relu(taps(norm(x)) W_up)^2 W_down            taps mix in the two tokens before, by channel
-    output  h = norm(x + w0 x0 + w1 g + w2 v2 + ...)            the w follow from x, the v are the value embeddings
-            p = softmax(23 σ((h W_head + 5) / 7.5)), where one class is shared out to the tokens that a pointer finds
-    sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2816, 2^25 rows; sprint: 3 heads, MLPs of 2304
-    train   matrices by Muon and NorMuon, tables and scalars by Adam, rows by Adam without a first moment; steps of
-            65,536 to 196,608 tokens; a sample of the classes; averaged weights; FP8 products, bf16 weights + 16 bits
+    output  h = norm(x + mlp + w0 x0 + w1 g + ...)              w are linear in x; in the speedrun all values follow
+            p = softmax(23 σ((h W_head + 5) / 7.5)), where the share of one class goes where a pointer points
+    sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2816; sprint: 3 heads, MLPs of 2304; 2^25 rows each
+    train   matrices by Muon and NorMuon, bf16 with 16 more bits; tables and scalars by Adam, rows by Adam without a
+            first moment; steps of 32,768 to 196,608 tokens; a sample of the classes; FP8 products; averaged weights
     names   DistAdam is Adam with AdamTable; smear is taps; bigram hash is ngram; sparse attention gate is gate;
             backout and MUDD are final_states; YaRN is in rotary_frequencies; value embeddings keep their name
 
@@ -176,23 +176,17 @@ class ModelConfig:
     ngram_pieces: int = 1
     key_width: int = 128  # of a head's queries and keys
     head_width: int = 128  # of its values
-    # The factor of products of normalised queries and keys, before YaRN. Narrower keys want a larger factor: with 64
-    # channels the loss is 0.005 lower at 0.13 than at 0.1; 0.16 and 0.2 give the same.
+    # The factor of products of normalised queries and keys, before YaRN. Narrower keys want a larger one.
     attention_scale: float = 0.1
-    # Whether the two tokens before are mixed into an MLP's input, see `mixed`. The loss falls by 0.0021 after 243 M
-    # tokens, for 0.7 % of a step; in a sprint by 0.0046, together with EnterStream. To mix attention's input as well
-    # gained another 0.0019, not worth its time, and a third earlier token gained nothing.
-    mlp_taps: bool = False
+    mlp_taps: bool = False  # whether the two tokens before are mixed into an MLP's input, see `mixed`
     final_values: bool = False  # whether value embeddings enter the final states too, see final_states
     # Whether sampled classes of the softmax stand for those that are left out, see Targets. Without, all classes have
     # to take part at the end of the training.
     importance_weights: bool = True
     longest_suffix_match: bool = True  # also adds a row for what last followed the same tokens, see the function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
-    # The factor of products of its normalised queries and keys. This value, a window of 4096 and not 2048 tokens and a
-    # higher learning rate of the n-grams lowered the loss by 0.0025 together.
-    pointer_scale: float = 0.1
-    # Channels that a gate reads, half of them of the value embedding if there is one (record 70); not tuned.
+    pointer_scale: float = 0.1  # the factor of products of its normalised queries and keys
+    # Channels that a gate reads, half of them of the value embedding if there is one (record 70).
     gate_inputs: int = 16
     vocabulary: int = 50257
     padded_vocabulary: int = 50304  # a multiple of 128: faster tiles, and divisible by 8 ranks
@@ -229,47 +223,43 @@ class AdamRule:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Differences in loss named here are of whole sprints, one run each (records/LOG.md); chance makes 0.002. Those of
-    decay, pooling and the averages' share are means over twelve runs of 94 M tokens, and most of those "at length" over
-    ten speedruns or more, with chance 0.0009."""
+    """What each constant was chosen from stands in records/LOG.md, and docs/systems.md compares the first six."""
     # How momentum becomes an update of a matrix: a key of ORTHOGONALIZATIONS, then NorMuon, or plain Muon without it.
     orthogonalization: str = "polar-express"
     nesterov: bool = True  # orthogonalise the momentum with the gradient once more, or the momentum itself
     normuon: bool = True
-    normuon_long_lines: bool = True  # NorMuon's variances: of the lines that a matrix's long side counts, or its short
+    # NorMuon keeps a variance for each row of a tall matrix and each column of a wide one; False: the other way round.
+    normuon_long_lines: bool = True
     scale_tall_updates: bool = False  # Muon's first rule: times max(1, rows / columns)^0.5
     # Decay a weight only where its update shrinks it too (records 43, 50); False: always, as AdamW. Of matrices and
     # tables alike.
     cautious_decay: bool = True
-    muon_learning_rate: float = 0.023  # 0.0265: +0.0027
-    # Times the square of the learning rate, so it fades early (record 43). 1.2: +0.0030, at a longer run +0.0017.
-    muon_weight_decay: float = 2.4
-    # Momentum warms up from the first value to the second (record 9) and cools down at the end
-    # (record 39). Tried as the second: 0.91 +0.0008, 0.95 +0.0021, 0.97 +0.0109; as the first, at
-    # length: 0.8 +0.0007.
+
+    muon_learning_rate: float = 0.023
+    muon_weight_decay: float = 2.4  # times the square of the learning rate, so it fades early (record 43)
+    # Momentum warms up from the first value to the second (record 9) and cools down at the end (record 39).
     muon_momentum: tuple[float, float] = (0.85, 0.93)
-    momentum_warmup_fraction: float = 0.42  # of all steps; 0.2: -0.0005 at length, which chance makes too
-    momentum_cooldown_fraction: float = 0.07  # 0.14: +0.0006 at length
-    second_moment_decay: float = 0.95  # 0.98: +0.0008
+    momentum_warmup_fraction: float = 0.42  # of all steps
+    momentum_cooldown_fraction: float = 0.07
+    second_moment_decay: float = 0.95  # of NorMuon
+
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
     adam_epsilon: float = 1e-10  # record 20
     # An n-gram row's second moment is mixed with so much of the mean over the tokens of the step, so that rows of small
-    # gradients move less. 0: +0.0010.
+    # gradients move less.
     ngram_pooling: float = 0.5
-    cooldown_fraction: float = 0.7  # of the scheduled steps; 0.85: the same, 0.55 worse
-    # The learning-rate multiplier after the cooldown, relative to the base rate, not the stage's. 0.15: +0.0033.
-    final_learning_rate: float = 0.25
-    # A running average of matrices and dense tables over the last steps (record 92): -0.007 with the higher final rate,
-    # at length -0.010.
+
+    cooldown_fraction: float = 0.7  # of the scheduled steps
+    final_learning_rate: float = 0.25  # multiplier after the cooldown, relative to the base rate, not the stage's
+
+    # A running average of matrices and dense tables over the last steps (record 92); it wants the high final rate.
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
-    # The share of all steps that it looks back over, which is interval / rate. 0.11: +0.0006 at length.
-    averaging_lookback: float = 0.074
-    averaged_share: float = 0.65  # of the final weights, 0.5: +0.0005; 0: no averages are kept
-    # Multipliers: tables' 50 +0.0030, 110 +0.0016; mlp_down's 2.8 +0.0003; attention's 3 -0.0004; scalars' 5 +0.003.
-    # Second betas of tables: 0.95 +0.0019, 0.99 +0.0013. Betas of scalars and gates: record 52. First betas of tables
-    # are the public records'; at length the embedding's 0.8 +0.0002, the values' 0.6 -0.0009, the head's 0.7 +0.0003.
-    # The n-grams have no first moment (record 92).
+    averaging_lookback: float = 0.074  # the share of all steps that it looks back over, which is interval / rate
+    averaged_share: float = 0.65  # of the final weights; 0: no averages are kept
+
+    # Multipliers and betas by role. Those of scalars and gates are record 52's, the first betas of tables the public
+    # records'; n-grams have no first moment (record 92).
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
         ("attention", MuonRule(2.0)),
         ("pointer", MuonRule(2.0)),
@@ -703,7 +693,7 @@ NGRAM_MULTIPLIERS = (
     (17351, 60961, 45259),
 )
 # Odd ones, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides in
-# one piece would often collide in all. Parts of 2^n rows, less one, are odd.
+# one piece would often collide in all.
 HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
 
 
@@ -712,12 +702,13 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: in
     NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
 
     There are `rows` rows for each piece, of which each order has an equal part. The hash is the xor of the
-    multiplied tokens, times the piece's multiplier, modulo the part's size less one. The last row of
-    a part stands for an n-gram that would begin before the document.
+    multiplied tokens, times the piece's multiplier, modulo the largest odd number below the part's size. The last row
+    of a part stands for an n-gram that would begin before the document.
     """
     orders = len(NGRAM_MULTIPLIERS)
     part_rows = rows // orders
     last = part_rows - 1
+    modulus = last - 1 + last % 2
     tokens = tokens.astype(np.uint32)
     found = np.empty((len(tokens), pieces, orders), np.int32)
     for order, multipliers in enumerate(NGRAM_MULTIPLIERS):
@@ -726,7 +717,7 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: in
             key[distance:] ^= multiplier * tokens[:len(tokens) - distance]
         incomplete = positions < len(multipliers) - 1
         for piece in range(pieces):
-            hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % last
+            hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % modulus
             hashes[incomplete] = last
             found[:, piece, order] = hashes + part_rows * (piece * orders + order)
     return found.reshape(-1, orders)
@@ -742,37 +733,37 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     are spread over NEW_TOKEN_ROWS rows: by the position in the document, and not in the batch, so
     that a document reads the same rows wherever it lies.
 
-    Algorithm: `ends` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends there,
-    and in text order where suffixes are equal; so neighbours in it with the same suffix are
-    consecutive occurrences. Moved on by one position, `ends` is sorted by the tokens before; a
-    stable sort by the token itself then sorts the longer suffixes. Longer matches overwrite shorter
+    Algorithm: `by_suffix` lists all positions sorted by the suffix of 1, 2 or 3 tokens that ends
+    there, and in text order where suffixes are equal; so neighbours in it with the same suffix are
+    consecutive occurrences. Moved on by one position, it is sorted by the tokens before; a stable
+    sort by the token itself then sorts the longer suffixes. Longer matches overwrite shorter
     ones.
 
-    Example: in "a b c a b" the first round sorts the ends to [0 3] [1 4] [2], by a, b, c. Position
-    3 (a) matches 0, which b followed; 4 (b) matches 1, which c followed. Moved on, the ends are 0 1
+    Example: in "a b c a b" the first round sorts the positions to [0 3] [1 4] [2], by a, b, c. Position
+    3 (a) matches 0, which b followed; 4 (b) matches 1, which c followed. Moved on, they are 0 1
     4 2 3, and the second round sorts them to [0] [3] [1 4] [2]: position 4 matches 1 again, now by
     "a b".
     """
     count = len(tokens)
-    keys = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
-    ends = np.arange(count)
+    tokens16 = tokens.astype(np.uint16)  # for keys of 16 bits NumPy's stable sort is a radix sort
+    by_suffix = np.arange(count)
     rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
-    suffix_id = np.zeros(count, int)  # of the `length_before` tokens before each position
+    id_before = np.zeros(count, int)  # of the `length_before` tokens before each position
     for length_before in range(SUFFIX_LENGTHS):  # this round matches one token more
-        ends = ends[np.argsort(keys[ends], kind="stable")]
-        prev, cur = ends[:-1], ends[1:]
-        same_suffix = (keys[prev] == keys[cur]) & (suffix_id[prev] == suffix_id[cur])
-        same_document = cur - prev <= positions[cur] - length_before
-        match = same_suffix & same_document  # the earlier suffix begins in this document too
+        by_suffix = by_suffix[np.argsort(tokens16[by_suffix], kind="stable")]
+        prev, cur = by_suffix[:-1], by_suffix[1:]
+        same_suffix = (tokens16[prev] == tokens16[cur]) & (id_before[prev] == id_before[cur])
+        document_start = cur - positions[cur]
+        match = same_suffix & (prev - length_before >= document_start)  # the earlier suffix begins in this document
         rows[cur[match]] = tokens[prev[match] + 1].astype(int) + length_before * vocabulary
 
         # Number the suffixes in their sorted order, then move on by one position, to the tokens that
-        # they precede. In the example the first round ends with longer_id [0 1 2 0 1], suffix_id
-        # [-1 0 1 2 0] and ends [0 1 4 2 3].
+        # they precede. In the example the first round ends with longer_id [0 1 2 0 1], id_before
+        # [-1 0 1 2 0] and by_suffix [0 1 4 2 3].
         longer_id = np.empty(count, int)
-        longer_id[ends] = np.cumsum(np.append(False, ~same_suffix))
-        suffix_id = np.append(-1, longer_id[:-1])
-        ends = np.append(0, ends[ends < count - 1] + 1)
+        longer_id[by_suffix] = np.cumsum(np.append(False, ~same_suffix))
+        id_before = np.append(-1, longer_id[:-1])
+        by_suffix = np.append(0, by_suffix[by_suffix < count - 1] + 1)
     return rows
 
 
@@ -1237,9 +1228,9 @@ def mixed(h, taps, positions):
 class Deferred(Function):
     """Stands for h [T, width] where the FP8 operators make it themselves, see NormedInput, so that no region writes it.
 
-    It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. sample
-    [T / 16, width] is what the taps add to rows 15, 31, 47, ... of h; 16 times the gradient of these rows estimates the
-    gradient of the taps."""
+    It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. With taps,
+    sample [T / 16, width] is what they add to rows 15, 31, 47, ... of h, and 16 times the gradient of these rows
+    estimates theirs. Without, nothing asks for its gradient."""
     @staticmethod
     def forward(ctx, h, sample):
         return h.new_empty(1).expand_as(h)
@@ -1433,7 +1424,7 @@ class Block(nn.Module):
         """Draw the initial weights. Before, all are zero, and `out` and `down` stay so (record 5): at first a layer
         only injects."""
         for name, parameter in self.named_parameters():
-            # A standard deviation of width^-1/2 / 2, as the public records. 0.3 for the half: +0.0018 at length.
+            # A standard deviation of width^-1/2 / 2, as the public records.
             if name in ("qkv", "up"):
                 bound = math.sqrt(3) * 0.5 * parameter.size(1) ** -0.5
                 parameter.uniform_(-bound, bound, generator=generator)
@@ -1566,7 +1557,7 @@ class GPT(nn.Module):
             keys.copy_(queries)
 
     def in_order(self) -> Iterator[nn.Parameter]:
-        """The parameters that ranks gather, in the order in which the forward pass reads them. Some come twice."""
+        """Parameters in the order in which the forward pass reads them, for what ranks gather. Some come twice."""
         yield self.embedding
         for block in self.blocks.values():
             table = block.layer.value_embedding
@@ -1762,7 +1753,8 @@ POLAR_EXPRESS_FIVE = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# A fourth is a row here, and works everywhere. docs/systems.md compares their errors and what they do to a training.
+# Another of this form is a row here, which reference and kernels take alike. docs/systems.md compares their errors and
+# what they do to a training.
 ORTHOGONALIZATIONS = {
     # The same for four rounds, on [3e-3, 1]. It diverges above 1.02.
     "polar-express": Orthogonalization((
@@ -1966,9 +1958,9 @@ class Owner:
     """Parameters that live in one tensor, `weights`, and travel together: their gradients, and their weights.
 
     Each step takes every owner through the same four phases. A phase only queues work, and an owner does without
-    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step. Tables and
-    scalars do all of it; of matrices a MatrixGroup travels (phases 1 and 3), and the MatrixBank of several groups
-    updates them at once (phase 4).
+    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step. For tables
+    and scalars one object does all; of matrices a MatrixGroup travels (phases 1 and 3), and the MatrixBank of several
+    groups updates them at once (phase 4).
 
     Phase 1  gather_()        asks for the shards that other ranks have updated, on the communication stream: as a step
                               starts, or if the owner `gathers_at_once` after its update.
@@ -1979,8 +1971,8 @@ class Owner:
                               Optimizer._ready calls it, or else Optimizer.step.
     Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates: see Updated.
     """
-    # Subclasses set `parameters`, `ranks` and `weights`. flatten needs `grads`, shaped as the weights. reduce_ leaves in
-    # `pending_reduce` what compute_ waits for.
+    # Subclasses set `parameters`, `ranks` and `weights`. flatten needs `grads`, shaped as the weights. reduce_ leaves
+    # in `pending_reduce` what compute_ waits for.
     gathers_at_once = False
     pending_gather = None  # the wait for what gather_ has asked for
 
@@ -2260,7 +2252,7 @@ class SparseTable(Adam):
         self.under_way.grads.append(grad)
 
     def all_gather(self, parts: list[Tensor]) -> tuple[Tensor, Callable]:
-        """What all ranks have for the micro-batches of a step, [tokens of the step, ...], and the wait for it."""
+        """What all ranks have for the micro-batches of a step, [its tokens * pieces, ...], and the wait for it."""
         full = parts[0]
         rows = self.ranks.world * sum(map(len, parts))
         if rows > len(full):  # else one rank with one micro-batch, which has all
@@ -2394,7 +2386,8 @@ class Optimizer:
             if owner not in self.reduced:
                 owner.reduce_()
 
-        # Phase 4: update on three streams, in the order in which gradients left; tables only if they had one.
+        # Phase 4: update on three streams: matrices from the last bank on, and tables, if they had a gradient, in the
+        # order in which these left.
         tables = [owner for owner in self.reduced if owner in self.dense]
         due = [*reversed(self.banks), *tables, *self.scalars, *self.sparse]
         by_side = {side: [each for each in due if each.side == side] for side in (0, 1, None)}
@@ -2442,7 +2435,7 @@ def state_hash(state: dict) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         words = tensor.detach().reshape(-1).view(torch.uint8)
-        if len(words) % 8 == 0:  # a conversion to int64 would need four times the memory of the tensor
+        if len(words) % 8 == 0:  # a conversion to int64 would need eight times the memory of the bytes
             words = words.view(torch.int64)
 
         table = words.view(-1, math.gcd(len(words), 4096))
@@ -2994,9 +2987,8 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
-# head. Every header names its reference, and has shapes, and operations or bytes; times are of one H200,
-# by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer. Launches name their operands where there
-# are more than eight.
+# head. A header has the formula or names its reference, and has shapes, and operations or bytes; times are of one H200
+# unless they say otherwise, by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer.
 
 # Kernels can read globals that are constexprs, and no others; in the interpreter such a one stands right of a tensor.
 LOG2_E = constexpr(1.4426950408889634)  # log2(e): kernels use exp2, because the hardware computes powers of 2
@@ -3193,8 +3185,8 @@ def orthogonalize(matrices, method, dtype=torch.bfloat16):
 # speedrun's layers one launch for all takes 1 % longer (98,304 tokens, windows of 256 and 1408: delta and
 # gradients 625 and 1008 us in three launches, 636 and 1001 in two).
 #
-# Operands of T H D values moved: forward 4, delta 2, gradients 7. With six heads of 128, gates and a window of
-# 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us, and delta and gradients 168 | 298 | 460 us.
+# Operands of T H D values moved: forward 4, delta 2, gradients 11 in two launches. With six heads of 128, gates and a
+# window of 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us, and delta and gradients 168 | 298 | 460 us.
 
 
 @jit
@@ -3282,7 +3274,7 @@ def attention_forward_kernel(
         scores = tl.dot(q, tl.trans(k))
         query, key = pair_tokens(queries, step, BLOCK_N, False)
         visible = (query - key).to(tl.uint32) <= reach  # unsigned, so that no later key is within reach
-        p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # masked before exp2: 202 instructions for 188
+        p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # to mask before exp2 takes 202 instructions for 188
         row_sum += tl.sum(p, 1)
         v = load_tile(v_desc, step, head, stride_v_row, tokens, HEAD_DIM_V, BLOCK_N)
         accumulator = tl.dot(p.to(v.dtype), v, accumulator)
@@ -3759,7 +3751,7 @@ def linear_backward(grad, grad_t, x, weight, scales, out=None):
     """(dx, dweight) of linear_forward, from the gradient of its first result and from the other two.
 
     With `scales` the gradient is e5m2, in both layouts; dweight goes to `out` if given. These products do not
-    accumulate fast, because in all backward products that costs .035 of the sprint's loss.
+    accumulate fast, because in all of the backward pass that costs .035 of the sprint's loss.
     """
     if scales is None:
         return grad @ weight, grad.T @ x
@@ -4387,8 +4379,8 @@ class Fp8Mlp(Function):
 
     h [T, D] stands for the input and only takes its gradient, see NormedInput; h8 and h8_t are copies of the input by
     quantize_both. up and down are [H, D]; all but the copies are bf16; T, D and H are multiples of 16. The products
-    are e4m3 by e4m3 forward, e5m2 by e4m3 without fast accumulation backward. What takes part in two needs two
-    layouts.
+    are e4m3 by e4m3 forward, e5m2 by e4m3 backward, and those of cuBLAS there do not accumulate fast. What takes part
+    in two needs two layouts.
     """
     @staticmethod
     def forward(ctx, h, up, down, scales, h8, h8_t):

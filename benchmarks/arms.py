@@ -12,13 +12,16 @@ arms.json is a list of arms. All keys but the name are optional:
      "optimizer": {"muon_learning_rate": 0.016}, "rules": {"embedding": {"learning_rate_multiplier": 50}},
      "stages": {"batch_tokens": [65536, 131072, 196608, 196608]},
      "averages": [[0.03, 0.65]], "edits": [["text of train_gpt.py that occurs once", "what stands there instead"]],
+     "three_stages": {"first_steps": 618, "second_steps": 618, "third_steps": 592, "extension_steps": 25,
+                      "classes": [6144, 10240, 14336], "full_steps": 60}, "micro_batch_tokens": 49152,
      "steps": 1000, "watch_every": 25, "preset": "sprint", "data": "FOLDER", "script": "another/train_gpt.py"}
 
 `preset`, `data` and `script` take the place of the options and of this repository's train_gpt.py. A result has the loss
 on the track's validation tokens, which judge, and as `choose` that on the tokens of the same shard behind them:
 constants are chosen by the latter.
 
-`layers` replaces layers by index, `edits` try what is no setting. `averages` are further running averages, [rate,
+`layers` replaces layers by index, `three_stages` all stages by those that the function of that name makes, and `edits`
+try what is no setting. `averages` are further running averages, [rate,
 share]: the run is validated with each of them besides the preset's own and none, so they cost no run. With `steps` the
 run ends early, and is validated without averages. With `watch_every` a line each so many steps in OUT.NAME.watch.jsonl
 says which entry of each matrix of a layer is largest, as [magnitude, row, column], what the scalars are, and how much
@@ -159,7 +162,11 @@ def frozen(value):
 
 def arm_preset(tg, arm: dict, name: str):
     """The preset with what the arm changes in it."""
-    preset = tg.scaled_preset(tg.PRESETS[name], arm.get("length", 1.0))
+    whole = tg.PRESETS[name]
+    if "three_stages" in arm:
+        schedule = {key: frozen(value) for key, value in arm["three_stages"].items()}
+        whole = dataclasses.replace(whole, stages=tg.three_stages(**schedule))
+    preset = tg.scaled_preset(whole, arm.get("length", 1.0))
     rules = [
         (role, dataclasses.replace(rule, **arm.get("rules", {}).get(role, {})))
         for role, rule in preset.optimizer.rules
@@ -328,14 +335,15 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     tg = load_trainer(arm.get("edits", []), Path(arm.get("script", SCRIPT)))
     preset = arm_preset(tg, arm, arm.get("preset", options.preset))
     ranks = tg.Ranks.start()
-    fp8 = arm.get("fp8", tg.FP8_PARTS) if preset.model.dtype == "bfloat16" else []
+    fp8 = arm.get("fp8", preset.fp8) if preset.model.dtype == "bfloat16" else []
     ops = tg.select_ops(ranks.device, tg.capability(ranks.device) >= (8, 0), fp8=fp8)
     clock = tg.Clock(ranks.device)
     # Another run may hold much of the memory when this one starts: micro-batches must not depend on it.
     if torch.cuda.is_available():
         total = torch.cuda.mem_get_info(ranks.device)[1]
-        torch.cuda.mem_get_info = lambda device: (total, total)
-    trainer = tg.Trainer(preset, ranks, ops, clock, Path(arm.get("data") or options.data or preset.data))
+        torch.cuda.mem_get_info = lambda device: (total - torch.cuda.memory_reserved(device), total)
+    folder = Path(arm.get("data") or options.data or preset.data)
+    trainer = tg.Trainer(preset, ranks, ops, clock, folder, arm.get("micro_batch_tokens"))
     rates = [rate for rate, _ in arm.get("averages", [])]
     trainer.initialise(arm.get("seed", 1))
     trainer.warm_up()

@@ -4,9 +4,9 @@
     python benchmarks/bench_ranks.py 8 --preset smoke --stop-after 4                   on a CPU: it runs through
 
 Takes the options of train_gpt.py. Collectives are left out, so times are those of a rank that never waits, and the
-losses mean nothing: of each step this rank sees its own batch chunks alone. For the update of sparse tables the other ranks'
-gradients are copies of its own, and their ids its own, moved along the table, so that about as many different rows are
-updated as in truth.
+losses mean nothing: of each step this rank sees its own batch chunks alone. For the update of sparse tables the other
+ranks' gradients are copies of its own, and their ids its own, moved along the table, so that about as many different
+rows are updated as in truth.
 """
 
 import sys

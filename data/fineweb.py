@@ -61,6 +61,7 @@ DEFAULT_FOLDER = Path(__file__).resolve().parent / "fineweb10B"
 # its stages end at 3,072.
 DOCUMENT_CHARACTERS = 16_384
 VAL_TOKENS = 10_485_760  # what the speedrun validates on; of a text shorter than ten times as many, a tenth
+LEAST_VAL_TOKENS = 10_000  # the smoke preset validates on 8,192
 TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")  # what a folder is searched for, also with .gz but for parquet
 # the two files of GPT-2's, under the names that tiktoken gives them
 VOCABULARY = Path(__file__).resolve().parent / "sample"
@@ -722,7 +723,7 @@ class ShardWriter:
 
 def validation_share(stream: Iterator[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
     """(tokens for validation, the same documents):
-    VAL_TOKENS, or a tenth of a text that has less than ten times as many.
+    VAL_TOKENS, or a tenth of a text that has less than ten times as many, but LEAST_VAL_TOKENS where it has twice that.
 
     To know, it keeps that much of the text in memory: 210 MB.
     """
@@ -732,7 +733,7 @@ def validation_share(stream: Iterator[np.ndarray]) -> tuple[int, Iterator[np.nda
         tokens += len(document)
         if tokens >= 10 * VAL_TOKENS:
             return VAL_TOKENS, itertools.chain(kept, stream)
-    return tokens // 10, iter(kept)
+    return max(tokens // 10, min(LEAST_VAL_TOKENS, tokens // 2)), iter(kept)
 
 
 def tokenize(
@@ -820,7 +821,7 @@ def parser() -> argparse.ArgumentParser:
     add("--name", type=shard_name, default="text",
         help="files are NAME_val_000000.bin, NAME_train_000001.bin ... (default text)")
     add("--val-tokens", type=count,
-        help="first tokens, for validation (default: a tenth of the text, at most 10,485,760)")
+        help="first tokens, for validation (default: a tenth of the text, 10,000 to 10,485,760)")
     size = whole_number(1, 2**31 - 1)
     add("--shard-tokens", type=size, default=100_000_000, help="most tokens in a shard (default 100,000,000)")
     add("--encoding", default="gpt2", help="gpt2, or a *.tiktoken ranks file (default gpt2)")

@@ -504,6 +504,18 @@ def test_one_long_text_is_cut_at_paragraphs(ranks, tmp_path, capsys):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("documents, share", [(2, 100), (100, 5000), (300, 10_000), (2000, 20_000), (30_000, 200_000)])
+def test_how_much_validates(monkeypatch, documents, share):
+    """Of documents of 100 tokens:
+    a tenth, enough for the smoke preset where that leaves as much, at most the speedrun's."""
+    monkeypatch.setattr(fineweb, "VAL_TOKENS", 200_000)
+    stream = [np.full(100, number % 7, "<u2") for number in range(documents)]
+    found, same = fineweb.validation_share(iter(stream))
+    assert found == share
+    assert all(a is b for a, b in zip(same, stream, strict=True)), "all documents come through, in order"
+
+
+@pytest.mark.fast
 def test_cuts_where_there_is_no_paragraph():
     def cut(text, most=20):
         return list(fineweb.cut_long([text], most))

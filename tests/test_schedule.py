@@ -110,9 +110,10 @@ def test_every_preset_is_consistent(preset):
     for index, layer in enumerate(model.layers):
         assert layer.skip_from is None or layer.skip_from < index
         assert layer.window in ("short", "long")
-    assert [l.value_embedding for l in model.layers if l.value_embedding not in (None, tg.NGRAMS)] == list(
-        range(model.value_embeddings)
-    ), "one table a use"
+    own = [layer.value_embedding for layer in model.layers]
+    tables = [table for table in own if table not in (None, tg.NGRAMS)]
+    assert sorted(set(tables)) == list(range(model.value_embeddings))
+    assert len(tables) == len(set(tables)) or preset.name == "seeds", "one table a use, but for the public records'"
     assert sum(stage.steps * stage.batch_tokens for stage in preset.stages) < preset.train_tokens
     for stage in preset.stages:
         assert stage.batch_tokens % (8 * 16) == 0  # 16: the FP8 products need that many tokens
@@ -179,7 +180,7 @@ def test_the_speedrun_on_webmix():
     webmix = tg.PRESETS["speedrun-webmix"]
     assert webmix.model == SPEEDRUN.model
     assert webmix.val_attention_windows == SPEEDRUN.val_attention_windows
-    assert [stage.steps for stage in webmix.stages] == [618, 618, 592, 25]
+    assert [stage.steps for stage in webmix.stages] == [618, 618, 473, 119, 25]
     assert [replace(stage, steps=0) for stage in webmix.stages] == [
         replace(stage, steps=0) for stage in SPEEDRUN.stages
     ]
@@ -302,23 +303,24 @@ def yarn(base, turning, windows):
     return frequencies, scale
 
 
-@pytest.mark.parametrize("index, scale", [(0, 0.1), (1, 0.11695), (2, 0.12752), (3, 0.13178)])
+SCALES = {0: 0.1, 1: 0.11695, 2: 0.12752, 3: 0.12752, 4: 0.13178}  # by stage
+
+
+@pytest.mark.parametrize("index, scale", SCALES.items())
 def test_rotary_geometry(index, scale):
     exact = replace(
         SPEEDRUN, model=replace(SPEEDRUN.model, dtype="float64", key_width=128, attention_scale=0.1)
     )
     geometry = tg.rotary_geometry(exact, index, 300, CPU)
-    frequencies, expected_scale = yarn(1024.0, 32, (384, 896, 1408, 1664)[: index + 1])
+    frequencies, expected_scale = yarn(1024.0, 32, (384, 896, 1408, 1408, 1664)[: index + 1])
     assert geometry.scale == pytest.approx(scale, abs=5e-6)
     assert geometry.scale == pytest.approx(expected_scale)
     assert geometry.cos.shape == geometry.sin.shape == (300, 64)
     angle = np.arange(300)[:, None] * np.array(frequencies + [0.0] * 32)
     assert np.abs(geometry.cos.numpy() - np.cos(angle)).max() < 1e-9
     assert np.abs(geometry.sin.numpy() - np.sin(angle)).max() < 1e-9
-    assert (
-        tuple(geometry.windows.values())
-        == ((128, 384), (256, 896), (256, 1408), (384, 1664))[index]
-    )
+    stage = SPEEDRUN.stages[index]
+    assert geometry.windows == {"short": stage.short_window_tokens, "long": stage.long_window_tokens}
     assert tg.rotary_geometry(SPEEDRUN, index, 10, CPU).cos.dtype == tg.torch.bfloat16
 
 

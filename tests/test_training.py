@@ -286,7 +286,7 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="step {}".format)
 def plain_gradients(corpus, request):
-    """A step, and the mean over its batch chunks of each chunk's summed loss by plain autograd, one chunk at a time in float64:
+    """A step, and the mean over its batch chunks of each one's summed loss by plain autograd, one at a time in float64:
     several targets and drawn candidates, of both stages; one target and all columns."""
     step = request.param
     losses = []
