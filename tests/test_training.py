@@ -353,6 +353,39 @@ def test_candidates_that_are_all_columns_change_nothing(tiny):
     assert all(relative(a, b) < 1e-9 for a, b in zip(*results))
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.fast
+def test_importance_weights_are_the_configurations(tiny, weighted):
+    """The sampled classes stand for the vocabulary, or for themselves alone; and so does the loss."""
+    model = random_model(replace(DOUBLE, importance_weights=weighted))
+    documents = packed(pieces_of([20, 12], np.random.default_rng(3)), sampled_classes=128)
+    arguments = documents, geometry_of(DOUBLE, 20), torch.tensor([1.0])
+    h, head, targets, cap = model.predictions(*arguments)
+    population = DOUBLE.padded_vocabulary if weighted else 128
+    want = tg.head_loss_reference(h, head, targets._replace(population=population), cap)
+    assert float(model(*arguments).detach()) == pytest.approx(float(want.detach()), rel=1e-12)
+
+
+@pytest.mark.fast
+def test_each_step_has_its_own_rates_and_targets(corpus, tiny, monkeypatch):
+    """Whichever buffers they come through: what optimizer and model read is what the schedule says of the step."""
+    trainer = helpers.make_trainer(corpus)
+    update = trainer.optimizer.step
+    forward = tg.GPT.forward
+    rates = []
+    weights = []
+    monkeypatch.setattr(
+        trainer.optimizer, "step",
+        lambda own: (rates.append({name: float(value) for name, value in own.items()}), update(own)))
+    monkeypatch.setattr(
+        tg.GPT, "forward", lambda model, *inputs: (weights.append(inputs[2].tolist()), forward(model, *inputs))[1])
+    for step, batches in enumerate(helpers.all_batches(trainer)):
+        weights.clear()
+        trainer.training_step(step, batches)
+        assert rates[step] == pytest.approx(tg.step_rates(PRESET, step), rel=1e-6)
+        assert weights == [pytest.approx(tg.target_weights(PRESET, step))] * len(batches)
+
+
 @pytest.mark.fast
 def test_head_chunks_do_not_matter(tiny):
     """Chunks of the loss are an implementation detail: the same loss and gradients for any size of them."""

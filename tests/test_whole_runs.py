@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -383,6 +384,22 @@ def test_a_seed_fixes_the_run(run):
     assert other[-1]["loss"] != first[-1]["loss"], "a seed never changes the data"
     assert other[-1]["train_hash"] == first[-1]["train_hash"], "a seed never changes the data"
     assert only(other, "warm")[0]["state"] != only(first, "warm")[0]["state"]
+
+
+@pytest.mark.fast
+def test_the_first_rank_draws_the_seed_of_all(tiny, tmp_path, monkeypatch):
+    """Here it has drawn 7; this is the second of two ranks, and all but its seed is left out."""
+    ranks = tg.Ranks(1, 2, CPU)
+    ranks.gather_objects = lambda own: [7, own]
+    ranks.finish = lambda code: None
+    trainer = types.SimpleNamespace(preset=PRESET, graphs={})
+    seeds = []
+    monkeypatch.setattr(tg.Ranks, "start", lambda limit: ranks)
+    monkeypatch.setattr(tg, "build_trainer", lambda *_: trainer)
+    monkeypatch.setattr(tg, "watched_log", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(tg, "train", lambda trainer, seed, *_: seeds.append(seed))
+    assert tg.main(["--preset", "tiny", "--log-dir", str(tmp_path)]) == 0
+    assert seeds == [7]
 
 
 def test_a_seed_is_drawn_and_logged(run):
