@@ -9,7 +9,7 @@ A mutant replaces a text that occurs exactly once in its file. It is caught if a
 happens in temporary copies of the repository, with what is not committed yet. Results go to a file, line by line, and
 are not made again until a mutant, its file or its tests change: so a run that was broken off goes on where it was.
 
-Exit codes: 0 all caught; 1 some survived or took too long; 2 the list or the tests have to be mended first.
+Exit codes: 0 all caught; 1 some were not; 2 the list has to be mended first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.toml"
 RESULTS = ROOT / "logs" / "mutants.jsonl"
 SHARED = "tests/helpers.py", "tests/conftest.py"  # what all tests read
-CAUGHT, SURVIVED, TOO_LONG, BROKEN = "caught", "SURVIVED", "TOO LONG", "BROKEN OFF"
+
+CAUGHT = "caught"
+SURVIVED = "SURVIVED"
+TOO_LONG = "TOO LONG"
+BROKEN = "BROKEN OFF"
+UNJUDGED = "NOT JUDGED"  # its tests do not pass without it either
 
 
 # Tests are forked from a process that has imported torch. Not Triton: Triton's interpreter is chosen at its import.
@@ -54,7 +59,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWR
 
 
 class Unfit(Exception):
-    """The list or the tests have to be mended before anything can be said."""
+    """The list has to be mended before anything can be said."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,10 @@ def read_list(path: Path = LIST) -> list[Mutant]:
     """All mutants of a list, in its order."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))
     return [Mutant(name, **fields | {"tests": tuple(fields["tests"])}) for name, fields in entries.items()]
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def misfit(mutant: Mutant, root: Path = ROOT) -> str | None:
@@ -179,7 +188,7 @@ def run_tests(copy: Path, tests: Iterable[str], limit_s: float, whole: bool = Fa
     """Run tests up to the first that fails: each file in a process of its own, as some turn on Triton's interpreter."""
     by_file = collections.defaultdict(list)
     for test in tests:
-        by_file[test.partition("::")[0]].append(test)
+        by_file[file_of(test)].append(test)
 
     seconds = 0.0
     for file, chosen in by_file.items():
@@ -201,13 +210,10 @@ def content(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_files(tests: Iterable[str]) -> list[str]:
-    return sorted({f"tests/{test.partition('::')[0]}" for test in tests})
-
-
 def key_of(mutant: Mutant, whole: bool) -> str:
     """What a result depends on: the mutant, its file, and the tests."""
-    sources = map(content, [mutant.file, *test_files(mutant.tests), *SHARED])
+    files = sorted({f"tests/{file_of(test)}" for test in mutant.tests})
+    sources = map(content, [mutant.file, *files, *SHARED])
     return digest(mutant.old, mutant.new, *mutant.tests, str(whole), *sources)
 
 
@@ -236,14 +242,22 @@ class Results:
 class Workers:
     """Copies of the repository, in each of which one mutant at a time is tried."""
 
-    def __init__(self, folder: Path, jobs: int, limit_s: float, whole: bool, results: Results):
-        self.limit_s = limit_s
-        self.whole = whole
-        self.results = results
-        self.pool = ThreadPoolExecutor(jobs)
+    def __init__(self, folder: Path, mutants: list[Mutant], options: argparse.Namespace):
+        self.limit_s = options.limit
+        self.whole = options.whole
+        self.results = Results(options.results)
         self.copies = queue.SimpleQueue()
-        for number in range(jobs):
+        for number in range(options.jobs):
             self.copies.put(copy_repository(folder / str(number)))
+
+        # What has to pass without any mutant: all that is named of a file, once.
+        self.sources = [content(name) for name in sorted({mutant.file for mutant in mutants} | set(SHARED))]
+        self.named = collections.defaultdict(set)
+        for test in (test for mutant in mutants for test in mutant.tests):
+            self.named[file_of(test)].add(test)
+        self.locks = {file: threading.Lock() for file in self.named}
+        self.without: dict[str, Result] = {}
+        self.keys = {mutant: key_of(mutant, self.whole) for mutant in mutants}
 
     def attempt(self, name: str, key: str, tests: Iterable[str], mutant: Mutant | None = None) -> Result:
         """Run tests with a mutant, or without any. Only an outcome that is sure is kept."""
@@ -263,28 +277,24 @@ class Workers:
             self.results.add(name, key, result)
         return result
 
-    def require_passing(self, mutants: list[Mutant]):
-        """Raise Unfit unless all tests that the mutants name pass without any mutant."""
-        chosen = collections.defaultdict(set)
-        for test in (test for mutant in mutants for test in mutant.tests):
-            chosen[test.partition("::")[0]].add(test)
-        sources = [content(name) for name in sorted({mutant.file for mutant in mutants} | set(SHARED))]
+    def without_mutant(self, file: str) -> Result:
+        """How the named tests of a file end as the source is; the first worker that asks runs them."""
+        with self.locks[file]:
+            if file not in self.without:
+                tests = sorted(self.named[file])
+                key = digest("no mutant", str(self.whole), *tests, content(f"tests/{file}"), *self.sources)
+                result = self.results.known.get(key) or self.attempt(f"none, {file}", key, tests)
+                self.without[file] = result
+            return self.without[file]
 
-        futures = {}
-        for file, tests in chosen.items():
-            tests = sorted(tests)
-            key = digest("no mutant", str(self.whole), *tests, content(f"tests/{file}"), *sources)
-            if self.results.known.get(key, Result("")).outcome != SURVIVED:
-                futures[file] = self.pool.submit(self.attempt, f"none: {file}", key, tests)
-        for file, future in futures.items():
-            result = future.result()
-            if result.outcome != SURVIVED:
-                raise Unfit(f"tests/{file}: expected to pass without a mutant, found {result.outcome} {result.by}; "
-                            "fix: the test, or a longer --limit")
-            print(f"passes without a mutant: {file}, {result.seconds:.0f} s", flush=True)
-
-    def try_mutant(self, mutant: Mutant, key: str) -> Result:
-        result = self.results.known.get(key) or self.attempt(mutant.name, key, mutant.tests, mutant)
+    def try_mutant(self, mutant: Mutant) -> Result:
+        key = self.keys[mutant]
+        result = self.results.known.get(key)
+        for file in sorted(set(map(file_of, mutant.tests))) if result is None else ():
+            plain = self.without_mutant(file)
+            if plain.outcome != SURVIVED:
+                result = Result(UNJUDGED, f"{file} without it: {plain.outcome} {plain.by}")
+        result = result or self.attempt(mutant.name, key, mutant.tests, mutant)
         print(f"{result.outcome:10} {result.seconds:5.0f} s  {mutant.name}  {result.by}", flush=True)
         return result
 
@@ -327,11 +337,10 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(mutant.name for mutant in mutants))
             return 0
 
-        keys = [key_of(mutant, options.whole) for mutant in mutants]
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            workers = Workers(Path(folder), options.jobs, options.limit, options.whole, Results(options.results))
-            workers.require_passing(mutants)
-            results = list(workers.pool.map(workers.try_mutant, mutants, keys))
+            workers = Workers(Path(folder), mutants, options)
+            with ThreadPoolExecutor(options.jobs) as pool:
+                results = list(pool.map(workers.try_mutant, mutants))
         return report({mutant.name: result for mutant, result in zip(mutants, results)})
     except Unfit as problem:
         print(f"mutants: {problem}", file=sys.stderr)
