@@ -3666,7 +3666,7 @@ def quantize_kernel(
     x_ptr, inverse_rms_ptr, positions_ptr, taps_ptr, out_ptr, out_t_ptr, quads, width, inverse_scale,
     TAPS: constexpr, FORMAT: constexpr, PTX: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
+    r"""out = h * inverse_scale as bits of FORMAT, saturated (a NaN stays a NaN), and out_t, its transposed copy.
 
     h is x or, with inverse_rms, mixed(x * inverse_rms, taps, positions). x and out are [4 quads, width], out_t is
     [width, quads] in words of 32 bits. A quad is four neighbouring rows, and one thread holds them in each column:

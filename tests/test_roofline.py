@@ -56,7 +56,8 @@ def fp8_launches(corpus, monkeypatch):
     monkeypatch.setattr(tg, "capability", lambda device: (9, 0))
     monkeypatch.setattr(tg, "multiprocessors", lambda device: 4)
     stage = replace(helpers.PRESET.stages[0], steps=1, batch_tokens=384, sampled_classes=192)
-    model = replace(helpers.MODEL, dtype="bfloat16")
+    # Without final values the gradient of a value embedding comes from attention alone; that of n-grams does not.
+    model = replace(helpers.MODEL, dtype="bfloat16", final_values=False)
     preset = replace(
         helpers.PRESET, model=model, stages=(stage,), val_tokens=128, val_window_tokens=128
     )

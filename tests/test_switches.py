@@ -413,7 +413,7 @@ def test_decay_of_every_parameter(corpus, tiny):
         plain_step, decayed = (after[name] for after in moved)
         shrinking = (before - plain_step) * before > 0
         assert decayed[~shrinking].equal(plain_step[~shrinking]), name
-        assert before.numel() == 1 or not decayed.equal(plain_step), (
+        assert before.numel() <= 4 or not decayed.equal(plain_step), (
             f"{name}: matrices, tables, sparse rows, gates and scalars"
         )
 

@@ -1,0 +1,228 @@
+"""What a node of several GPUs is asked once it is there: whole runs, scaling, traces, nodes, a killed rank; not a test.
+
+    python benchmarks/whole_node.py --webmix FOLDER --webtext FOLDER --out FOLDER           on all GPUs of this node
+    python benchmarks/whole_node.py --webmix FOLDER --out FOLDER --only speedrun scaling    some of the tasks
+    python benchmarks/whole_node.py --webmix data/sample --preset smoke --processes 2 --out FOLDER --only scaling killed
+                                                                      on a CPU: proves that it runs through
+
+Tasks run one after the other, unattended, and each says how long it took. At the end stands a table of all runs, and
+the same in FOLDER/table.md. In order:
+
+    speedrun   two runs with different seeds, the first with empty compiler caches and the second with warm ones
+    scaling    a few steps of each stage on 1, 2, 4 ... GPUs: ms a step by stage, and memory
+    trace      a trace of three steps of each stage, for the time in which communication is not hidden
+    sprint     one run, if there is webtext
+    nodes      the halves of this node as two nodes over the loopback, with the preset smoke-gpu
+    killed     a rank is killed in the midst of a run: the seconds until all have ended, and the line that says why
+
+--dry-run prints the commands alone.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TASKS = "speedrun", "scaling", "trace", "sprint", "nodes", "killed"
+FEW_STEPS = 0.02  # of the schedule: a dozen steps of each of a speedrun's stages
+
+
+class Node:
+    """The commands of a node, and what their logs say."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.logs = options.out / "logs"
+        # Both caches are this script's own: the first run finds them empty.
+        self.environment = os.environ | {
+            "TORCHINDUCTOR_CACHE_DIR": str(options.out / "inductor"),
+            "TRITON_CACHE_DIR": str(options.out / "triton"),
+        }
+
+    def training(self, processes: int, *arguments: str, script: str = "train_gpt.py", first: tuple = ()) -> list[str]:
+        """A command that trains with so many processes. `first` are arguments before those of train_gpt.py."""
+        launcher = [sys.executable]
+        if processes > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        return [*launcher, script, *first, *arguments, "--log-dir", str(self.logs)]
+
+    def run(self, name: str, command: list[str], environment: dict | None = None) -> None:
+        """Run a command with its output in a file, within the time limit, and say how it ended."""
+        print(f"{name}: {shlex.join(command)}", flush=True)
+        if self.options.dry_run:
+            return
+        started = time.monotonic()
+        with (self.options.out / f"{name}.txt").open("w") as output:
+            try:
+                code = subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    env=environment or self.environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=self.options.limit,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = "none within the limit"
+        print(f"{name}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+def speedrun(node: Node) -> None:
+    options = node.options
+    for seed in (1, 2):
+        preset = "--preset", options.preset, "--data", str(options.webmix), "--seed", str(seed)
+        node.run(f"speedrun-{seed}", node.training(options.processes, *preset))
+
+
+def scaling(node: Node) -> None:
+    options = node.options
+    processes = 1
+    while processes <= options.processes:
+        preset = "--preset", options.preset, "--data", str(options.webmix), "--length", str(FEW_STEPS)
+        node.run(f"scaling-{processes}", node.training(processes, *preset, "--seed", "1"))
+        processes *= 2
+
+
+def trace(node: Node) -> None:
+    sys.path.append(str(ROOT))
+    import train_gpt as tg  # here, because it imports torch
+
+    options = node.options
+    preset = tg.scaled_preset(tg.PRESETS[options.preset], FEW_STEPS)
+    end = 0
+    for number, stage in enumerate(preset.stages):
+        end += stage.steps
+        steps = f"{max(end - 3, 0)}:{end - 1}"
+        arguments = (
+            "--preset", options.preset, "--data", str(options.webmix), "--length", str(FEW_STEPS),
+            "--stop-after", str(end), "--seed", "1",
+        )
+        command = node.training(
+            options.processes, *arguments, script="benchmarks/bench_trace.py", first=(steps,)
+        )
+        node.run(f"trace-{number}", command)
+
+
+def sprint(node: Node) -> None:
+    options = node.options
+    if options.webtext is None:
+        print("sprint: left out, as there is no --webtext", flush=True)
+        return
+    preset = "--preset", "sprint", "--data", str(options.webtext), "--seed", "1"
+    node.run("sprint", node.training(options.processes, *preset))
+
+
+def nodes(node: Node) -> None:
+    """Two run.sh at once, each of which sees a half of the GPUs."""
+    options = node.options
+    half = options.processes // 2
+    if not half:
+        print("nodes: left out, as there is one process", flush=True)
+        return
+    command = ["./run.sh", "--preset", "smoke-gpu", "--seed", "1", "--log-dir", str(node.logs)]
+    halves = []
+    for rank in range(2):
+        visible = ",".join(str(gpu) for gpu in range(rank * half, (rank + 1) * half))
+        here = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": visible}
+        print(f"nodes: {' '.join(f'{name}={value}' for name, value in here.items())} {shlex.join(command)}", flush=True)
+        if not options.dry_run:
+            output = (options.out / f"nodes-{rank}.txt").open("w")
+            halves.append(
+                subprocess.Popen(
+                    command, cwd=ROOT, env=node.environment | here, stdout=output, stderr=subprocess.STDOUT
+                )
+            )
+    for rank, process in enumerate(halves):
+        print(f"nodes: node {rank} ended with exit code {process.wait(options.limit)}", flush=True)
+
+
+def killed(node: Node) -> None:
+    """Kill the last rank once a step is in the log, and wait for the others."""
+    options = node.options
+    preset = "--preset", options.preset, "--data", str(options.webmix), "--seed", "3"
+    command = node.training(max(options.processes, 2), *preset)
+    print(f"killed: {shlex.join(command)}", flush=True)
+    if options.dry_run:
+        return
+    output = options.out / "killed.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=node.environment, stdout=file, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + options.limit
+    while " s left" not in output.read_text() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    started = time.monotonic()
+    code = process.wait(options.limit)
+    print(f"killed: all had ended {time.monotonic() - started:.1f} s later, exit code {code}", flush=True)
+    for line in output.read_text().splitlines():
+        if line.startswith("train_gpt: "):
+            print(f"killed: {line}", flush=True)
+
+
+# ---- what came of them -----------------------------------------------------------------------------------------------
+def row(path: Path) -> str:
+    """A line of the table from the log of a run."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    head = lines[0]
+    end = next((line for line in lines if line["kind"] == "end"), {})
+    starts = [line["step"] for line in lines if line["kind"] == "stage"]
+    times = [[] for _ in starts]
+    for line in lines:
+        if line["kind"] == "step" and line["step"] > 1:  # the first one waits for data
+            # A stage's last step is logged after the next has begun.
+            stage = sum(start < line["step"] for start in starts) - 1
+            times[stage].append(line["ms_per_step"])
+    stages = " / ".join(f"{statistics.median(own):.1f}" if own else "-" for own in times)
+    cells = (
+        head["preset"]["name"], head["world"], head.get("nodes", 1), head["seed"], end.get("state", "no end"),
+        end.get("loss", "-"), f"{end['ms'] / 1e3:.2f}" if "ms" in end else "-", stages, end.get("peak_memory_mib", "-"),
+    )
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def table(logs: Path) -> str:
+    titles = "preset", "ranks", "nodes", "seed", "state", "val loss", "s", "ms a step by stage", "MiB"
+    paths = sorted(logs.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+    return "\n".join(["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *map(row, paths)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--webmix", type=Path, required=True, help="the data of the speedrun")
+    parser.add_argument("--webtext", type=Path, help="the data of the sprint")
+    parser.add_argument("--out", type=Path, required=True, help="for logs, traces' output, caches and the table")
+    parser.add_argument("--preset", default="speedrun-webmix")
+    parser.add_argument("--processes", type=int, help="by default as many as there are GPUs")
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--limit", type=float, default=600, help="seconds for one command")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    options = parser.parse_args()
+    for name in ("webmix", "webtext", "out"):
+        path = getattr(options, name)
+        setattr(options, name, path and path.resolve())
+    if options.processes is None:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        options.processes = max(len(listed.stdout.splitlines()), 1)
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    node = Node(options)
+    for task in options.only:
+        globals()[task](node)
+    if not options.dry_run:
+        text = table(node.logs)
+        (options.out / "table.md").write_text(text + "\n")
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
