@@ -140,15 +140,19 @@ def test_what_has_to_be_mended_first(repository):
     assert found.stdout == ""
 
 
-@pytest.mark.parametrize(
-    "slow, plain", [("== 7", "caught test_small.py::test_double"), ("== 6; import time; time.sleep(600)", "TOO LONG")])
-def test_tests_that_do_not_pass_without_a_mutant(repository, slow, plain):
+def test_what_takes_too_long_is_ended(repository):
+    edit(repository / "tests/test_small.py", "== 6", "== 6; import time; time.sleep(600)")
+    result = mutants.run_pytest(repository, ["test_small.py"], limit_s=1.0)
+    assert (result.outcome, result.by) == (mutants.TOO_LONG, "test_small.py")
+
+
+def test_tests_that_do_not_pass_without_a_mutant(repository):
     """Nothing can be said of it then; the others are tried all the same."""
-    edit(repository / "tests/test_small.py", "== 6", slow)
+    edit(repository / "tests/test_small.py", "== 6", "== 7")
     with (repository / "tests/mutants.toml").open("a") as file:
         file.write(OTHER)
     (repository / "tests/test_other.py").write_text("import train_gpt\ndef test_half(): assert train_gpt.half(3) == 1.5\n")
-    found = call(repository, "--limit", "20")
+    found = call(repository)
     assert found.returncode == 1
     assert "1 of 3 mutants caught, 33.3%\n" in found.stdout
-    assert f"NOT JUDGED: double is thrice test_small.py without it: {plain}" in found.stdout
+    assert "NOT JUDGED: double is thrice test_small.py without it: caught test_small.py::test_double" in found.stdout
