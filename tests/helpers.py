@@ -116,9 +116,11 @@ def check_grad_views(backward, parameters):
         a.equal(b) and a.data_ptr() == p.info.grad_view.data_ptr()
         for a, b, p in zip(gradients(), want, parameters, strict=True)
     )
+    for parameter in parameters:
+        parameter.grad.mul_(2)  # or one that is overwritten and then added to itself would be as good
     backward()
     assert all(
-        p.info.grad_view.equal(2 * g) and p.grad.data_ptr() == p.info.grad_view.data_ptr()
+        p.info.grad_view.equal(3 * g) and p.grad.data_ptr() == p.info.grad_view.data_ptr()
         for g, p in zip(want, parameters)
     )
 
