@@ -56,6 +56,17 @@ def test_fp8_is_for_bfloat16_models(check, monkeypatch, dtype, options, parts):
     assert asked == [parts]
 
 
+@pytest.mark.parametrize("parts", [(), ("attention",), ("mlp",), ("head",), ("attention", "head", "mlp")])
+@pytest.mark.fast
+def test_each_part_has_its_own_flag(monkeypatch, parts):
+    """What a part's operator multiplies in FP8, the region before it must not write: see NormedInput."""
+    monkeypatch.setattr(tg, "capability", lambda device: (9, 0))
+    ops = tg.select_ops(torch.device("cuda"), compile=False, fp8=parts)
+    assert (ops.attention_fp8, ops.mlp_fp8) == ("attention" in parts, "mlp" in parts)
+    found = {part: "fp8" in ops.names[part] for part in tg.FP8_PARTS}
+    assert found == {part: part in parts for part in tg.FP8_PARTS}
+
+
 @pytest.mark.parametrize("version, fast", [((7, 5), False), ((8, 0), True)])
 @pytest.mark.fast
 def test_gpus_before_bfloat16_get_the_reference(check, monkeypatch, version, fast):
@@ -241,6 +252,18 @@ def test_what_does_not_fit():
     window = replace(LARGE, val_window_tokens=10**6)
     with pytest.raises(tg.Failure, match=r"expected 36\.3 GiB"):
         tg.memory_plan(window, FAST, 38 * GB)
+
+
+@pytest.mark.fast
+def test_the_fullest_gpu_decides(monkeypatch):
+    """Of all ranks, which then choose alike; without a GPU there is no limit."""
+    ranks = tg.Ranks(0, 3, CPU)
+    assert tg.room_for_activations(ranks) == float("inf")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GB, 80 * GB))
+    ranks.on_gpu = True
+    for others, least in (((70 * GB, 40 * GB), 40 * GB), ((70 * GB, 80 * GB), 0.95 * 60 * GB)):
+        ranks.gather_objects = lambda own: [own, *others]
+        assert tg.room_for_activations(ranks) == pytest.approx(least - tg.LATER_BYTES)
 
 
 @pytest.mark.fast

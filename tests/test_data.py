@@ -264,14 +264,16 @@ def test_sorted_ids(rows):
 def ngram_rows_of(piece, rows, pieces):
     """Rows of a piece's tokens by Python's integers, which cannot overflow."""
     half = rows // 2
+    last = half - 1
+    modulus = max(odd for odd in (last - 1, last) if odd % 2)
     x = [int(token) for token in piece]
     for i in range(len(x)):
         for n, multiplier in enumerate((1, 2654435761, 2246822519, 3266489917)[:pieces]):
-            pair = (36313 * x[i] ^ 27191 * x[i - 1]) * multiplier % 2**32 % (half - 1) if i > 0 else half - 1
+            pair = (36313 * x[i] ^ 27191 * x[i - 1]) * multiplier % 2**32 % modulus if i > 0 else last
             triple = (
-                (17351 * x[i] ^ 60961 * x[i - 1] ^ 45259 * x[i - 2]) * multiplier % 2**32 % (half - 1)
+                (17351 * x[i] ^ 60961 * x[i - 1] ^ 45259 * x[i - 2]) * multiplier % 2**32 % modulus
                 if i > 1
-                else half - 1
+                else last
             )
             yield [2 * half * n + pair, 2 * half * n + half + triple]
 
@@ -305,11 +307,11 @@ def test_ngrams_depend_on_their_tokens_alone():
     assert triple[2] == triple[7]
     assert len(set(triple)) == 4
     random_tokens = np.random.default_rng(0).integers(0, 50_257, 100_000).astype(np.uint16)
-    for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2002, 1).T):
-        spread = np.bincount(rows - 1001 * column, minlength=1001)
-        assert spread[1000] == column + 1
-        assert spread[:1000].min() > 50
-        assert spread[:1000].max() < 200
+    for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2004, 1).T):
+        spread = np.bincount(rows - 1002 * column, minlength=1002)
+        assert spread[1001] == column + 1
+        assert spread[:1001].min() > 50
+        assert spread[:1001].max() < 200
 
 
 def test_ngrams_that_share_one_piece_share_no_other():
@@ -494,6 +496,17 @@ def test_validation_counts_every_token_once(corpus, tiny):
         assert (np.concatenate([p[1:] for p in pieces]) == stream[1:tokens + 1]).all()
         assert all(BOS not in piece[1:-1] for piece in pieces)
         assert all(pieces[i][0] == BOS or i == 0 for pieces in windows for i in range(len(pieces)))
+
+
+def test_the_first_validation_shard_is_read(corpus, tiny, tmp_path):
+    """And no other, however many the folder has."""
+    folder = tmp_path / "corpus"
+    shutil.copytree(corpus, folder)
+    write_shard(folder / "tiny_val_000001.bin", helpers.documents(1500, seed=10))
+    _, windows, *hashes = tg.open_corpus(tiny, corpus)
+    _, found, *others = tg.open_corpus(tiny, folder)
+    assert hashes == others
+    assert all(map(np.array_equal, itertools.chain(*windows), itertools.chain(*found)))
 
 
 def test_generated_documents_are_not_the_training_data(tiny):

@@ -90,6 +90,24 @@ def test_a_step_with_fast_operators_is_the_reference_step(hopper, corpus, unwrit
             assert error < 1e-4, f"{name}: {float(error)}"
 
 
+def test_validation_is_not_in_fp8(hopper, corpus, exact_products):
+    """Neither layers nor head, whatever the training multiplies in: to the bit what operators without FP8 give, and
+    near the reference."""
+    model = replace(helpers.MODEL, dtype="bfloat16")
+    preset = replace(helpers.PRESET, model=model, val_tokens=64, val_window_tokens=64)
+    losses = []
+    for ops in (
+        tg.select_ops(torch.device("cuda"), compile=False, graphs=False),
+        tg.select_ops(torch.device("cuda"), compile=False, graphs=False, fp8=[]),
+        tg.select_ops(CPU),
+    ):
+        trainer = helpers.make_trainer(corpus, preset, ops)
+        helpers.randomise(trainer.model, size=0.15)
+        losses.append(trainer.validate(trainer.final_geometry))
+    assert losses[0] == losses[1]
+    assert losses[1] == pytest.approx(losses[2], rel=2e-3)
+
+
 def sampled(mixed):
     """`mixed`, but for the taps' gradient: 16 times that of every 16th token, as in FP8."""
     def call(h, taps, positions):

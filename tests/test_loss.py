@@ -144,6 +144,7 @@ def make_targets(T, V, K=1, sampled=None, seed=0, width=torch.int32, pointer=Fal
         )
         extra = (
             *extra,
+            None,
             guarded(torch.where(torch.arange(T) % 5 == 1, tg.NEG_INF, log_copy)).requires_grad_(),
             1,
         )
@@ -200,7 +201,8 @@ def exact_rows(logits, targets, cap, V):
         targets.weights,
         cap,
         shares,
-        *targets[5:],
+        targets.log_copy,
+        targets.copy_token,
     )
 
 
@@ -724,6 +726,40 @@ def test_all_candidates_are_the_full_softmax(K, certain):
         assert max(map(relative, run_head(apply, x, weight, sampled), want)) < 2e-6
 
 
+def plain_cross_entropy(x, weight, targets, cap):
+    """Over the sampled classes and no others, each for itself; float64."""
+    total = 0.0
+    for chunk, rows in enumerate(torch.arange(len(x), device=DEVICE).chunk(len(targets.classes))):
+        head = weight[targets.classes[chunk].long()]
+        log_p = softcapped(x[rows] @ head.T, cap).log_softmax(1)
+        for k, share in enumerate(targets.weights.double()):
+            columns = columns_ahead(targets, k)[rows]
+            log_p_target = log_p.gather(1, columns.clamp_min(0)[:, None])[:, 0]
+            if k == 0 and targets.log_copy is not None:
+                copied = log_p[:, targets.copy_token] + targets.log_copy[rows]
+                log_p_target = torch.logaddexp(log_p_target, copied)
+            total = total - share * (log_p_target * (columns >= 0)).sum()
+    return total
+
+
+@each_cap
+@pytest.mark.parametrize("kind", [*SAMPLED, POINTED[-1]], ids=("K=1", "K=2", "K=3", "pointer"))
+def test_classes_that_stand_for_themselves_alone(kind, cap):
+    """With as large a population as there are classes, none has an importance weight: kernel and reference are plain
+    cross-entropy over them, and their gradients its gradients."""
+    x, weight, targets = make_head(66, 131, 24, **kind)
+    alone = targets._replace(population=kind["sampled"][1])
+    leaves = [x, weight] if targets.log_copy is None else [x, weight, targets.log_copy]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    log_copy = wide[2] if len(wide) == 3 else None
+
+    loss = plain_cross_entropy(*wide[:2], targets._replace(log_copy=log_copy), cap)
+    want = loss.detach(), *torch.autograd.grad(loss, wide)
+    for apply in (head_loss(cap), lambda *head: tg.head_loss_reference(*head, cap, 5)):
+        assert max(map(relative, run_head(apply, x, weight, alone), want)) < 2e-6
+        assert relative(run_head(apply, x, weight, targets)[0], want[0]) > 1e-2, "else the population does nothing"
+
+
 @pytest.mark.fast
 def test_partition_function_is_unbiased():
     """Over all ways to draw 3 of 8 columns beside 2 targets,
@@ -930,17 +966,19 @@ def test_embedding_grad_full_size(T):
 
 # ---- Adam ------------------------------------------------------------------------------------------------------------
 ADAM = {"kernel": tg.adam, "reference": tg.adam_reference}
+each_decay = pytest.mark.parametrize("cautious", [True, False], ids=("cautious", "plain"))
 
 
 @pytest.mark.parametrize(
     "ranks, size", [(1, 1), (1, 4), (2, 1023), (1, 1024), (4, 3 * 1024 + 20)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_decay
 @pytest.mark.parametrize("update", ADAM.values(), ids=ADAM)
 @pytest.mark.fast
-def test_adam(update, dtype, ranks, size):
+def test_adam(update, cautious, dtype, ranks, size):
     """Steps of plain Adam in float64, on the mean of what the ranks sent. Every other one decays the weights that it
-    shrinks. In bfloat16 each step starts from what the one before has rounded."""
+    shrinks, or all of them. In bfloat16 each step starts from what the one before has rounded."""
     generator = torch.Generator().manual_seed(size)
     states = weights, mean, square = [guarded(torch.zeros(size, dtype=dtype)) for _ in range(3)]
     weights.copy_(torch.randn(size, generator=generator))
@@ -953,8 +991,9 @@ def test_adam(update, dtype, ranks, size):
         m = 0.8 * m + 0.2 * g
         v = 0.9 * v + 0.1 * g * g
         move = rate * m / (v.sqrt() + 1e-8)
-        decays = move * w > 0
-        assert size < 100 or 0.2 * size < decays.sum() < 0.8 * size
+        shrinking = move * w > 0
+        assert size < 100 or 0.2 * size < shrinking.sum() < 0.8 * size
+        decays = shrinking if cautious else 1
         update(
             weights,
             grads,
@@ -964,6 +1003,7 @@ def test_adam(update, dtype, ranks, size):
             0.8,
             0.9,
             1e-8,
+            cautious=cautious,
         )
         tolerance = 2.0 ** -8 if dtype == torch.bfloat16 else 1e-5
         for found, exact in zip(states, (w - move - shrink * w * decays, m, v)):
@@ -1026,11 +1066,12 @@ def sparse_steps():
 
 
 @pytest.mark.parametrize("name", sparse_steps())
+@each_decay
 @pytest.mark.parametrize("update", SPARSE.values(), ids=SPARSE)
-def test_sparse_adam(update, name):
+def test_sparse_adam(update, cautious, name):
     """Steps of plain Adam over the whole table in float64, where every row's second moment decays at each: what rests
-    is made up for. Every other step weights decay. Second moments are pooled with the tokens' mean not at all, by half,
-    wholly."""
+    is made up for. Every other step weights decay, those that it shrinks or all that it reads. Second moments are
+    pooled with the tokens' mean not at all, by half, wholly."""
     rows, steps = sparse_steps()[name]
     D = 20
     beta2 = 0.9
@@ -1047,7 +1088,7 @@ def test_sparse_adam(update, name):
         read = on_device(ids)
         rate = 0.1 / step
         shrink = 0.3 * (step % 2)
-        options = {"pooling": (0.0, 0.5, 1.0)[step % 3]}
+        options = {"pooling": (0.0, 0.5, 1.0)[step % 3], "cautious": cautious}
         again = weights.clone(), square.clone(), last.clone()
         numbers = [
             torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in (step, rate, shrink)
@@ -1076,9 +1117,12 @@ def test_sparse_adam(update, name):
         typical = (1 - beta2) * (scale * grad.double()).square().mean()
         pooled = (1 - options["pooling"]) * moment + options["pooling"] * typical
         move = rate * g / (pooled.sqrt() + epsilon)[:, None]
-        exact = exact - move - shrink * exact * (move * exact > 0)  # no move where nothing was read
-        torch.testing.assert_close(weights.double(), exact, rtol=1e-5, atol=1e-5)
         touched = torch.from_numpy(np.unique(ids)).to(DEVICE)
+        decays = move * exact > 0  # no move where nothing was read
+        if not cautious:
+            decays = torch.zeros_like(decays).index_fill(0, touched, True)
+        exact = exact - move - shrink * exact * decays
+        torch.testing.assert_close(weights.double(), exact, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(square[touched].double(), moment[touched], rtol=1e-5, atol=0)
         assert (last[touched] == step).all()
         rest = torch.ones(rows, dtype=torch.bool, device=DEVICE).index_fill(0, touched, False)
@@ -1086,7 +1130,8 @@ def test_sparse_adam(update, name):
         untouched = weights.clone()
 
 
-def test_sparse_adam_in_bfloat16():
+@each_decay
+def test_sparse_adam_in_bfloat16(cautious):
     """Gradients are summed in float32 and weights rounded once:
     kernel and reference agree to the last step of bfloat16."""
     rows, steps = sparse_steps()["gaps"]
@@ -1110,6 +1155,7 @@ def test_sparse_adam_in_bfloat16():
                 0.95,
                 1e-10,
                 1.0,
+                cautious=cautious,
             )
     (a, b, c), (d, e, f) = states.values()
     torch.testing.assert_close(a.float(), d.float(), rtol=2.0**-7, atol=1e-4)

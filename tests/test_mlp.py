@@ -28,7 +28,10 @@ from test_loss import (  # noqa: F401  # some are fixtures
     full_size,
     guard,
     guarded,
+    head_loss,
+    make_head,
     relative,
+    run_head,
 )
 
 pytestmark = pytest.mark.fast
@@ -233,15 +236,16 @@ def test_derivative_is_that_of_relu_squared():
     assert relative(got, want) < 0.07
 
 
+@pytest.mark.parametrize("scale", [SCALES.x, tg.HeadScales().x], ids=("layers", "head"))
 @pytest.mark.parametrize("width", [128, 768])
-def test_input_scale_never_saturates(width):
+def test_input_scale_never_saturates(width, scale):
     """The largest entry of an RMS-normed row is sqrt(width), where the row has no other."""
     rows = [torch.eye(width)[:4] * 100, normal(4, width, dtype=torch.float32)]
     h = tg.norm(torch.cat(rows)).bfloat16()
-    h8, _ = tg.quantize_both(guarded(h), SCALES.x)
+    h8, _ = tg.quantize_both(guarded(h), scale)
     h = h.to(DEVICE).double()
-    bound = (h.abs() * 2.0**-4).clamp_min(2.0**-10 * SCALES.x)
-    assert ((h8.double() * SCALES.x - h).abs() <= bound).all()
+    bound = (h.abs() * 2.0**-4).clamp_min(2.0**-10 * scale) * (1 + 1e-6)  # the head's is no power of two
+    assert ((h8.double() * scale - h).abs() <= bound).all()
     assert h.max() > 0.99 * width ** 0.5
 
 
@@ -372,6 +376,22 @@ def test_fp8_mlp(T, D, H):
         # Only bf16 results differ from the emulation;
         # on a GPU fast accumulation and an approximate root flip some roundings.
         assert errors[2] < 2.0 ** (-8 if INTERPRETED else -4), (name, errors)
+
+
+def test_only_forward_products_accumulate_fast(monkeypatch):
+    """Of MLP and head: a product with a gradient, which is e5m2, must not, and a CPU knows no difference."""
+    multiply = torch._scaled_mm
+    products = []
+
+    def watched(a, b, **options):
+        products.append((E5M2 in (a.dtype, b.dtype), options["use_fast_accum"]))
+        return multiply(a, b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    run(fp8_mlp, *make_mlp(32, 48, 64))
+    run_head(head_loss(scales=tg.HeadScales()), *make_head(32, 160, 48, torch.bfloat16))
+    forward, backward = (False, True), (True, False)
+    assert products == [forward, *[backward] * 3, forward, *[backward] * 2]
 
 
 def test_scales_are_arguments():

@@ -312,20 +312,22 @@ def test_the_spare_id_is_a_certain_candidate(tiny):
 
 
 def test_gradients_of_the_whole(tiny):
-    """By finite differences, through pointer and softmax, into the pointer's matrix and the head:
-    several targets, candidates with one missing."""
+    """By finite differences, through pointer and softmax, into the pointer's matrix, the head and the trunk before
+    both: several targets, candidates with one missing."""
     model = random_model()
     batch = packed([document(14, 5, names=4), document(6, 6)], sampled_classes=12)
     batch.class_index[7] = -1
-    values = [model.pointer.detach().clone(), model.lm_head.detach()[:, :3].clone()]
+    last = "blocks.6.down"
+    trunk = model.get_parameter(last)
+    values = [model.pointer.detach().clone(), model.lm_head.detach()[:, :3].clone(), trunk.detach().clone()]
 
-    def loss(pointer, columns):
+    def loss(pointer, columns, down):
         head = torch.cat([columns, model.lm_head.detach()[:, 3:]], 1)
         pointer.info = model.pointer.info
         head.info = model.lm_head.info
-        return torch.func.functional_call(
-            model, {"pointer": pointer, "lm_head": head}, (batch, geometry_of(60), torch.tensor([1.0, 0.5]))
-        )
+        down.info = trunk.info
+        values = {"pointer": pointer, "lm_head": head, last: down}
+        return torch.func.functional_call(model, values, (batch, geometry_of(60), torch.tensor([1.0, 0.5])))
 
     assert torch.autograd.gradcheck(loss, [value.requires_grad_() for value in values], fast_mode=True)
 

@@ -187,8 +187,10 @@ def test_an_early_clock(copy):  # noqa: F811
     log = first_log(copy)
     rewrite_log(log, lambda e: stop_early(e, 10))
     assert "clock" not in failed(copy)
-    rewrite_log(log, lambda e: stop_early(e, 390))
+    rewrite_log(log, lambda e: stop_early(e, 20))  # 30 ms of 6 s in all, where 23 are allowed
     assert "clock" in failed(copy) and "expected steps that take about" in said(copy, "clock")
+    rewrite_log(log, lambda e: stop_early(e, 370))
+    assert "clock" in failed(copy)
 
 
 def test_the_steps_of_real_logs_take_what_the_clock_says():

@@ -195,6 +195,30 @@ def test_the_speedrun_on_webmix():
     assert not webmix.val_tokens % webmix.val_window_tokens
 
 
+def test_the_stages_of_the_sprint():
+    """Two stages share the first one's tokens: small batches take the first third, 79 of 239 steps' worth. There the
+    targets have faded by a third: from .5 towards .3 by .2 / 3, from .25 towards 0 by .25 / 3."""
+    small, large, *others = SPRINT.stages
+    assert [
+        (stage.steps, stage.batch_tokens, stage.learning_rate_multiplier, stage.sampled_classes)
+        for stage in SPRINT.stages
+    ] == [
+        (158, 32_768, 0.55, 6144),
+        (160, 65_536, 0.75, 6144),
+        (239, 131_072, 1.13, 10_240),
+        (229, 196_608, 1.45, 10_240),
+        (10, 196_608, 1.45, 10_240),
+    ]
+    assert small.targets[0] == (1.0, 0.5, 0.25)
+    assert small.targets[1] == large.targets[0] == pytest.approx((1.0, 0.5 - 0.2 / 3, 0.25 - 0.25 / 3))
+    assert large.targets[1] == (1.0, 0.3, 0.0)
+    assert [stage.targets for stage in others] == [
+        ((1.0, 0.3), (1.0, 0.0)),
+        ((1.0,), (1.0,)),
+        ((1.0,), (1.0,)),
+    ]
+
+
 def test_layer_table_of_the_record():
     layers = tg.GPT_SMALL.layers
     assert [i for i, l in enumerate(layers) if l.attention] == [1, 2, 4, 5, 6, 9, 11]
@@ -212,13 +236,13 @@ def test_layer_table_of_the_record():
 
 def test_averaging():
     """540 steps, the last quarter from 405 on, every fourth: the first weights enter whole, later ones by .1;
-    after step 539 half of the way."""
+    after step 539, at which none enter, 65 % of the way."""
     config = replace(
         CONFIG,
         averaging_fraction=0.25,
         averaging_interval_steps=4,
         averaging_lookback=40 / 540,
-        averaged_share=0.5,
+        averaged_share=0.65,
     )
     preset = replace(SPEEDRUN, optimizer=config, stages=helpers.three_stages((200, 200, 130), 10))
     found = {step: shares for step in range(540) if any(shares := tg.averaging(preset, step))}
@@ -227,7 +251,7 @@ def test_averaging():
         "an average of nothing moves nothing"
     )
     assert found == {405: (1.0, 0.0)} | {step: (0.1, 0.0) for step in range(409, 540, 4)} | {
-        539: (0.0, 0.5)
+        539: (0.0, 0.65)
     }
 
 

@@ -352,6 +352,39 @@ def test_candidates_that_are_all_columns_change_nothing(tiny):
     assert all(relative(a, b) < 1e-9 for a, b in zip(*results))
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.fast
+def test_importance_weights_are_the_configurations(tiny, weighted):
+    """The sampled classes stand for the vocabulary, or for themselves alone; and so does the loss."""
+    model = random_model(replace(DOUBLE, importance_weights=weighted))
+    documents = packed(pieces_of([20, 12], np.random.default_rng(3)), sampled_classes=128)
+    arguments = documents, geometry_of(DOUBLE, 20), torch.tensor([1.0])
+    h, head, targets, cap = model.predictions(*arguments)
+    population = DOUBLE.padded_vocabulary if weighted else 128
+    want = tg.head_loss_reference(h, head, targets._replace(population=population), cap)
+    assert float(model(*arguments).detach()) == pytest.approx(float(want.detach()), rel=1e-12)
+
+
+@pytest.mark.fast
+def test_each_step_has_its_own_rates_and_targets(corpus, tiny, monkeypatch):
+    """Whichever buffers they come through: what optimizer and model read is what the schedule says of the step."""
+    trainer = helpers.make_trainer(corpus)
+    update = trainer.optimizer.step
+    forward = tg.GPT.forward
+    rates = []
+    weights = []
+    monkeypatch.setattr(
+        trainer.optimizer, "step",
+        lambda own: (rates.append({name: float(value) for name, value in own.items()}), update(own)))
+    monkeypatch.setattr(
+        tg.GPT, "forward", lambda model, *inputs: (weights.append(inputs[2].tolist()), forward(model, *inputs))[1])
+    for step, batches in enumerate(helpers.all_batches(trainer)):
+        weights.clear()
+        trainer.training_step(step, batches)
+        assert rates[step] == pytest.approx(tg.step_rates(PRESET, step), rel=1e-6)
+        assert weights == [pytest.approx(tg.target_weights(PRESET, step))] * len(batches)
+
+
 @pytest.mark.fast
 def test_head_chunks_do_not_matter(tiny):
     """Chunks of the loss are an implementation detail: the same loss and gradients for any size of them."""
@@ -830,6 +863,47 @@ def test_memory_is_shared_within_a_node_only(monkeypatch, other_node, shared):
     monkeypatch.setattr(tg.signal, "signal", lambda *_: None)
     ranks = tg.Ranks.start()
     assert calls == [ranks] * shared
+
+
+@pytest.mark.parametrize("works", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.fast
+def test_all_ranks_share_memory_or_none(monkeypatch, works):
+    """One whose memory cannot be shared waits at none of the others' barriers."""
+    ranks = tg.Ranks(0, 2, CPU)
+
+    def shared(tensor):
+        if not works[0]:
+            raise RuntimeError("no access between these GPUs")
+        ranks.peers[tensor.data_ptr()] = None
+
+    def gather_objects(own):
+        assert own == works[0]
+        return list(works)
+
+    monkeypatch.setattr(torch.cuda, "Stream", SimpleNamespace)
+    ranks.shared = shared
+    ranks.gather_objects = gather_objects
+    ranks._share_memory()
+    assert (ranks.copy_stream is not None) == all(works)
+
+
+@pytest.mark.fast
+def test_nccl_takes_the_mean(monkeypatch):
+    """Of gradients, whether each rank needs a shard or all of them; gloo, which the other tests use, cannot."""
+    ranks = tg.Ranks(1, 2, CPU)
+    ranks.nccl = True
+    asked = []
+
+    def collective(*tensors, op, async_op):
+        asked.append((len(tensors), op))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(tg.dist, "reduce_scatter_tensor", collective)
+    monkeypatch.setattr(tg.dist, "all_reduce", collective)
+    full = torch.zeros(4, 2)
+    ranks.reduce_scatter(full, ranks.shard(full)[None])
+    ranks.all_reduce_mean(full)
+    assert asked == [(2, tg.dist.ReduceOp.AVG), (1, tg.dist.ReduceOp.AVG)]
 
 
 AS_TINY = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -225,6 +226,51 @@ def test_the_clock_encloses_all_steps_and_the_last_exchange(corpus, tiny, tmp_pa
 
 
 @pytest.mark.fast
+def test_every_batch_is_made_on_the_clock(run, monkeypatch):
+    """The first one too: the thread that makes batches begins when the clock runs."""
+    clocks = []
+    running = []
+    created = tg.Clock.__init__
+    read = tg.TokenStream.read
+
+    def create(clock, device):
+        created(clock, device)
+        clocks.append(clock)
+
+    def watched(stream, *where):
+        running.append(bool(clocks[-1].intervals))
+        return read(stream, *where)
+
+    monkeypatch.setattr(tg.Clock, "__init__", create)
+    monkeypatch.setattr(tg.TokenStream, "read", watched)
+    assert run("--seed", 3).code == 0
+    assert len(running) >= tg.CHUNKS * PRESET.steps
+    assert all(running)
+
+
+@pytest.mark.fast
+def test_no_clock_starts_before_the_last_rank_has_compiled(run, monkeypatch):
+    """The ranks meet between the end of the warm-up and the start of the clock."""
+    order = []
+    warm_up = tg.Trainer.warm_up
+    gather = tg.Ranks.gather_objects
+    switch = tg.Clock.switch
+
+    def noted(name, function):
+        def call(*arguments):
+            found = function(*arguments)
+            order.append(name)
+            return found
+        return call
+
+    monkeypatch.setattr(tg.Trainer, "warm_up", noted("warm-up", warm_up))
+    monkeypatch.setattr(tg.Ranks, "gather_objects", noted("meet", gather))
+    monkeypatch.setattr(tg.Clock, "switch", noted("clock", switch))
+    assert run("--seed", 3).code == 0
+    assert "meet" in order[order.index("warm-up"):order.index("clock")]
+
+
+@pytest.mark.fast
 def test_the_clock(monkeypatch):
     """Against a hand-turned time: pauses do not count, the running interval does."""
     now = [100.0]
@@ -340,6 +386,22 @@ def test_a_seed_fixes_the_run(run):
     assert only(other, "warm")[0]["state"] != only(first, "warm")[0]["state"]
 
 
+@pytest.mark.fast
+def test_the_first_rank_draws_the_seed_of_all(tiny, tmp_path, monkeypatch):
+    """Here it has drawn 7; this is the second of two ranks, and all but its seed is left out."""
+    ranks = tg.Ranks(1, 2, CPU)
+    ranks.gather_objects = lambda own: [7, own]
+    ranks.finish = lambda code: None
+    trainer = types.SimpleNamespace(preset=PRESET, graphs={})
+    seeds = []
+    monkeypatch.setattr(tg.Ranks, "start", lambda limit: ranks)
+    monkeypatch.setattr(tg, "build_trainer", lambda *_: trainer)
+    monkeypatch.setattr(tg, "watched_log", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(tg, "train", lambda trainer, seed, *_: seeds.append(seed))
+    assert tg.main(["--preset", "tiny", "--log-dir", str(tmp_path)]) == 0
+    assert seeds == [7]
+
+
 def test_a_seed_is_drawn_and_logged(run):
     logs = [run().logs[0] for _ in range(2)]
     assert logs[0][0]["seed"] != logs[1][0]["seed"]
@@ -361,6 +423,18 @@ def test_a_training_averages(corpus, tiny, tmp_path, monkeypatch):
         ]
         assert tg.main(arguments) == 0
         assert calls == expected
+
+
+@pytest.mark.fast
+def test_the_last_step_moves_the_weights_whatever_its_rate(run, monkeypatch):
+    """In sprint and webmix no weights enter the averages at the last step: it moves the weights all the same."""
+    optimizer = dataclasses.replace(PRESET.optimizer, averaging_interval_steps=4)
+    monkeypatch.setitem(tg.PRESETS, "tiny", dataclasses.replace(PRESET, optimizer=optimizer))
+    calls = []
+    average = tg.Optimizer.average
+    monkeypatch.setattr(tg.Optimizer, "average", lambda self, *shares: (calls.append(shares), average(self, *shares)))
+    assert run("--seed", 3).code == 0
+    assert calls[1:] == [(1.0, 0.0), (0.0, 0.65)]
 
 
 @pytest.mark.fast
@@ -409,6 +483,24 @@ def test_a_shortened_run_is_no_record(run):
     assert only(log, "step")[-1]["step"] == 3
     assert only(log, "val")[0]["step"] == 3
     assert log[0]["settings"]["stop_after"] == "3"
+
+
+def test_every_option_that_is_given_is_a_setting(run, tmp_path):
+    """A record's settings are what its log says of them: none may be missing there."""
+    given = {
+        "eager": "True", "no_graphs": "True", "no_fp8": "head", "reference": "True", "stall_limit": "100.0",
+        "micro_batch_tokens": "128", "length": "0.5", "val_every": "2", "stop_after": "3",
+        "save": str(tmp_path / "model.pt"),
+    }
+    words = []
+    for option, value in given.items():
+        words += [f"--{option.replace('_', '-')}", *[value] * (value != "True")]
+    (log,) = run("--seed", 3, *words).logs
+    settings = log[0]["settings"]
+    assert {option: settings.get(option) for option in given} == given
+    always = {"preset", "data", "log_dir", "seed"}
+    assert settings.keys() == given.keys() | always
+    assert vars(tg.parse_arguments([])).keys() == settings.keys() | {"check"}, "an option that this test does not know"
 
 
 def test_stopping_after_more_than_everything(run):
@@ -537,6 +629,27 @@ def test_numerical_failure(run, monkeypatch, tmp_path, value):
     assert log[-1]["state"].startswith("failed")
     assert "nan at step 4" in log[-1]["state"]
     assert not only(log, "val")
+
+
+@pytest.mark.fast
+def test_an_infinite_training_loss(corpus, tiny):
+    """It is no NaN, and as little a loss."""
+    log = types.SimpleNamespace(line=lambda *_, **__: None, say=lambda *_: None)
+    meter = tg.Meter(log, helpers.make_trainer(corpus), 4)
+    meter.pending = 2, PRESET.stages[0], 0.0, 6.0, torch.tensor([math.inf, 0.0])
+    with pytest.raises(tg.Failure, match="training loss: expected a finite number, found inf at step 2") as caught:
+        meter.flush()
+    assert caught.value.code == tg.EXIT_NUMERICS
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+@pytest.mark.fast
+def test_a_validation_without_a_finite_loss(run, monkeypatch, loss):
+    monkeypatch.setattr(tg.Trainer, "validate", lambda *_: loss)
+    result = run("--seed", 3)
+    assert result.code == 3
+    assert f"validation loss: expected a finite number, found {loss}; fix: " in result.err
+    assert result.logs[0][-1]["state"].startswith("failed")
 
 
 def test_a_model_ruined_by_the_last_step_fails_too(run, monkeypatch):
