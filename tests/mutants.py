@@ -283,9 +283,17 @@ class Workers:
             if file not in self.without:
                 tests = sorted(self.named[file])
                 key = digest("no mutant", str(self.whole), *tests, content(f"tests/{file}"), *self.sources)
-                result = self.results.known.get(key) or self.attempt(f"none, {file}", key, tests)
+                result = self.results.known.get(key)
+                if result is None or result.outcome != SURVIVED:  # a failure may have had another cause
+                    result = self.attempt(f"none, {file}", key, tests)
                 self.without[file] = result
+                print(f"{'':18}  no mutant: {file} {result.outcome} {result.by}", flush=True)
             return self.without[file]
+
+    def asked(self) -> list[str]:
+        """The files of tests that the mutants without a result name."""
+        new = [mutant for mutant, key in self.keys.items() if key not in self.results.known]
+        return sorted({file_of(test) for mutant in new for test in mutant.tests})
 
     def try_mutant(self, mutant: Mutant) -> Result:
         key = self.keys[mutant]
@@ -340,6 +348,8 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             workers = Workers(Path(folder), mutants, options)
             with ThreadPoolExecutor(options.jobs) as pool:
+                for file in workers.asked():  # first, so that no worker waits for another
+                    pool.submit(workers.without_mutant, file)
                 results = list(pool.map(workers.try_mutant, mutants))
         return report({mutant.name: result for mutant, result in zip(mutants, results)})
     except Unfit as problem:

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import mutants
 import pytest
+
+import mutants
 
 SOURCE = """def double(x):
     return 2 * x
@@ -151,7 +152,7 @@ def test_tests_that_do_not_pass_without_a_mutant(repository):
     edit(repository / "tests/test_small.py", "== 6", "== 7")
     with (repository / "tests/mutants.toml").open("a") as file:
         file.write(OTHER)
-    (repository / "tests/test_other.py").write_text("import train_gpt\ndef test_half(): assert train_gpt.half(3) == 1.5\n")
+    (repository / "tests/test_other.py").write_text(TESTS.replace("half(0) == 0", "half(3) == 1.5"))
     found = call(repository)
     assert found.returncode == 1
     assert "1 of 3 mutants caught, 33.3%\n" in found.stdout
