@@ -36,6 +36,7 @@ Comments call the N-th public record of modded-nanogpt "record N".
 from __future__ import annotations
 
 import argparse
+import bisect
 import collections
 import contextlib
 import functools
@@ -50,6 +51,7 @@ import queue
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -60,7 +62,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TextIO
+
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # a closed terminal, Ctrl-C, and Slurm or docker stop
+
+
+def handle_stop_signals(handler: Callable | signal.Handlers) -> dict:
+    """Set the handler of every stop signal that is not ignored, as nohup has it. Returns the handlers before."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, earlier in before.items():
+        if earlier != signal.SIG_IGN:
+            signal.signal(number, handler)
+    return before
+
+
+def end_at_once(number: int, _):
+    """Handle a stop signal where there is nothing to put in order."""
+    with contextlib.suppress(OSError):  # the terminal is gone
+        os.write(sys.stderr.fileno(), b"train_gpt: interrupted\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":  # the imports below take seconds
+    handle_stop_signals(end_at_once)
 
 import numpy as np
 import torch
@@ -101,6 +125,8 @@ E5M2 = torch.float8_e5m2  # FP8 for gradients: more range, less precision
 E4M3_MAX = 448.0  # the largest number of each format
 E5M2_MAX = 57_344.0
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
+
+LENGTHS = 0.001, 100  # what --length may be
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles
@@ -465,7 +491,35 @@ PRESETS["seeds"] = replace(
     status="seeds: U-Net skips, value embeddings, NorMuon, DistAdam and Turbo-Muon alone")
 
 
-# ---- schedule: pure functions of the step ----------------------------------------------------------------------------
+# ---- schedule: its length, and pure functions of the step ------------------------------------------------------------
+def scaled_preset(preset: Preset, length: float) -> Preset:
+    """`preset` with `length` times the steps: one preset serves a longer or a shorter corpus (--length).
+
+    Every stage and the extension keep their shares of the schedule, rounded, but take at least one step. Training
+    tokens grow by what the schedule takes more, so that enough shards are opened.
+    """
+    stages = tuple(replace(stage, steps=max(1, round(length * stage.steps))) for stage in preset.stages)
+    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
+    return replace(preset, stages=stages, train_tokens=preset.train_tokens + more_tokens)
+
+
+def fitting_length(preset: Preset, tokens: int) -> float:
+    """The largest --length, to four decimals, at which the steps of a preset take at most `tokens` training tokens;
+    the smallest one if none does (--length auto)."""
+    def taken(length):
+        stages = scaled_preset(preset, length / 1e4).stages
+        return sum(stage.steps * stage.batch_tokens for stage in stages)
+
+    lengths = range(int(1e4 * LENGTHS[0]), int(1e4 * LENGTHS[1]) + 1)
+    fitting = bisect.bisect_right(lengths, tokens, key=taken)
+    return lengths[max(fitting - 1, 0)] / 1e4
+
+
+def scheduled_tokens(preset: Preset, steps: int) -> int:
+    """How many tokens the first `steps` steps of the schedule train on, on all ranks together."""
+    return sum(preset.stages[stage_index(preset, step)].batch_tokens for step in range(steps))
+
+
 def stage_index(preset: Preset, step: int) -> int:
     """The index of the stage that holds a step (0-based); the number of stages after the last step."""
     return sum(end <= step for end in itertools.accumulate(stage.steps for stage in preset.stages))
@@ -563,7 +617,11 @@ class Documents:
 
 def open_shard(path: Path, vocabulary: int) -> np.ndarray:
     """Memory-map the tokens (uint16) of a shard, after checking its header, size and content (data/README.md)."""
-    size = path.stat().st_size
+    status = path.stat()
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):  # to read a named pipe would wait for ever
+        fail(f"{path}: kind of file", "a regular one", "a folder, a named pipe or a device",
+             "remove it, and fetch this file again")
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256:
         fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
@@ -594,6 +652,20 @@ def find_shards(folder: Path, kind: str) -> list[Path]:
     return paths
 
 
+def check_order(path: Path, before: Path | None):
+    """Fail unless a training shard follows the one `before` it, or if it is the first has the number 0 or 1.
+
+    With other shards the tokens would not be those that a track fixes. Names without a number may follow anything."""
+    name, _, number = (before or path).stem.rpartition("_")
+    if not number.isdecimal():
+        return
+    following = (0, 1) if before is None else (int(number) + 1,)
+    expected = [f"{name}_{each:06d}.bin" for each in following]
+    if path.name not in expected:
+        fail(f"{'first' if before is None else 'next'} training shard", " or ".join(expected), path,
+             "python data/fineweb.py fetch, or one corpus a folder, numbered without a gap")
+
+
 class TokenStream:
     """The training shards as one stream of tokens, which training reads from its first BOS on.
 
@@ -607,6 +679,7 @@ class TokenStream:
         self.offsets = [0]
         self.length = 0
         for path in find_shards(folder, "train"):
+            check_order(path, self.paths[-1] if self.paths else None)
             tokens = open_shard(path, vocabulary)
             if not self.paths:
                 self.first = int((tokens == BOS).argmax())
@@ -637,13 +710,23 @@ class TokenStream:
         """How many tokens of the stream the stages use up, those before the first BOS included."""
         return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
 
-    def require(self, stages: tuple[Stage, ...]):
-        """Fail if the shards hold too few tokens for the stages."""
-        needed = self.consumed(stages) + 1  # the last target is one token further
-        if needed > self.length:
-            fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
-                 "python data/fineweb.py fetch --shards N with a larger N; "
-                 "for a longer schedule, also a larger train_tokens")
+    @property
+    def usable(self) -> int:
+        """How many tokens a training can read: those from the first BOS on, but the last, which is only a target."""
+        return self.length - self.first - 1
+
+    def require(self, preset: Preset):
+        """Fail if the shards hold too few tokens for the schedule."""
+        def missing(schedule):
+            return self.consumed(schedule.stages) + 1 - self.length
+
+        fix = "python data/fineweb.py fetch --shards N with a larger N, or tokenize more text"
+        if missing(scaled_preset(preset, LENGTHS[0])) <= 0:
+            factor = fitting_length(preset, self.usable)
+            fix = f"--length auto (that is {factor} times this length), or {fix}"
+        if missing(preset) > 0:
+            fail("training tokens", f"{self.consumed(preset.stages) + 1:,} for the schedule",
+                 f"{self.length:,} in {len(self.paths)} shards", fix)
 
 
 def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
@@ -863,29 +946,29 @@ def chunk_digest(number: int, tokens: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Stage, int],
-                     ranks: Ranks) -> Iterator[HostBatch]:
-    """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
+def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Stage, int], ranks: Ranks,
+                     first_step: int = 0) -> Iterator[HostBatch]:
+    """This rank's micro-batches of the schedule from a step on, of micro_chunks[stage] batch chunks each.
 
     The batch chunks follow each other in the stream without a gap. Of each step the rank takes the chunks rank,
     rank + world, ... of CHUNKS. The shards must hold enough tokens (TokenStream.require).
     """
     own = range(ranks.rank, CHUNKS, ranks.world)
-    start = stream.first  # of a step's tokens in the stream
-    number = 0  # of the step's first batch chunk in the whole run
-    for stage in preset.stages:
+    start = stream.first + scheduled_tokens(preset, first_step)  # of a step's tokens in the stream
+    number = first_step * CHUNKS  # of the step's first batch chunk in the whole run
+    for step in range(first_step, preset.steps):
+        stage = preset.stages[stage_index(preset, step)]
         size = micro_chunks[stage]
-        for _ in range(stage.steps):
-            for first in range(0, len(own), size):
-                chunks = {}
-                digest = 0
-                for chunk in own[first:first + size]:
-                    tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
-                    chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
-                    digest += chunk_digest(number + chunk, tokens)
-                yield pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes, digest)
-            start += stage.batch_tokens
-            number += CHUNKS
+        for first in range(0, len(own), size):
+            chunks = {}
+            digest = 0
+            for chunk in own[first:first + size]:
+                tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
+                chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
+                digest += chunk_digest(number + chunk, tokens)
+            yield pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes, digest)
+        start += stage.batch_tokens
+        number += CHUNKS
 
 
 def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
@@ -2505,10 +2588,15 @@ def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list, str, s
     """What a run reads, checked: training stream, validation windows, the hash of their tokens, that of all files."""
     vocabulary = preset.model.vocabulary
     stream = TokenStream(folder, preset.train_tokens, vocabulary)
-    stream.require(preset.stages)
+    stream.require(preset)
     shard = find_shards(folder, "val")[0]
     windows, digest = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, vocabulary)
     return stream, windows, digest, files_hash([*stream.paths, shard])
+
+
+def automatic_length(preset: Preset, folder: Path) -> float:
+    """The --length that "auto" stands for: one pass over the training shards that are there."""
+    return fitting_length(preset, TokenStream(folder, math.inf, preset.model.vocabulary).usable)
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
@@ -2552,7 +2640,9 @@ class Trainer:
         self.recompute = False
         most_tokens = dict.fromkeys(preset.stages, self.micro_batch_tokens)
         if self.micro_batch_tokens is None:
-            self.recompute, most_tokens = memory_plan(preset, self.ops, room_for_activations(self.ranks))
+            room_bytes = room_for_activations(self.ranks)
+            self.recompute, most_tokens = self.ranks.agree(
+                "micro-batches", lambda: memory_plan(preset, self.ops, room_bytes), "use GPUs of one kind")
         self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, most_tokens[stage])
                              for stage in preset.stages}
         if self.recompute:
@@ -2675,11 +2765,6 @@ class Trainer:
 
 
 # ---- what a run reports ----------------------------------------------------------------------------------------------
-def scheduled_tokens(preset: Preset, steps: int) -> int:
-    """How many tokens the first `steps` steps of the schedule train on, on all ranks together."""
-    return sum(preset.stages[stage_index(preset, step)].batch_tokens for step in range(steps))
-
-
 def largest_weights(trainer: Trainer, log: RunLog) -> dict:
     """The largest magnitude of each kind of weights whose products are FP8. Also prints it beside the kind's range.
 
@@ -2723,7 +2808,7 @@ class Meter:
 
         Each stage's last step must be recorded, so that no interval spans two stages."""
         self.flush()
-        values = torch.stack((loss, torch.full_like(loss, self.ranks.stop_asked)))
+        values = torch.stack((loss, torch.full_like(loss, self.ranks.stop_signal)))
         values = self.ranks.sum(values).to("cpu", non_blocking=True)
         start = self.start
         self.restart()
@@ -2732,8 +2817,8 @@ class Meter:
     def flush(self):
         """Log what was recorded last.
 
-        Every rank comes to the same decision: Failure if the loss is not finite, KeyboardInterrupt if any rank was
-        asked to stop."""
+        Every rank comes to the same decision: Failure if the loss is not finite, Interrupted if any rank was asked to
+        stop."""
         if self.pending is None:
             return
         step, stage, start, end, values = self.pending
@@ -2762,9 +2847,9 @@ class Meter:
                      f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left")
         if not math.isfinite(loss):
             fail("training loss", "a finite number", f"{loss} at step {step}",
-                 "lower the learning rate or report this seed", EXIT_NUMERICS)
+                 "lower the learning rate or report this seed", EXIT_NUMERICS, silent=self.ranks.rank > 0)
         if stops:
-            raise KeyboardInterrupt
+            raise Interrupted(max(self.ranks.gather_objects(self.ranks.stop_signal)), silent=self.ranks.rank > 0)
 
 
 def compiled_graphs() -> int:
@@ -2799,6 +2884,7 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
     ends_stage = True  # whether the step before ended one, so that this one begins the next
 
     clock.intervals.clear()
+    ranks.stop_together = True
     clock.switch("training")
     meter.restart()
     with contextlib.closing(batches):
@@ -2835,6 +2921,7 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
         trainer.optimizer.gather()
         clock.switch(None)
         meter.flush()
+    ranks.stop_together = False
     return digest
 
 
@@ -2883,7 +2970,8 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     recompiled = compiled_graphs() - compiled
     loss = trainer.validate(trainer.final_geometry)
     if not math.isfinite(loss):
-        fail("validation loss", "a finite number", loss, "lower the learning rate or report this seed", EXIT_NUMERICS)
+        fail("validation loss", "a finite number", loss, "lower the learning rate or report this seed", EXIT_NUMERICS,
+             silent=ranks.rank > 0)
 
     log.line("val", step=steps, loss=round(loss, 6), final=True)
     for interval in clock.intervals:
@@ -2961,8 +3049,9 @@ def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], 
             file.write(header())
         os.replace(aside, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         fail(f"saving {path}", "a writable folder with space", error, "choose another place")
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
@@ -4818,14 +4907,40 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 class Failure(Exception):
     """An error that the user can act on, in one line: what, expected, found and the fix. `code` is the exit status."""
 
-    def __init__(self, what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE):
+    def __init__(self, what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE, silent: bool = False):
         super().__init__(f"{what}: expected {expected}, found {found}; fix: {fix}")
         self.code = code
+        self.silent = silent  # another rank says the same
 
 
-def fail(*arguments) -> NoReturn:
+def fail(*arguments, silent: bool = False) -> NoReturn:
     """Raise Failure(what, expected, found, fix, code)."""
-    raise Failure(*arguments)
+    raise Failure(*arguments, silent=silent)
+
+
+class Interrupted(KeyboardInterrupt):
+    """One of STOP_SIGNALS has come. The exit status is a shell's for it: 130 for Ctrl-C."""
+
+    def __init__(self, number: int, silent: bool = False):
+        super().__init__("interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}")
+        self.code = 128 + number
+        self.silent = silent
+
+
+def interrupt(number: int, _) -> NoReturn:
+    """Handle a stop signal by an exception."""
+    raise Interrupted(number)
+
+
+def show(text: str, stream: TextIO):
+    """Write `text` in one piece, so that lines of several ranks stay apart.
+
+    Where nobody reads any more, or the disk is full, the stream leads nowhere from then on."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def torchrun_number(name: str, default: str = "0") -> int:
@@ -4842,7 +4957,8 @@ def pick_device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        fail("GPUs on this machine", f"at least {local_rank + 1}", count, "start fewer processes", EXIT_HARDWARE)
+        fail("GPUs on this machine", f"at least {local_rank + 1}", count, "start fewer processes", EXIT_HARDWARE,
+             silent=local_rank > count)
 
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -4870,7 +4986,8 @@ class Ranks:
         self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if self.on_gpu else []
         self.processes = []  # the process number of each rank, if there are several
         self.nodes = [""] * world  # on which node each rank is, in words for messages if there are several
-        self.stop_asked = False
+        self.stop_signal = 0  # the last one that came
+        self.stop_together = False  # whether the ranks agree when to stop, see ask_to_stop
         self.heartbeat = lambda *_: None  # the watchdog's, while one watches
 
     @staticmethod
@@ -4884,10 +5001,11 @@ class Ranks:
         world = torchrun_number("WORLD_SIZE", "1")
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world,
-                 "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together")
+                 "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together", silent=rank > 0)
         if rank >= world:
             fail("RANK", f"below WORLD_SIZE, {world}", rank, "unset both, or start with torchrun")
         ranks = Ranks(rank, world, pick_device(torchrun_number("LOCAL_RANK")))
+        handle_stop_signals(ranks.ask_to_stop)
         if world == 1:
             return ranks
         if "MASTER_ADDR" not in os.environ:
@@ -4909,7 +5027,6 @@ class Ranks:
         warnings.filterwarnings("ignore", ".*(all_gather_into|reduce_scatter)_tensor. is deprecated", FutureWarning)
         dist.init_process_group("nccl" if ranks.nccl else "gloo", store=store, rank=rank, world_size=world,
                                 timeout=3 * timeout, device_id=ranks.device if ranks.nccl else None)
-        signal.signal(signal.SIGINT, ranks.ask_to_stop)
         if ranks.nccl and not any(ranks.nodes):
             ranks._share_memory()
         return ranks
@@ -5041,23 +5158,28 @@ class Ranks:
             found = find()
         except (Failure, OSError) as error:
             found = explained(error, self)
+        failed = isinstance(found, Failure)
         everywhere = self.gather_objects(str(found))
-        if isinstance(found, Failure):
+        # Of the ranks of a node that would say the same, the first one speaks.
+        messages = self.gather_objects((failed and str(found), self.nodes[self.rank]))
+        silent = messages.index(messages[self.rank]) < self.rank
+        if failed:
+            found.silent = silent
             raise found
 
         for rank, other in enumerate(everywhere):
             if other != everywhere[0]:
                 differing = f"'{everywhere[0]}' on {self.name(0)}, '{other}' on {self.name(rank)}"
-                fail(what, "the same on every rank", differing, fix, code)
+                fail(what, "the same on every rank", differing, fix, code, silent=silent)
         return found
 
-    def ask_to_stop(self, *_):
-        """Handle Ctrl-C. The first one only asks, as ranks are between different collectives; the second acts at once.
-
-        The ranks agree to stop when they flush a logged step (Meter.flush).
-        """
-        self.stop_asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def ask_to_stop(self, number: int, _):
+        """Handle a stop signal. In the timed loop the first one only asks, as ranks are between different collectives:
+        they agree to stop when they flush a logged step (Meter.flush). A second one acts at once."""
+        asked = self.stop_signal
+        self.stop_signal = number
+        if asked or self.world == 1 or not self.stop_together:
+            raise Interrupted(number)
 
     def lost(self) -> str:
         """Which ranks of this node have ended or stand still, in words for a message. Only Linux tells."""
@@ -5129,7 +5251,7 @@ class Watchdog:
         message = (f"rank {self.ranks.rank}: expected progress within {self.limit_s * self.patience:g} s, "
                    f"found none since {self.doing}{self.ranks.lost()}; "
                    "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
-        print(f"train_gpt: {message}", file=sys.stderr)
+        show(f"train_gpt: {message}\n", sys.stderr)
         self.log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE)
         self.log.close()
         os._exit(EXIT_HARDWARE)
@@ -5272,10 +5394,7 @@ class RunLog:
             if isinstance(item, dict):
                 self._append(item)
                 continue
-            try:
-                print(item, end="", flush=True)
-            except OSError:  # nobody reads any more, or the disk is full: the log goes on
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            show(item, sys.stdout)
 
     def _append(self, event: dict):
         if not self.file:
@@ -5289,8 +5408,8 @@ class RunLog:
             self._give_up(error)
 
     def _give_up(self, error: OSError):
-        print(f"run log: expected to write {self.path}, found '{error}'; "
-              "fix: free or permit that folder. The run goes on UNLOGGED.", file=sys.stderr)
+        show(f"run log: expected to write {self.path}, found '{error}'; "
+             "fix: free or permit that folder. The run goes on UNLOGGED.\n", sys.stderr)
         self.file = None
 
 
@@ -5315,17 +5434,22 @@ def machine_facts() -> dict:
 def files_hash(paths: Sequence[Path]) -> str:
     """SHA-256 over what `sha256sum` would print of files, in order: records need no more to check it.
 
-    Fails if a file differs from what a SHA256SUMS beside it states.
+    Fails if a file differs from what a SHA256SUMS beside it states, or has the content of another one.
     """
     combined = hashlib.sha256()
+    files = {}  # by their digest
     for path in paths:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         line = f"{digest}  {path.name}\n"
         combined.update(line.encode())
+        if digest in files:
+            fail(f"{path}: content", "another file's than the others'", f"that of {files[digest].name}",
+                 "fetch both files again; without a fetch remove one, and number the others anew")
+        files[digest] = path
 
         sums = path.with_name("SHA256SUMS")
-        stated = sums.read_text(errors="replace") if sums.exists() else ""
+        stated = sums.read_text(errors="replace") if sums.is_file() else ""
         if f"  {path.name}\n" in stated and line not in stated:
             fail(f"{path}: SHA-256", "what SHA256SUMS states", digest, "fetch this file again")
     return combined.hexdigest()
@@ -5342,13 +5466,19 @@ def within(kind: type, least: float, most: float = math.inf) -> Callable:
     return number
 
 
+def length_option(text: str) -> float | str:
+    """A reader of --length: a number, or "auto"."""
+    return text if text == "auto" else within(float, *LENGTHS)(text)
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     positive = within(int, 1)
     parser = argparse.ArgumentParser(description="Train a small GPT as fast as the machine allows.", allow_abbrev=False)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="speedrun")
     add("--data", type=Path, help="folder with *_train_*.bin and *_val_*.bin (default: the preset's)")
-    add("--length", type=within(float, 0.001, 100), default=1.0, help="train so many times the preset's steps")
+    add("--length", type=length_option, default=1.0,
+        help="train so many times the preset's steps; auto: as many as fit into one pass over the shards")
     add("--seed", type=within(int, 0, 2**62), help="fixes the initial weights; drawn and logged without it")
     add("--val-every", type=positive, help="validate every so many steps too, off the clock")
     add("--stop-after", type=positive, help="end after so many steps of the schedule; no record")
@@ -5365,17 +5495,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--save", type=Path, metavar="FILE", help="write the trained model, for sample.py")
     add("--check", action="store_true", help="stop where the warm-up would begin")
     return parser.parse_args(argv)
-
-
-def scaled_preset(preset: Preset, length: float) -> Preset:
-    """`preset` with `length` times the steps: one preset serves a longer or a shorter corpus (--length).
-
-    Every stage and the extension keep their shares of the schedule, rounded, but take at least one step. Training
-    tokens grow by what the schedule takes more, so that enough shards are opened.
-    """
-    stages = tuple(replace(stage, steps=max(1, round(length * stage.steps))) for stage in preset.stages)
-    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
-    return replace(preset, stages=stages, train_tokens=preset.train_tokens + more_tokens)
 
 
 def check_versions(ranks: Ranks):
@@ -5405,6 +5524,13 @@ def check_model_file(path: Path, model: ModelConfig):
         fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
 
 
+def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
+    """Fail if a run cannot begin or keep what it should, as far as that shows before the data are there."""
+    check_versions(ranks)
+    if arguments.save:
+        check_model_file(arguments.save, preset.model)
+
+
 def ready(trainer: Trainer) -> str:
     """What a start has found, in a line for --check."""
     stream = trainer.stream
@@ -5430,10 +5556,17 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops):
 
 def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     """The trainer that the options ask for. Whatever can be checked before the GPU works has then been checked."""
-    preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
+    preset = PRESETS[arguments.preset]
+    folder = arguments.data or Path(preset.data)
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
     ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {files_hash([Path(__file__)])[:8]}",
                 "start every node with the same --nproc_per_node, options and files")
+    if arguments.length == "auto":
+        arguments.length = ranks.agree("length", lambda: automatic_length(preset, folder),
+                                       "copy the shards of one node to the others")
+        if ranks.rank == 0:
+            print(f"--length auto: here --length {arguments.length}", flush=True)
+    preset = scaled_preset(preset, arguments.length)
 
     fast = capability(ranks.device) >= (8, 0) and not arguments.reference
     bfloat16 = preset.model.dtype == "bfloat16"
@@ -5442,10 +5575,7 @@ def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
 
     if ranks.rank == 0:
         announce(preset, ranks, ops)
-    check_versions(ranks)
-    if arguments.save:
-        check_model_file(arguments.save, preset.model)
-    folder = arguments.data or Path(preset.data)
+    ranks.agree("start", lambda: check_start(arguments, preset, ranks), "start every node with the same files")
     return Trainer(preset, ranks, ops, Clock(ranks.device), folder, arguments.micro_batch_tokens)
 
 
@@ -5458,6 +5588,7 @@ def watched_log(trainer: Trainer, name: str, arguments: argparse.Namespace) -> I
     try:
         yield log
     except BaseException as error:
+        handle_stop_signals(signal.SIG_IGN)  # the log gets its end
         cause = explained(error, ranks) or error
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}"
         log.line("end", state=state, code=getattr(cause, "code", None))
@@ -5470,29 +5601,34 @@ def watched_log(trainer: Trainer, name: str, arguments: argparse.Namespace) -> I
 class Ending:
     """Ends a process: an error that a user can act on becomes a line and an exit code, and the ranks part.
 
-    A bug goes on as the exception that it is."""
+    A bug goes on as the exception that it is. Until then a stop signal is such an error, and while it ends, none."""
     ranks: Ranks | None = None  # once they have met
     code = 0
 
     def __enter__(self) -> Ending:
+        self.handlers = handle_stop_signals(interrupt)
         return self
 
     def __exit__(self, kind, error, _) -> bool:
-        message = ""
-        if isinstance(error, KeyboardInterrupt):
-            self.code = 130
-            message = "interrupted"
-        elif isinstance(error, Exception):
-            failure = explained(error, self.ranks)
-            self.code = failure.code if failure else EXIT_BUG
-            message = str(failure or "")
+        handle_stop_signals(signal.SIG_IGN)
+        ranks = self.ranks
+        cause = error
+        if isinstance(error, Exception):
+            cause = explained(error, ranks)
+            self.code = cause.code if cause else EXIT_BUG
+        elif isinstance(error, KeyboardInterrupt):
+            cause = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
+            self.code = cause.code
+        told = isinstance(cause, Failure | Interrupted)
 
-        if message:
-            rank = f"{self.ranks.name(self.ranks.rank)}: " if self.ranks and self.ranks.world > 1 else ""
-            print(f"train_gpt: {rank}{message}", file=sys.stderr)
-        if self.ranks:
-            self.ranks.finish(self.code)
-        return bool(message)
+        if told and not cause.silent:
+            rank = f"{ranks.name(ranks.rank)}: " if ranks and ranks.world > 1 else ""
+            show(f"train_gpt: {rank}{cause}\n", sys.stderr)
+        if ranks:
+            ranks.finish(self.code)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        return told
 
 
 def main(argv: list[str] | None = None) -> int:
