@@ -2626,6 +2626,8 @@ class Trainer:
         """Open the training stream, and pack this rank's share of the validation windows. Returns the data's hash."""
         preset = self.preset
         self.stream, windows, self.validation_hash, self.data_hash = open_corpus(preset, self.folder)
+        sizes = token_bytes(preset.model.vocabulary)
+        self.validation_bytes = None if sizes is None else sum(int(sizes[piece[1:]].sum()) for piece in sum(windows, []))
         self.validation = [pack({0: pieces}, preset.model, self.ranks.on_gpu)
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
         return self.data_hash
@@ -2765,6 +2767,22 @@ class Trainer:
 
 
 # ---- what a run reports ----------------------------------------------------------------------------------------------
+def token_bytes(vocabulary: int) -> np.ndarray | None:
+    """How many bytes of text each of GPT-2's tokens stands for, BOS for none. None without that vocabulary's file, which
+    comes with data/sample."""
+    path = Path(__file__).with_name("data") / "sample" / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+    if not path.is_file():
+        return None
+    encoder = json.loads(path.read_text(encoding="utf-8"))  # text -> id, with a character for each byte
+    if len(encoder) != vocabulary:
+        return None
+    sizes = np.zeros(vocabulary, int)
+    for text, token in encoder.items():
+        sizes[token] = len(text)
+    sizes[BOS] = 0
+    return sizes
+
+
 def largest_weights(trainer: Trainer, log: RunLog) -> dict:
     """The largest magnitude of each kind of weights whose products are FP8. Also prints it beside the kind's range.
 
@@ -2786,13 +2804,14 @@ class Meter:
     What is recorded is read only when the next record comes. The device has surely finished it by then, so that
     waiting for it returns at once. The time of a step is the mean over the interval since the record before."""
 
-    def __init__(self, log: RunLog, trainer: Trainer, total_steps: int):
+    def __init__(self, log: RunLog, trainer: Trainer, first_step: int, total_steps: int):
         self.log = log
         self.ranks = trainer.ranks
         self.clock = trainer.clock
         self.total_steps = total_steps
         self.total_tokens = scheduled_tokens(trainer.preset, total_steps)
-        self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
+        self.step = first_step  # the last step in the log, counted from 1, and all tokens up to it
+        self.tokens = scheduled_tokens(trainer.preset, first_step)
         self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
 
     def restart(self):
@@ -2852,6 +2871,15 @@ class Meter:
             raise Interrupted(max(self.ranks.gather_objects(self.ranks.stop_signal)), silent=self.ranks.rank > 0)
 
 
+def costs(ranks: Ranks, clock: Clock, price: float) -> str:
+    """What a run has cost so far, at a price for an hour of one GPU."""
+    def cost(seconds):
+        return ranks.world * price * seconds / 3600
+
+    return (f"cost at {price:g} an hour for each of {ranks.world} GPU(s): {cost(clock.since_start()):.4f} since the "
+            f"start, {cost(clock.milliseconds() / 1e3):.4f} of it on the clock")
+
+
 def compiled_graphs() -> int:
     """How many graphs and kernels have been compiled so far. A timed run must not move this number.
 
@@ -2872,15 +2900,143 @@ def peak_memory_mib(ranks: Ranks) -> int | None:
     return (torch.cuda.max_memory_allocated(ranks.device) + shared) >> 20
 
 
+# ---- checkpoints: a run that goes on after a stop --------------------------------------------------------------------
+CHECKPOINT_FORMAT = "train_gpt checkpoint 1"
+
+
+def read_checkpoint(path: Path) -> dict:
+    """What Checkpoints.write wrote. Its tensors stay in the file, which is mapped into memory, until they are read."""
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        found = content["format"]
+    except OSError:
+        raise
+    except Exception as error:  # a foreign or a cut file: torch's errors for them are of many kinds
+        found = f"'{str(error).partition(chr(10))[0]}'"
+    if found != CHECKPOINT_FORMAT:
+        fail(f"checkpoint {path}", f"{CHECKPOINT_FORMAT}, as --checkpoint writes it", found,
+             "name another file, or start without --resume")
+    return content
+
+
+def problem_of_saving(content: dict, path: Path) -> str:
+    """Write a checkpoint. Returns what the system or torch says where that fails, else nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, path)
+    except (OSError, RuntimeError) as error:  # the latter is torch's for a full disk
+        return str(error).partition("\n")[0]
+    return ""
+
+
+@dataclass
+class Checkpoints:
+    """The state of a run in a file, and with several ranks in one for each: written every so many steps, and read once
+    where a run goes on that was stopped."""
+    path: Path | None = None  # to write to
+    every: int | None = None  # steps
+    seed: int = 0
+    step: int = 0  # how many were done when this process began
+    digest: int = 0  # of this rank's tokens in them
+    begin: dict | None = None  # the checkpoint to go on from
+
+    @staticmethod
+    def own_path(path: Path, ranks: Ranks) -> Path:
+        return path if ranks.world == 1 else path.with_name(f"{path.name}.{ranks.rank}")
+
+    @staticmethod
+    def run_facts(trainer: Trainer) -> dict[str, str]:
+        """What must be the same where a run goes on, so that it ends as without a stop."""
+        preset = trainer.preset
+        return {
+            "preset": f"{preset.name}, {preset.steps} steps, {hashlib.sha256(repr(preset).encode()).hexdigest()[:8]}",
+            "script": files_hash([Path(__file__)]),
+            "data": trainer.data_hash,
+            "processes": str(trainer.ranks.world),
+            "operators": str(trainer.ops.names),
+        }
+
+    def read(self, path: Path, trainer: Trainer, steps: int, seed: int | None):
+        """Begin where a checkpoint of the same run ends, which is to end after `steps`; of a given seed, if one is. The
+        state is restored later, by `restore`."""
+        def found():
+            own = self.own_path(path, trainer.ranks)
+            content = read_checkpoint(own)
+            for name, here in self.run_facts(trainer).items():
+                if content["run"][name] != here:
+                    fail(f"checkpoint {own}: {name}", content["run"][name], here, "go on with what the run began with")
+            if seed not in (None, content["seed"]):
+                fail(f"checkpoint {own}: seed", content["seed"], seed, "leave --seed out")
+            if content["step"] >= steps:
+                fail(f"checkpoint {own}: step", f"one before {steps}, where the run ends", content["step"],
+                     "leave --resume out, or a larger --stop-after")
+
+            self.seed = content["seed"]
+            self.step = content["step"]
+            self.digest = int(content["digest"], 16)
+            self.begin = content
+            return f"step {self.step}, seed {self.seed}"
+
+        trainer.ranks.agree("checkpoint", found, "take the files of all ranks from the same step")
+
+    def restore(self, trainer: Trainer):
+        """Put the state that was read in the place of the initial one."""
+        state = trainer.optimizer.state()
+        for name, tensor in state.items():
+            tensor.copy_(self.begin["state"][name])
+        intact = state_hash(state) == self.begin["hash"]
+        fix = "take another copy of the file, or start again"
+        trainer.ranks.agree(
+            "checkpoint", lambda: intact or fail("checkpoint", "the values that were written", "others", fix), fix)
+        self.begin = None
+
+    def due(self, done: int) -> bool:
+        return self.path is not None and done % self.every == 0
+
+    def write(self, trainer: Trainer, done: int, digest: int):
+        """Write the state after `done` steps aside, and rename it when every rank has written its own. A disk that is
+        full costs the checkpoint, not the run."""
+        ranks = trainer.ranks
+        ranks.heartbeat(f"the checkpoint of step {done}", WARM_UP_PATIENCE)
+        state = trainer.optimizer.state()
+        content = {"format": CHECKPOINT_FORMAT, "run": self.run_facts(trainer), "seed": self.seed, "step": done,
+                   "digest": f"{digest:x}", "hash": state_hash(state), "state": state}
+        path = self.own_path(self.path, ranks)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+
+        try:
+            problems = list(filter(None, ranks.gather_objects(problem_of_saving(content, aside))))
+            if not problems:
+                os.replace(aside, path)
+            elif ranks.rank == 0:
+                show(f"train_gpt: checkpoint {path}: expected a writable folder with space, found '{problems[0]}'; fix: "
+                     "free or permit that folder. The run goes on, and the last checkpoint stays.\n", sys.stderr)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
 # ---- a run -----------------------------------------------------------------------------------------------------------
-def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None) -> int:
-    """The first `steps` steps, on the clock; validations are off it. Returns the digest of this rank's tokens."""
+@contextlib.contextmanager
+def off_the_clock(trainer: Trainer, meter: Meter, reason: str) -> Iterator[None]:
+    """A pause between two steps, in which every rank has all weights."""
+    trainer.optimizer.gather()
+    trainer.clock.switch(reason)
+    yield
+    trainer.clock.switch("training")
+    meter.restart()
+
+
+def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None,
+               checkpoints: Checkpoints = Checkpoints()) -> int:
+    """The first `steps` steps, on the clock; validations and checkpoints are off it. Returns the digest of this rank's
+    tokens."""
     preset = trainer.preset
     ranks = trainer.ranks
     clock = trainer.clock
-    meter = Meter(log, trainer, steps)
-    batches = prefetched(training_batches(trainer.stream, preset, trainer.micro_chunks, ranks))
-    digest = 0
+    first_step = checkpoints.step
+    meter = Meter(log, trainer, first_step, steps)
+    batches = prefetched(training_batches(trainer.stream, preset, trainer.micro_chunks, ranks, first_step))
+    digest = checkpoints.digest
     ends_stage = True  # whether the step before ended one, so that this one begins the next
 
     clock.intervals.clear()
@@ -2888,7 +3044,7 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
     clock.switch("training")
     meter.restart()
     with contextlib.closing(batches):
-        for step in range(steps):
+        for step in range(first_step, steps):
             index = stage_index(preset, step)
             stage = preset.stages[index]
             if ends_stage:
@@ -2906,17 +3062,18 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
 
             ends_stage = done == steps or stage_index(preset, done) != index
             validates = val_every and done % val_every == 0 and done < steps
-            if step == 0 or ends_stage or validates or done % preset.log_every_steps == 0:
+            keeps = checkpoints.due(done)
+            if step == first_step or ends_stage or validates or keeps or done % preset.log_every_steps == 0:
                 meter.record(done, loss, stage)
 
             if validates:
-                trainer.optimizer.gather()
-                clock.switch("validation")
-                value = trainer.validate(trainer.geometries[index])
-                log.line("val", step=done, loss=round(value, 6), final=False)
-                log.say(f"step {done:5d}/{steps}   val loss {value:.4f} (windows of the moment)")
-                clock.switch("training")
-                meter.restart()
+                with off_the_clock(trainer, meter, "validation"):
+                    value = trainer.validate(trainer.geometries[index])
+                    log.line("val", step=done, loss=round(value, 6), final=False)
+                    log.say(f"step {done:5d}/{steps}   val loss {value:.4f} (windows of the moment)")
+            if keeps:
+                with off_the_clock(trainer, meter, "checkpoint"):
+                    checkpoints.write(trainer, done, digest)
 
         trainer.optimizer.gather()
         clock.switch(None)
@@ -2940,7 +3097,8 @@ def prepare(trainer: Trainer, seed: int, log: RunLog):
              graphs=compiled_graphs(), state=state, peak_memory_mib=peak_memory_mib(trainer.ranks))
 
 
-def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int | None, settings: dict) -> float:
+def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int | None, settings: dict,
+          checkpoints: Checkpoints) -> float:
     """One run from a seed: warm-up, the timed loop, the final validation. All of it is logged.
 
     Returns the validation loss in nats a token."""
@@ -2955,9 +3113,13 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
              nodes=len(set(ranks.nodes)), shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names,
              script=files_hash([Path(__file__)]), data=trainer.data_hash,
              shards=[path.name for path in trainer.stream.paths], parameters={"dense": dense, "sparse": sparse},
-             consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts())
+             consumed_tokens=trainer.stream.consumed(preset.stages), first_step=checkpoints.step, settings=settings,
+             **machine_facts())
 
     prepare(trainer, seed, log)
+    if checkpoints.begin:
+        checkpoints.restore(trainer)
+        log.say(f"goes on after step {checkpoints.step}")
     compiled = compiled_graphs()
     gc.collect()
     gc.freeze()
@@ -2965,7 +3127,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     ranks.heartbeat("the warm-up")
 
     log.say(f"first timed step {clock.since_start():.1f} s after the process started")
-    digest = timed_loop(trainer, log, steps, val_every)
+    digest = timed_loop(trainer, log, steps, val_every, checkpoints)
     elapsed_ms = clock.milliseconds()
     recompiled = compiled_graphs() - compiled
     loss = trainer.validate(trainer.final_geometry)
@@ -2980,17 +3142,24 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     state = "ok"
     if recompiled:
         state = "no record: compiled in the timed run"
+    elif checkpoints.step:
+        state = "no record: resumed"
     elif "stop_after" in settings:
         state = "no record: shortened"
     memory_mib = peak_memory_mib(ranks)
     log.line("end", state=state, loss=round(loss, 6), ms=round(elapsed_ms, 1), peak_memory_mib=memory_mib,
+             val_bytes=trainer.validation_bytes,
              train_hash=f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", val_hash=trainer.validation_hash,
              recompiled=recompiled, largest_weights=largest_weights(trainer, log))
 
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
+    tokens = scheduled_tokens(preset, steps) - scheduled_tokens(preset, checkpoints.step)
+    bits = ""
+    if trainer.validation_bytes:
+        bits = f"{loss / math.log(2) * preset.val_tokens / trainer.validation_bytes:.4f} bits a byte of text; "
     log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
             f"{ranks.world} rank(s){memory}; {state}\n"
-            f"{1e3 * scheduled_tokens(preset, steps) / elapsed_ms:,.0f} tokens/s; "
+            f"{bits}{1e3 * tokens / elapsed_ms:,.0f} tokens/s; "
             f"log: {log.path if log.file else 'none, UNLOGGED'}")
     return loss
 
@@ -5355,11 +5524,13 @@ def multiprocessors(device: torch.device) -> int:
 class RunLog:
     """One JSON line an event, with a hash of itself and the line before. A thread writes, so the clock never waits.
 
-    Without a path, as on all ranks but the first, nothing is written and nothing is shown.
+    Without a path, as on all ranks but the first, nothing is written and nothing is shown. `curves`, a SummaryWriter of
+    TensorBoard, gets the numbers of steps and validations too.
     """
 
-    def __init__(self, path: Path | None):
+    def __init__(self, path: Path | None, curves: Any = None):
         self.path = path
+        self.curves = curves
         self.file = None
         self.chain = ""
         self.terminal = sys.stdout.isatty()
@@ -5388,11 +5559,14 @@ class RunLog:
         self.thread.join(timeout=10)
         if self.file:
             self.file.close()
+        if self.curves:
+            self.curves.close()
 
     def _work(self):
         for item in iter(self.queue.get, None):  # until `close` queues None
             if isinstance(item, dict):
                 self._append(item)
+                self._draw(item)
                 continue
             show(item, sys.stdout)
 
@@ -5406,6 +5580,11 @@ class RunLog:
             self.file.flush()
         except OSError as error:
             self._give_up(error)
+
+    def _draw(self, event: dict):
+        if self.curves and event["kind"] in ("step", "val"):
+            for name in event.keys() & {"loss", "train_loss", "ms_per_step", "tokens"}:
+                self.curves.add_scalar(f"{event['kind']}/{name}", event[name], event["step"])
 
     def _give_up(self, error: OSError):
         show(f"run log: expected to write {self.path}, found '{error}'; "
@@ -5493,8 +5672,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--micro-batch-tokens", type=positive,
         help="at most so many tokens at a time, at least an eighth of a step's; as the memory allows without it")
     add("--save", type=Path, metavar="FILE", help="write the trained model, for sample.py")
+    add("--gpu-hour-price", type=within(float, 0), metavar="P", help="say at the end what the run has cost")
+    add("--tensorboard", type=Path, metavar="DIR", help="curves there too; needs the package tensorboard")
+    add("--checkpoint", type=Path, metavar="FILE", help="keep the run's state there, for --resume; no record")
+    add("--checkpoint-every", type=positive, metavar="N", help="every N steps, off the clock")
+    add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint of the same run; no record")
     add("--check", action="store_true", help="stop where the warm-up would begin")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if (arguments.checkpoint is None) != (arguments.checkpoint_every is None):
+        parser.error("expected both --checkpoint FILE and --checkpoint-every N, or none of them")
+    return arguments
 
 
 def check_versions(ranks: Ranks):
@@ -5505,18 +5692,23 @@ def check_versions(ranks: Ranks):
               "pip install -r requirements.txt", file=sys.stderr)
 
 
+def writable_place(path: Path) -> Path:
+    """The folder that is there already, in which a file is to be made."""
+    place = path.absolute().parent
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        fail(f"saving {path}", f"permission to write in {place}", "none", "choose another place")
+    return place
+
+
 def check_model_file(path: Path, model: ModelConfig):
     """Fail unless a model can be saved there. Its n-gram table takes most of the room."""
     if path.exists():
         fail(f"saving {path}", "a new file", "one that exists" if path.is_file() else "a folder or a device",
              "remove it, or choose another name")
 
-    place = path.absolute().parent
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        fail(f"saving {path}", f"permission to write in {place}", "none", "choose another place")
-
+    place = writable_place(path)
     row_bytes = model.width * getattr(torch, model.dtype).itemsize + 4 * model.ngram_pieces  # with their ids
     needed_mb = 1000 + model.table_rows * row_bytes // 1_000_000
     free_mb = shutil.disk_usage(place).free // 1_000_000
@@ -5529,6 +5721,14 @@ def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
     check_versions(ranks)
     if arguments.save:
         check_model_file(arguments.save, preset.model)
+    if arguments.tensorboard:
+        writable_place(arguments.tensorboard)
+        summary_writer()
+    if arguments.checkpoint:
+        path = Checkpoints.own_path(arguments.checkpoint, ranks)
+        writable_place(path)
+        if path.exists():  # only what is a checkpoint may be replaced
+            read_checkpoint(path)
 
 
 def ready(trainer: Trainer) -> str:
@@ -5579,11 +5779,25 @@ def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     return Trainer(preset, ranks, ops, Clock(ranks.device), folder, arguments.micro_batch_tokens)
 
 
+def summary_writer() -> type:
+    """TensorBoard's writer, which torch has for those who installed the rest."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        fail("--tensorboard", "the package tensorboard", f"'{error}'",
+             "pip install tensorboard, or without it python records export RUN --csv")
+    return SummaryWriter
+
+
 @contextlib.contextmanager
 def watched_log(trainer: Trainer, name: str, arguments: argparse.Namespace) -> Iterator[RunLog]:
     """The log of a run, which says how it ended, while a watchdog watches."""
     ranks = trainer.ranks
-    log = RunLog(arguments.log_dir / f"{name}.jsonl" if ranks.rank == 0 else None)
+    path = curves = None
+    if ranks.rank == 0:
+        path = arguments.log_dir / f"{name}.jsonl"
+        curves = summary_writer()(arguments.tensorboard / name) if arguments.tensorboard else None
+    log = RunLog(path, curves)
     watchdog = Watchdog(ranks, arguments.stall_limit, log)
     try:
         yield log
@@ -5639,18 +5853,25 @@ def main(argv: list[str] | None = None) -> int:
         seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
         seed = ranks.gather_objects(seed)[0]  # each rank may have drawn its own
         trainer = build_trainer(arguments, ranks)
+        preset = trainer.preset
+        steps = min(preset.steps, arguments.stop_after or preset.steps)
+        checkpoints = Checkpoints(arguments.checkpoint, arguments.checkpoint_every, seed)
+        if arguments.resume:
+            checkpoints.read(arguments.resume, trainer, steps, arguments.seed)
+            seed = checkpoints.seed
         if arguments.check:
             if ranks.rank == 0:
                 print(ready(trainer), flush=True)
             return ending.code
 
-        preset = trainer.preset
-        steps = min(preset.steps, arguments.stop_after or preset.steps)
         defaults = vars(parse_arguments([]))
-        settings = {option: str(value) for option, value in vars(arguments).items() if value != defaults[option]}
+        settings = {option: str(value) for option, value in vars(arguments).items()
+                    if value != defaults[option] and option != "gpu_hour_price"}
         name = f"{preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
         with watched_log(trainer, name, arguments) as log:
-            loss = train(trainer, seed, log, steps, arguments.val_every, settings)
+            loss = train(trainer, seed, log, steps, arguments.val_every, settings, checkpoints)
+            if arguments.gpu_hour_price is not None:
+                log.say(costs(ranks, trainer.clock, arguments.gpu_hour_price))
 
         if arguments.save and ranks.rank == 0:
             save_model(arguments.save, trainer, loss, seed)
