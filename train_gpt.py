@@ -130,6 +130,7 @@ LENGTHS = 0.001, 100  # what --length may be
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles
+STOP_LIMIT_S = 8.0  # the stall limit after a stop signal: docker kills after ten seconds, torchrun and Slurm after thirty
 
 
 class MlpScales(NamedTuple):
@@ -5396,7 +5397,20 @@ class Watchdog:
         self.done = threading.Event()
         self.ranks.heartbeat = self.heartbeat
         self.heartbeat("the start")
+        # Python's handlers wait for the main thread, which may wait for a rank that has died. This pipe gets the number
+        # of every signal at once.
+        self.signals, pipe = os.pipe()
+        os.set_blocking(self.signals, False)
+        os.set_blocking(pipe, False)
+        signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def end(self):
+        """Watch no longer."""
+        self.done.set()
+        pipe = signal.set_wakeup_fd(-1)
+        if pipe != -1:
+            os.close(pipe)
 
     def heartbeat(self, doing: str, patience: float = 1.0):
         """Say that this rank goes on, with something that may take `patience` times the limit."""
@@ -5410,7 +5424,11 @@ class Watchdog:
         wait_s = min(1.0, self.limit_s / 8)
         while self.age_s <= self.limit_s * self.patience:
             if self.done.wait(wait_s):
+                os.close(self.signals)
                 return
+            with contextlib.suppress(BlockingIOError):
+                if set(os.read(self.signals, 4096)) & set(STOP_SIGNALS):
+                    self.limit_s = min(self.limit_s, STOP_LIMIT_S)
             self.age_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
             with contextlib.suppress(RuntimeError):  # a broken device: the main thread meets the same error and says so
                 while self.events and self.events[0].query():
@@ -5808,7 +5826,7 @@ def watched_log(trainer: Trainer, name: str, arguments: argparse.Namespace) -> I
         log.line("end", state=state, code=getattr(cause, "code", None))
         raise
     finally:
-        watchdog.done.set()
+        watchdog.end()
         log.close()
 
 

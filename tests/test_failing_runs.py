@@ -97,6 +97,13 @@ def spin(_):
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
 
+def terminated_and_deaf(_):
+    """Be sent SIGTERM by torchrun, in a call of a library that returns to no handler of Python's."""
+    tg.STOP_LIMIT_S = 2.0
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    spin(_)
+
+
 def host_the_store():
     """Be torchrun, whose store is there while a rank is not."""
     store = tg.dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
@@ -191,6 +198,7 @@ FAULTS = {  # number of processes ("2x1": 1 on each of 2 nodes), further options
     "interrupted": (2, (), on(1, at_step, 2, send(signal.SIGINT))),
     "terminated": (2, (), on(1, at_step, 2, send(signal.SIGTERM))),
     "terminated in the warm-up": (2, (), lambda rank: in_warm_up(send(signal.SIGTERM))),
+    "terminated where it waits": (1, ("--stall-limit", "1000"), on(0, at_step, 2, terminated_and_deaf)),
     "no shards": (4, ("--data", "nowhere"), lambda rank: None),
     "no place for the model": (4, ("--save", "."), lambda rank: None),
     "interrupted twice": (1, (), lambda rank: (at_step(2, send(signal.SIGINT)), at_close(send(signal.SIGINT)))),
@@ -537,6 +545,15 @@ def test_terminated_in_the_warm_up(broken):
     assert all(last_line(said).endswith("interrupted by SIGTERM") for said in run.said)
     assert [event["kind"] for event in run.log] == ["head", "end"]
     assert run.log[-1]["state"] == "interrupted"
+
+
+def test_terminated_where_no_handler_runs(broken):
+    """In a collective that waits for a dead rank: the stall limit shrinks, so that the log gets its end before torchrun
+    or docker kill the process."""
+    run = broken("terminated where it waits")
+    assert run.codes == [4]
+    assert only_line(run).startswith("train_gpt: rank 0: expected progress within 2 s, found none since step 2; fix: ")
+    assert run.log[-1]["state"].startswith("failed: rank 0: expected progress")
 
 
 @pytest.mark.parametrize("name, told", [
