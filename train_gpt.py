@@ -130,7 +130,7 @@ LENGTHS = 0.001, 100  # what --length may be
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles
-STOP_LIMIT_S = 8.0  # the stall limit after a stop signal: docker kills after ten seconds, torchrun and Slurm after thirty
+STOP_LIMIT_S = 8.0  # the stall limit after a stop signal, since docker kills after ten seconds, Slurm after thirty
 
 
 class MlpScales(NamedTuple):
@@ -2628,7 +2628,9 @@ class Trainer:
         preset = self.preset
         self.stream, windows, self.validation_hash, self.data_hash = open_corpus(preset, self.folder)
         sizes = token_bytes(preset.model.vocabulary)
-        self.validation_bytes = None if sizes is None else sum(int(sizes[piece[1:]].sum()) for piece in sum(windows, []))
+        self.validation_bytes = None
+        if sizes is not None:
+            self.validation_bytes = sum(int(sizes[piece[1:]].sum()) for piece in itertools.chain(*windows))
         self.validation = [pack({0: pieces}, preset.model, self.ranks.on_gpu)
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
         return self.data_hash
@@ -2769,8 +2771,8 @@ class Trainer:
 
 # ---- what a run reports ----------------------------------------------------------------------------------------------
 def token_bytes(vocabulary: int) -> np.ndarray | None:
-    """How many bytes of text each of GPT-2's tokens stands for, BOS for none. None without that vocabulary's file, which
-    comes with data/sample."""
+    """How many bytes of text each of GPT-2's tokens stands for, BOS for none. None without that vocabulary's file,
+    which comes with data/sample."""
     path = Path(__file__).with_name("data") / "sample" / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
     if not path.is_file():
         return None
@@ -3010,8 +3012,8 @@ class Checkpoints:
             if not problems:
                 os.replace(aside, path)
             elif ranks.rank == 0:
-                show(f"train_gpt: checkpoint {path}: expected a writable folder with space, found '{problems[0]}'; fix: "
-                     "free or permit that folder. The run goes on, and the last checkpoint stays.\n", sys.stderr)
+                show(f"train_gpt: checkpoint {path}: expected a writable folder with space, found '{problems[0]}'; "
+                     "fix: free or permit that folder. The run goes on, and the last checkpoint stays.\n", sys.stderr)
         finally:
             aside.unlink(missing_ok=True)
 

@@ -206,8 +206,8 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("run", type=Path, metavar="RUN", help="a log, of a run in progress too")
     form = export.add_mutually_exclusive_group(required=True)
     form.add_argument("--csv", action="store_true", help="comma-separated values, on standard output")
-    form.add_argument("--tensorboard", type=Path, metavar="DIR", help="events for TensorBoard, in a folder of the log's "
-                      "name there; needs the package tensorboard")
+    form.add_argument("--tensorboard", type=Path, metavar="DIR",
+                      help="events for TensorBoard, in a folder of the log's name there; needs the package tensorboard")
     for command, kind in ((compare, str), (diff, Path), (curve, str)):
         command.add_argument("a", type=kind, metavar="A")
         command.add_argument("b", type=kind, metavar="B")

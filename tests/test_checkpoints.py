@@ -134,7 +134,8 @@ BAD_FILES = {
                         r"checkpoint .*: expected train_gpt checkpoint 1, .*, found train_gpt checkpoint 0"),
     "another script": (edited(lambda content: content["run"].update(script="0" * 64)), (),
                        r"checkpoint .*: script: expected 0{64}, found \w{64}; fix: go on with what the run began with"),
-    "other data": (edited(lambda content: content["run"].update(data="1" * 64)), (), r"checkpoint .*: data: expected 1"),
+    "other data": (edited(lambda content: content["run"].update(data="1" * 64)), (),
+                   r"checkpoint .*: data: expected 1"),
     "several processes": (edited(lambda content: content["run"].update(processes="2")), (),
                           r"checkpoint .*: processes: expected 2, found 1"),
     "another length": (lambda file: None, ("--length", "2"),
@@ -187,8 +188,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(run, tmp_path, monkeyp
     file = tmp_path / "state"
     result = run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 2)
     assert result.code == 0
-    assert re.fullmatch(r"train_gpt: checkpoint .*: expected a writable folder with space, found 'unexpected pos 1 vs 2';"
-                        r" fix: .* The run goes on, and the last checkpoint stays.\n", result.err)
+    assert re.fullmatch(r"train_gpt: checkpoint .*: expected a writable folder with space, "
+                        r"found 'unexpected pos 1 vs 2'; fix: .* The run goes on, and the last checkpoint stays.\n",
+                        result.err)
     assert tg.read_checkpoint(file)["step"] == 2
     assert [path.name for path in tmp_path.iterdir() if "state" in path.name] == ["state"], "no part of a file"
 
@@ -251,7 +253,8 @@ def test_two_processes_go_on(corpus, tmp_path):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__, str(corpus), str(tmp_path)], env=environment, timeout=900, check=True)
     said = "".join(path.read_text() for path in sorted(tmp_path.rglob("*.out")))
-    assert json.loads((tmp_path / "codes.json").read_text()) == {name: [0, 0] for name in ("whole", "first", "rest")}, said
+    codes = json.loads((tmp_path / "codes.json").read_text())
+    assert codes == {name: [0, 0] for name in ("whole", "first", "rest")}, said
     assert {path.name for path in tmp_path.glob("state*")} == {"state.0", "state.1"}
     for rank in range(2):
         whole, rest = (torch.load(tmp_path / name / f"2-{rank}.pt", weights_only=True) for name in ("whole", "rest"))

@@ -106,8 +106,8 @@ def test_tensorboard_is_optional(train, no_tensorboard, tmp_path):
 def test_a_price_tells_the_cost(train):
     """No option of the run: the same training may be a record."""
     result = train("--gpu-hour-price", 2.5)
-    assert re.fullmatch(r"cost at 2.5 an hour for each of 1 GPU\(s\): 0.\d{4} since the start, 0.\d{4} of it on the clock",
-                        result.out.splitlines()[-1])
+    told = r"cost at 2.5 an hour for each of 1 GPU\(s\): 0.\d{4} since the start, 0.\d{4} of it on the clock"
+    assert re.fullmatch(told, result.out.splitlines()[-1])
     assert "gpu_hour_price" not in read_log(result.log)[0]["settings"]
 
 
