@@ -13,7 +13,6 @@ into memory. Exit codes are those of train_gpt.py, and every failure is a line: 
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import itertools
 import json

@@ -36,6 +36,7 @@ Comments call the N-th public record of modded-nanogpt "record N".
 from __future__ import annotations
 
 import argparse
+import bisect
 import collections
 import contextlib
 import functools
@@ -50,6 +51,7 @@ import queue
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -60,7 +62,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TextIO
+
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # a closed terminal, Ctrl-C, and Slurm or docker stop
+
+
+def handle_stop_signals(handler: Callable | signal.Handlers) -> dict:
+    """Set the handler of every stop signal that is not ignored, as nohup has it. Returns the handlers before."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, earlier in before.items():
+        if earlier != signal.SIG_IGN:
+            signal.signal(number, handler)
+    return before
+
+
+def end_at_once(number: int, _):
+    """Handle a stop signal where there is nothing to put in order."""
+    with contextlib.suppress(OSError):  # the terminal is gone
+        os.write(sys.stderr.fileno(), b"train_gpt: interrupted\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":  # the imports below take seconds
+    handle_stop_signals(end_at_once)
 
 import numpy as np
 import torch
@@ -102,8 +126,11 @@ E4M3_MAX = 448.0  # the largest number of each format
 E5M2_MAX = 57_344.0
 NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 
+LENGTHS = 0.001, 100  # what --length may be
+
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles
+STOP_LIMIT_S = 8.0  # the stall limit after a stop signal, since docker kills after ten seconds, Slurm after thirty
 
 
 class MlpScales(NamedTuple):
@@ -455,7 +482,35 @@ PRESETS["seeds"] = replace(
     status="seeds: U-Net skips, value embeddings, NorMuon, DistAdam and Turbo-Muon alone")
 
 
-# ---- schedule: pure functions of the step ----------------------------------------------------------------------------
+# ---- schedule: its length, and pure functions of the step ------------------------------------------------------------
+def scaled_preset(preset: Preset, length: float) -> Preset:
+    """`preset` with `length` times the steps: one preset serves a longer or a shorter corpus (--length).
+
+    Every stage and the extension keep their shares of the schedule, rounded, but take at least one step. Training
+    tokens grow by what the schedule takes more, so that enough shards are opened.
+    """
+    stages = tuple(replace(stage, steps=max(1, round(length * stage.steps))) for stage in preset.stages)
+    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
+    return replace(preset, stages=stages, train_tokens=preset.train_tokens + more_tokens)
+
+
+def fitting_length(preset: Preset, tokens: int) -> float:
+    """The largest --length, to four decimals, at which the steps of a preset take at most `tokens` training tokens;
+    the smallest one if none does (--length auto)."""
+    def taken(length):
+        stages = scaled_preset(preset, length / 1e4).stages
+        return sum(stage.steps * stage.batch_tokens for stage in stages)
+
+    lengths = range(int(1e4 * LENGTHS[0]), int(1e4 * LENGTHS[1]) + 1)
+    fitting = bisect.bisect_right(lengths, tokens, key=taken)
+    return lengths[max(fitting - 1, 0)] / 1e4
+
+
+def scheduled_tokens(preset: Preset, steps: int) -> int:
+    """How many tokens the first `steps` steps of the schedule train on, on all ranks together."""
+    return sum(preset.stages[stage_index(preset, step)].batch_tokens for step in range(steps))
+
+
 def stage_index(preset: Preset, step: int) -> int:
     """The index of the stage that holds a step (0-based); the number of stages after the last step."""
     return sum(end <= step for end in itertools.accumulate(stage.steps for stage in preset.stages))
@@ -553,7 +608,11 @@ class Documents:
 
 def open_shard(path: Path, vocabulary: int) -> np.ndarray:
     """Memory-map the tokens (uint16) of a shard, after checking its header, size and content (data/README.md)."""
-    size = path.stat().st_size
+    status = path.stat()
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):  # to read a named pipe would wait for ever
+        fail(f"{path}: kind of file", "a regular one", "a folder, a named pipe or a device",
+             "remove it, and fetch this file again")
     header = np.fromfile(path, dtype="<i4", count=256)
     if len(header) < 256:
         fail(f"{path}: header", f"{SHARD_HEADER_BYTES} bytes", f"{size} bytes", "fetch this file again")
@@ -584,6 +643,20 @@ def find_shards(folder: Path, kind: str) -> list[Path]:
     return paths
 
 
+def check_order(path: Path, before: Path | None):
+    """Fail unless a training shard follows the one `before` it, or if it is the first has the number 0 or 1.
+
+    With other shards the tokens would not be those that a track fixes. Names without a number may follow anything."""
+    name, _, number = (before or path).stem.rpartition("_")
+    if not number.isdecimal():
+        return
+    following = (0, 1) if before is None else (int(number) + 1,)
+    expected = [f"{name}_{each:06d}.bin" for each in following]
+    if path.name not in expected:
+        fail(f"{'first' if before is None else 'next'} training shard", " or ".join(expected), path,
+             "python data/fineweb.py fetch, or one corpus a folder, numbered without a gap")
+
+
 class TokenStream:
     """The training shards as one stream of tokens, which training reads from its first BOS on.
 
@@ -597,6 +670,7 @@ class TokenStream:
         self.offsets = [0]
         self.length = 0
         for path in find_shards(folder, "train"):
+            check_order(path, self.paths[-1] if self.paths else None)
             tokens = open_shard(path, vocabulary)
             if not self.paths:
                 self.first = int((tokens == BOS).argmax())
@@ -627,13 +701,23 @@ class TokenStream:
         """How many tokens of the stream the stages use up, those before the first BOS included."""
         return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
 
-    def require(self, stages: tuple[Stage, ...]):
-        """Fail if the shards hold too few tokens for the stages."""
-        needed = self.consumed(stages) + 1  # the last target is one token further
-        if needed > self.length:
-            fail("training tokens", f"{needed:,} for the schedule", f"{self.length:,} in {len(self.paths)} shards",
-                 "python data/fineweb.py fetch --shards N with a larger N; "
-                 "for a longer schedule, also a larger train_tokens")
+    @property
+    def usable(self) -> int:
+        """How many tokens a training can read: those from the first BOS on, but the last, which is only a target."""
+        return self.length - self.first - 1
+
+    def require(self, preset: Preset):
+        """Fail if the shards hold too few tokens for the schedule."""
+        def missing(schedule):
+            return self.consumed(schedule.stages) + 1 - self.length
+
+        fix = "python data/fineweb.py fetch --shards N with a larger N, or tokenize more text"
+        if missing(scaled_preset(preset, LENGTHS[0])) <= 0:
+            factor = fitting_length(preset, self.usable)
+            fix = f"--length auto (that is {factor} times this length), or {fix}"
+        if missing(preset) > 0:
+            fail("training tokens", f"{self.consumed(preset.stages) + 1:,} for the schedule",
+                 f"{self.length:,} in {len(self.paths)} shards", fix)
 
 
 def cut_documents(tokens: np.ndarray, cap: int) -> list[np.ndarray]:
@@ -854,29 +938,29 @@ def chunk_digest(number: int, tokens: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Stage, int],
-                     ranks: Ranks) -> Iterator[HostBatch]:
-    """This rank's micro-batches of the whole schedule, of micro_chunks[stage] batch chunks each.
+def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Stage, int], ranks: Ranks,
+                     first_step: int = 0) -> Iterator[HostBatch]:
+    """This rank's micro-batches of the schedule from a step on, of micro_chunks[stage] batch chunks each.
 
     The batch chunks follow each other in the stream without a gap. Of each step the rank takes the chunks rank,
     rank + world, ... of CHUNKS. The shards must hold enough tokens (TokenStream.require).
     """
     own = range(ranks.rank, CHUNKS, ranks.world)
-    start = stream.first  # of a step's tokens in the stream
-    number = 0  # of the step's first batch chunk in the whole run
-    for stage in preset.stages:
+    start = stream.first + scheduled_tokens(preset, first_step)  # of a step's tokens in the stream
+    number = first_step * CHUNKS  # of the step's first batch chunk in the whole run
+    for step in range(first_step, preset.steps):
+        stage = preset.stages[stage_index(preset, step)]
         size = micro_chunks[stage]
-        for _ in range(stage.steps):
-            for first in range(0, len(own), size):
-                chunks = {}
-                digest = 0
-                for chunk in own[first:first + size]:
-                    tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
-                    chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
-                    digest += chunk_digest(number + chunk, tokens)
-                yield pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes, digest)
-            start += stage.batch_tokens
-            number += CHUNKS
+        for first in range(0, len(own), size):
+            chunks = {}
+            digest = 0
+            for chunk in own[first:first + size]:
+                tokens = stream.read(start + chunk * stage.chunk_tokens, stage.chunk_tokens + 1)
+                chunks[number + chunk] = cut_documents(tokens, stage.document_cap_tokens)
+                digest += chunk_digest(number + chunk, tokens)
+            yield pack(chunks, preset.model, ranks.on_gpu, stage.sampled_classes, digest)
+        start += stage.batch_tokens
+        number += CHUNKS
 
 
 def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
@@ -2498,10 +2582,15 @@ def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list, str, s
     """What a run reads, checked: training stream, validation windows, the hash of their tokens, that of all files."""
     vocabulary = preset.model.vocabulary
     stream = TokenStream(folder, preset.train_tokens, vocabulary)
-    stream.require(preset.stages)
+    stream.require(preset)
     shard = find_shards(folder, "val")[0]
     windows, digest = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, vocabulary)
     return stream, windows, digest, files_hash([*stream.paths, shard])
+
+
+def automatic_length(preset: Preset, folder: Path) -> float:
+    """The --length that "auto" stands for: one pass over the training shards that are there."""
+    return fitting_length(preset, TokenStream(folder, math.inf, preset.model.vocabulary).usable)
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------------
@@ -2531,6 +2620,10 @@ class Trainer:
         """Open the training stream, and pack this rank's share of the validation windows. Returns the data's hash."""
         preset = self.preset
         self.stream, windows, self.validation_hash, self.data_hash = open_corpus(preset, self.folder)
+        sizes = token_bytes(preset.model.vocabulary)
+        self.validation_bytes = None
+        if sizes is not None:
+            self.validation_bytes = sum(int(sizes[piece[1:]].sum()) for piece in itertools.chain(*windows))
         self.validation = [pack({0: pieces}, preset.model, self.ranks.on_gpu)
                            for pieces in windows[self.ranks.rank::self.ranks.world]]
         return self.data_hash
@@ -2545,7 +2638,9 @@ class Trainer:
         self.recompute = False
         most_tokens = dict.fromkeys(preset.stages, self.micro_batch_tokens)
         if self.micro_batch_tokens is None:
-            self.recompute, most_tokens = memory_plan(preset, self.ops, room_for_activations(self.ranks))
+            room_bytes = room_for_activations(self.ranks)
+            self.recompute, most_tokens = self.ranks.agree(
+                "micro-batches", lambda: memory_plan(preset, self.ops, room_bytes), "use GPUs of one kind")
         self.micro_chunks = {stage: micro_batch_chunks(stage, self.ranks, most_tokens[stage])
                              for stage in preset.stages}
         if self.recompute:
@@ -2668,9 +2763,20 @@ class Trainer:
 
 
 # ---- what a run reports ----------------------------------------------------------------------------------------------
-def scheduled_tokens(preset: Preset, steps: int) -> int:
-    """How many tokens the first `steps` steps of the schedule train on, on all ranks together."""
-    return sum(preset.stages[stage_index(preset, step)].batch_tokens for step in range(steps))
+def token_bytes(vocabulary: int) -> np.ndarray | None:
+    """How many bytes of text each of GPT-2's tokens stands for, BOS for none. None without that vocabulary's file,
+    which comes with data/sample."""
+    path = Path(__file__).with_name("data") / "sample" / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+    if not path.is_file():
+        return None
+    encoder = json.loads(path.read_text(encoding="utf-8"))  # text -> id, with a character for each byte
+    if len(encoder) != vocabulary:
+        return None
+    sizes = np.zeros(vocabulary, int)
+    for text, token in encoder.items():
+        sizes[token] = len(text)
+    sizes[BOS] = 0
+    return sizes
 
 
 def largest_weights(trainer: Trainer, log: RunLog) -> dict:
@@ -2694,13 +2800,14 @@ class Meter:
     What is recorded is read only when the next record comes. The device has surely finished it by then, so that
     waiting for it returns at once. The time of a step is the mean over the interval since the record before."""
 
-    def __init__(self, log: RunLog, trainer: Trainer, total_steps: int):
+    def __init__(self, log: RunLog, trainer: Trainer, total_steps: int, first_step: int = 0):
         self.log = log
         self.ranks = trainer.ranks
         self.clock = trainer.clock
         self.total_steps = total_steps
         self.total_tokens = scheduled_tokens(trainer.preset, total_steps)
-        self.step = self.tokens = 0  # the last step in the log, counted from 1, and all tokens up to it
+        self.step = first_step  # the last step in the log, counted from 1, and all tokens up to it
+        self.tokens = scheduled_tokens(trainer.preset, first_step)
         self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
 
     def restart(self):
@@ -2716,7 +2823,7 @@ class Meter:
 
         Each stage's last step must be recorded, so that no interval spans two stages."""
         self.flush()
-        values = torch.stack((loss, torch.full_like(loss, self.ranks.stop_asked)))
+        values = torch.stack((loss, torch.full_like(loss, self.ranks.stop_signal)))
         values = self.ranks.sum(values).to("cpu", non_blocking=True)
         start = self.start
         self.restart()
@@ -2725,8 +2832,8 @@ class Meter:
     def flush(self):
         """Log what was recorded last.
 
-        Every rank comes to the same decision: Failure if the loss is not finite, KeyboardInterrupt if any rank was
-        asked to stop."""
+        Every rank comes to the same decision: Failure if the loss is not finite, Interrupted if any rank was asked to
+        stop."""
         if self.pending is None:
             return
         step, stage, start, end, values = self.pending
@@ -2755,9 +2862,18 @@ class Meter:
                      f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left")
         if not math.isfinite(loss):
             fail("training loss", "a finite number", f"{loss} at step {step}",
-                 "lower the learning rate or report this seed", EXIT_NUMERICS)
+                 "lower the learning rate or report this seed", EXIT_NUMERICS, silent=self.ranks.rank > 0)
         if stops:
-            raise KeyboardInterrupt
+            raise Interrupted(max(self.ranks.gather_objects(self.ranks.stop_signal)), silent=self.ranks.rank > 0)
+
+
+def costs(ranks: Ranks, clock: Clock, price: float) -> str:
+    """What a run has cost so far, at a price for an hour of one GPU."""
+    def cost(seconds):
+        return ranks.world * price * seconds / 3600
+
+    return (f"cost at {price:g} an hour for each of {ranks.world} GPU(s): {cost(clock.since_start()):.4f} since the "
+            f"start, {cost(clock.milliseconds() / 1e3):.4f} of it on the clock")
 
 
 def compiled_graphs() -> int:
@@ -2780,22 +2896,152 @@ def peak_memory_mib(ranks: Ranks) -> int | None:
     return (torch.cuda.max_memory_allocated(ranks.device) + shared) >> 20
 
 
+# ---- checkpoints: a run that goes on after a stop --------------------------------------------------------------------
+CHECKPOINT_FORMAT = "train_gpt checkpoint 1"
+
+
+def read_checkpoint(path: Path) -> dict:
+    """What Checkpoints.write wrote. Its tensors stay in the file, which is mapped into memory, until they are read."""
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        found = content["format"]
+    except OSError:
+        raise
+    except Exception as error:  # a foreign or a cut file: torch's errors for them are of many kinds
+        found = f"'{str(error).partition(chr(10))[0]}'"
+    if found != CHECKPOINT_FORMAT:
+        fail(f"checkpoint {path}", f"{CHECKPOINT_FORMAT}, as --checkpoint writes it", found,
+             "name another file, or start without --resume")
+    return content
+
+
+def problem_of_saving(content: dict, path: Path) -> str:
+    """Write a checkpoint. Returns what the system or torch says where that fails, else nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, path)
+    except (OSError, RuntimeError) as error:  # the latter is torch's for a full disk
+        return str(error).partition("\n")[0]
+    return ""
+
+
+@dataclass
+class Checkpoints:
+    """The state of a run in a file, and with several ranks in one for each: written every so many steps, and read once
+    where a run goes on that was stopped."""
+    path: Path | None = None  # to write to
+    every: int | None = None  # steps
+    seed: int = 0
+    step: int = 0  # how many were done when this process began
+    digest: int = 0  # of this rank's tokens in them
+    begin: dict | None = None  # the checkpoint to go on from
+
+    @staticmethod
+    def own_path(path: Path, ranks: Ranks) -> Path:
+        return path if ranks.world == 1 else path.with_name(f"{path.name}.{ranks.rank}")
+
+    @staticmethod
+    def run_facts(trainer: Trainer) -> dict[str, str]:
+        """What must be the same where a run goes on, so that it ends as without a stop."""
+        preset = trainer.preset
+        return {
+            "preset": f"{preset.name}, {preset.steps} steps, {hashlib.sha256(repr(preset).encode()).hexdigest()[:8]}",
+            "script": files_hash([Path(__file__)]),
+            "data": trainer.data_hash,
+            "processes": str(trainer.ranks.world),
+            "operators": str(trainer.ops.names),
+        }
+
+    def read(self, path: Path, trainer: Trainer, steps: int, seed: int | None):
+        """Begin where a checkpoint of the same run ends, which is to end after `steps`; of a given seed, if one is. The
+        state is restored later, by `restore`."""
+        def found():
+            own = self.own_path(path, trainer.ranks)
+            content = read_checkpoint(own)
+            for name, here in self.run_facts(trainer).items():
+                if content["run"][name] != here:
+                    fail(f"checkpoint {own}: {name}", content["run"][name], here, "go on with what the run began with")
+            if seed not in (None, content["seed"]):
+                fail(f"checkpoint {own}: seed", content["seed"], seed, "leave --seed out")
+            if content["step"] >= steps:
+                fail(f"checkpoint {own}: step", f"one before {steps}, where the run ends", content["step"],
+                     "leave --resume out, or a larger --stop-after")
+
+            self.seed = content["seed"]
+            self.step = content["step"]
+            self.digest = int(content["digest"], 16)
+            self.begin = content
+            return f"step {self.step}, seed {self.seed}"
+
+        trainer.ranks.agree("checkpoint", found, "take the files of all ranks from the same step")
+
+    def restore(self, trainer: Trainer):
+        """Put the state that was read in the place of the initial one."""
+        state = trainer.optimizer.state()
+        for name, tensor in state.items():
+            tensor.copy_(self.begin["state"][name])
+        intact = state_hash(state) == self.begin["hash"]
+        fix = "take another copy of the file, or start again"
+        trainer.ranks.agree(
+            "checkpoint", lambda: intact or fail("checkpoint", "the values that were written", "others", fix), fix)
+        self.begin = None
+
+    def due(self, done: int) -> bool:
+        return self.path is not None and done % self.every == 0
+
+    def write(self, trainer: Trainer, done: int, digest: int):
+        """Write the state after `done` steps aside, and rename it when every rank has written its own. A disk that is
+        full costs the checkpoint, not the run."""
+        ranks = trainer.ranks
+        ranks.heartbeat(f"the checkpoint of step {done}", WARM_UP_PATIENCE)
+        state = trainer.optimizer.state()
+        content = {"format": CHECKPOINT_FORMAT, "run": self.run_facts(trainer), "seed": self.seed, "step": done,
+                   "digest": f"{digest:x}", "hash": state_hash(state), "state": state}
+        path = self.own_path(self.path, ranks)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+
+        try:
+            problems = list(filter(None, ranks.gather_objects(problem_of_saving(content, aside))))
+            if not problems:
+                os.replace(aside, path)
+            elif ranks.rank == 0:
+                show(f"train_gpt: checkpoint {path}: expected a writable folder with space, found '{problems[0]}'; "
+                     "fix: free or permit that folder. The run goes on, and the last checkpoint stays.\n", sys.stderr)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
 # ---- a run -----------------------------------------------------------------------------------------------------------
-def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None) -> int:
-    """The first `steps` steps, on the clock; validations are off it. Returns the digest of this rank's tokens."""
+@contextlib.contextmanager
+def off_the_clock(trainer: Trainer, meter: Meter, reason: str) -> Iterator[None]:
+    """A pause between two steps, in which every rank has all weights."""
+    trainer.optimizer.gather()
+    trainer.clock.switch(reason)
+    yield
+    trainer.clock.switch("training")
+    meter.restart()
+
+
+def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None,
+               checkpoints: Checkpoints | None = None) -> int:
+    """The first `steps` steps, on the clock; validations and checkpoints are off it. Returns the digest of this rank's
+    tokens."""
+    checkpoints = checkpoints or Checkpoints()
     preset = trainer.preset
     ranks = trainer.ranks
     clock = trainer.clock
-    meter = Meter(log, trainer, steps)
-    batches = prefetched(training_batches(trainer.stream, preset, trainer.micro_chunks, ranks))
-    digest = 0
+    first_step = checkpoints.step
+    meter = Meter(log, trainer, steps, first_step)
+    batches = prefetched(training_batches(trainer.stream, preset, trainer.micro_chunks, ranks, first_step))
+    digest = checkpoints.digest
     ends_stage = True  # whether the step before ended one, so that this one begins the next
 
     clock.intervals.clear()
+    ranks.stop_together = True
     clock.switch("training")
     meter.restart()
     with contextlib.closing(batches):
-        for step in range(steps):
+        for step in range(first_step, steps):
             index = stage_index(preset, step)
             stage = preset.stages[index]
             if ends_stage:
@@ -2813,21 +3059,23 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None)
 
             ends_stage = done == steps or stage_index(preset, done) != index
             validates = val_every and done % val_every == 0 and done < steps
-            if step == 0 or ends_stage or validates or done % preset.log_every_steps == 0:
+            keeps = checkpoints.due(done)
+            if step == first_step or ends_stage or validates or keeps or done % preset.log_every_steps == 0:
                 meter.record(done, loss, stage)
 
             if validates:
-                trainer.optimizer.gather()
-                clock.switch("validation")
-                value = trainer.validate(trainer.geometries[index])
-                log.line("val", step=done, loss=round(value, 6), final=False)
-                log.say(f"step {done:5d}/{steps}   val loss {value:.4f} (windows of the moment)")
-                clock.switch("training")
-                meter.restart()
+                with off_the_clock(trainer, meter, "validation"):
+                    value = trainer.validate(trainer.geometries[index])
+                    log.line("val", step=done, loss=round(value, 6), final=False)
+                    log.say(f"step {done:5d}/{steps}   val loss {value:.4f} (windows of the moment)")
+            if keeps:
+                with off_the_clock(trainer, meter, "checkpoint"):
+                    checkpoints.write(trainer, done, digest)
 
         trainer.optimizer.gather()
         clock.switch(None)
         meter.flush()
+    ranks.stop_together = False
     return digest
 
 
@@ -2846,7 +3094,8 @@ def prepare(trainer: Trainer, seed: int, log: RunLog):
              graphs=compiled_graphs(), state=state, peak_memory_mib=peak_memory_mib(trainer.ranks))
 
 
-def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int | None, settings: dict) -> float:
+def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int | None, settings: dict,
+          checkpoints: Checkpoints) -> float:
     """One run from a seed: warm-up, the timed loop, the final validation. All of it is logged.
 
     Returns the validation loss in nats a token."""
@@ -2861,9 +3110,13 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
              nodes=len(set(ranks.nodes)), shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names,
              script=files_hash([Path(__file__)]), data=trainer.data_hash,
              shards=[path.name for path in trainer.stream.paths], parameters={"dense": dense, "sparse": sparse},
-             consumed_tokens=trainer.stream.consumed(preset.stages), settings=settings, **machine_facts())
+             consumed_tokens=trainer.stream.consumed(preset.stages), first_step=checkpoints.step, settings=settings,
+             **machine_facts())
 
     prepare(trainer, seed, log)
+    if checkpoints.begin:
+        checkpoints.restore(trainer)
+        log.say(f"goes on after step {checkpoints.step}")
     compiled = compiled_graphs()
     gc.collect()
     gc.freeze()
@@ -2871,12 +3124,13 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     ranks.heartbeat("the warm-up")
 
     log.say(f"first timed step {clock.since_start():.1f} s after the process started")
-    digest = timed_loop(trainer, log, steps, val_every)
+    digest = timed_loop(trainer, log, steps, val_every, checkpoints)
     elapsed_ms = clock.milliseconds()
     recompiled = compiled_graphs() - compiled
     loss = trainer.validate(trainer.final_geometry)
     if not math.isfinite(loss):
-        fail("validation loss", "a finite number", loss, "lower the learning rate or report this seed", EXIT_NUMERICS)
+        fail("validation loss", "a finite number", loss, "lower the learning rate or report this seed", EXIT_NUMERICS,
+             silent=ranks.rank > 0)
 
     log.line("val", step=steps, loss=round(loss, 6), final=True)
     for interval in clock.intervals:
@@ -2885,17 +3139,24 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     state = "ok"
     if recompiled:
         state = "no record: compiled in the timed run"
+    elif checkpoints.step:
+        state = "no record: resumed"
     elif "stop_after" in settings:
         state = "no record: shortened"
     memory_mib = peak_memory_mib(ranks)
     log.line("end", state=state, loss=round(loss, 6), ms=round(elapsed_ms, 1), peak_memory_mib=memory_mib,
+             val_bytes=trainer.validation_bytes,
              train_hash=f"{sum(ranks.gather_objects(digest)) % 2**64:016x}", val_hash=trainer.validation_hash,
              recompiled=recompiled, largest_weights=largest_weights(trainer, log))
 
     memory = f", peak memory {memory_mib} MiB" if memory_mib else ""
+    tokens = scheduled_tokens(preset, steps) - scheduled_tokens(preset, checkpoints.step)
+    bits = ""
+    if trainer.validation_bytes:
+        bits = f"{loss / math.log(2) * preset.val_tokens / trainer.validation_bytes:.4f} bits a byte of text; "
     log.say(f"val loss {loss:.4f} after {elapsed_ms / 1e3:.2f} s of training, {preset.name}, seed {seed}, "
             f"{ranks.world} rank(s){memory}; {state}\n"
-            f"{1e3 * scheduled_tokens(preset, steps) / elapsed_ms:,.0f} tokens/s; "
+            f"{bits}{1e3 * tokens / elapsed_ms:,.0f} tokens/s; "
             f"log: {log.path if log.file else 'none, UNLOGGED'}")
     return loss
 
@@ -2954,8 +3215,9 @@ def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], 
             file.write(header())
         os.replace(aside, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         fail(f"saving {path}", "a writable folder with space", error, "choose another place")
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
@@ -4810,14 +5072,40 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
 class Failure(Exception):
     """An error that the user can act on, in one line: what, expected, found and the fix. `code` is the exit status."""
 
-    def __init__(self, what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE):
+    def __init__(self, what: str, expected: Any, found: Any, fix: str, code: int = EXIT_USAGE, silent: bool = False):
         super().__init__(f"{what}: expected {expected}, found {found}; fix: {fix}")
         self.code = code
+        self.silent = silent  # another rank says the same
 
 
-def fail(*arguments) -> NoReturn:
+def fail(*arguments, silent: bool = False) -> NoReturn:
     """Raise Failure(what, expected, found, fix, code)."""
-    raise Failure(*arguments)
+    raise Failure(*arguments, silent=silent)
+
+
+class Interrupted(KeyboardInterrupt):
+    """One of STOP_SIGNALS has come. The exit status is a shell's for it: 130 for Ctrl-C."""
+
+    def __init__(self, number: int, silent: bool = False):
+        super().__init__("interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}")
+        self.code = 128 + number
+        self.silent = silent
+
+
+def interrupt(number: int, _) -> NoReturn:
+    """Handle a stop signal by an exception."""
+    raise Interrupted(number)
+
+
+def show(text: str, stream: TextIO):
+    """Write `text` in one piece, so that lines of several ranks stay apart.
+
+    Where nobody reads any more, or the disk is full, the stream leads nowhere from then on."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def torchrun_number(name: str, default: str = "0") -> int:
@@ -4834,7 +5122,8 @@ def pick_device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        fail("GPUs on this machine", f"at least {local_rank + 1}", count, "start fewer processes", EXIT_HARDWARE)
+        fail("GPUs on this machine", f"at least {local_rank + 1}", count, "start fewer processes", EXIT_HARDWARE,
+             silent=local_rank > count)
 
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -4862,7 +5151,8 @@ class Ranks:
         self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if self.on_gpu else []
         self.processes = []  # the process number of each rank, if there are several
         self.nodes = [""] * world  # on which node each rank is, in words for messages if there are several
-        self.stop_asked = False
+        self.stop_signal = 0  # the last one that came
+        self.stop_together = False  # whether the ranks agree when to stop, see ask_to_stop
         self.heartbeat = lambda *_: None  # the watchdog's, while one watches
 
     @staticmethod
@@ -4876,10 +5166,11 @@ class Ranks:
         world = torchrun_number("WORLD_SIZE", "1")
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world,
-                 "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together")
+                 "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together", silent=rank > 0)
         if rank >= world:
             fail("RANK", f"below WORLD_SIZE, {world}", rank, "unset both, or start with torchrun")
         ranks = Ranks(rank, world, pick_device(torchrun_number("LOCAL_RANK")))
+        handle_stop_signals(ranks.ask_to_stop)
         if world == 1:
             return ranks
         if "MASTER_ADDR" not in os.environ:
@@ -4901,7 +5192,6 @@ class Ranks:
         warnings.filterwarnings("ignore", ".*(all_gather_into|reduce_scatter)_tensor. is deprecated", FutureWarning)
         dist.init_process_group("nccl" if ranks.nccl else "gloo", store=store, rank=rank, world_size=world,
                                 timeout=3 * timeout, device_id=ranks.device if ranks.nccl else None)
-        signal.signal(signal.SIGINT, ranks.ask_to_stop)
         if ranks.nccl and not any(ranks.nodes):
             ranks._share_memory()
         return ranks
@@ -5033,23 +5323,28 @@ class Ranks:
             found = find()
         except (Failure, OSError) as error:
             found = explained(error, self)
+        failed = isinstance(found, Failure)
         everywhere = self.gather_objects(str(found))
-        if isinstance(found, Failure):
+        # Of the ranks of a node that would say the same, the first one speaks.
+        messages = self.gather_objects((failed and str(found), self.nodes[self.rank]))
+        silent = messages.index(messages[self.rank]) < self.rank
+        if failed:
+            found.silent = silent
             raise found
 
         for rank, other in enumerate(everywhere):
             if other != everywhere[0]:
                 differing = f"'{everywhere[0]}' on {self.name(0)}, '{other}' on {self.name(rank)}"
-                fail(what, "the same on every rank", differing, fix, code)
+                fail(what, "the same on every rank", differing, fix, code, silent=silent)
         return found
 
-    def ask_to_stop(self, *_):
-        """Handle Ctrl-C. The first one only asks, as ranks are between different collectives; the second acts at once.
-
-        The ranks agree to stop when they flush a logged step (Meter.flush).
-        """
-        self.stop_asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def ask_to_stop(self, number: int, _):
+        """Handle a stop signal. In the timed loop the first one only asks, as ranks are between different collectives:
+        they agree to stop when they flush a logged step (Meter.flush). A second one acts at once."""
+        asked = self.stop_signal
+        self.stop_signal = number
+        if asked or self.world == 1 or not self.stop_together:
+            raise Interrupted(number)
 
     def lost(self) -> str:
         """Which ranks of this node have ended or stand still, in words for a message. Only Linux tells."""
@@ -5097,7 +5392,20 @@ class Watchdog:
         self.done = threading.Event()
         self.ranks.heartbeat = self.heartbeat
         self.heartbeat("the start")
+        # Python's handlers wait for the main thread, which may wait for a rank that has died. This pipe gets the number
+        # of every signal at once.
+        self.signals, pipe = os.pipe()
+        os.set_blocking(self.signals, False)
+        os.set_blocking(pipe, False)
+        signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def end(self):
+        """Watch no longer."""
+        self.done.set()
+        pipe = signal.set_wakeup_fd(-1)
+        if pipe != -1:
+            os.close(pipe)
 
     def heartbeat(self, doing: str, patience: float = 1.0):
         """Say that this rank goes on, with something that may take `patience` times the limit."""
@@ -5111,7 +5419,11 @@ class Watchdog:
         wait_s = min(1.0, self.limit_s / 8)
         while self.age_s <= self.limit_s * self.patience:
             if self.done.wait(wait_s):
+                os.close(self.signals)
                 return
+            with contextlib.suppress(BlockingIOError):
+                if set(os.read(self.signals, 4096)) & set(STOP_SIGNALS):
+                    self.limit_s = min(self.limit_s, STOP_LIMIT_S)
             self.age_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
             with contextlib.suppress(RuntimeError):  # a broken device: the main thread meets the same error and says so
                 while self.events and self.events[0].query():
@@ -5121,7 +5433,7 @@ class Watchdog:
         message = (f"rank {self.ranks.rank}: expected progress within {self.limit_s * self.patience:g} s, "
                    f"found none since {self.doing}{self.ranks.lost()}; "
                    "fix: see what the others said first; if the machine is only slow, --stall-limit SECONDS")
-        print(f"train_gpt: {message}", file=sys.stderr)
+        show(f"train_gpt: {message}\n", sys.stderr)
         self.log.line("end", state=f"failed: {message}", code=EXIT_HARDWARE)
         self.log.close()
         os._exit(EXIT_HARDWARE)
@@ -5225,11 +5537,13 @@ def multiprocessors(device: torch.device) -> int:
 class RunLog:
     """One JSON line an event, with a hash of itself and the line before. A thread writes, so the clock never waits.
 
-    Without a path, as on all ranks but the first, nothing is written and nothing is shown.
+    Without a path, as on all ranks but the first, nothing is written and nothing is shown. `curves`, a SummaryWriter of
+    TensorBoard, gets the numbers of steps and validations too.
     """
 
-    def __init__(self, path: Path | None):
+    def __init__(self, path: Path | None, curves: Any = None):
         self.path = path
+        self.curves = curves
         self.file = None
         self.chain = ""
         self.terminal = sys.stdout.isatty()
@@ -5258,16 +5572,16 @@ class RunLog:
         self.thread.join(timeout=10)
         if self.file:
             self.file.close()
+        if self.curves:
+            self.curves.close()
 
     def _work(self):
         for item in iter(self.queue.get, None):  # until `close` queues None
             if isinstance(item, dict):
                 self._append(item)
+                self._draw(item)
                 continue
-            try:
-                print(item, end="", flush=True)
-            except OSError:  # nobody reads any more, or the disk is full: the log goes on
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            show(item, sys.stdout)
 
     def _append(self, event: dict):
         if not self.file:
@@ -5280,9 +5594,14 @@ class RunLog:
         except OSError as error:
             self._give_up(error)
 
+    def _draw(self, event: dict):
+        if self.curves and event["kind"] in ("step", "val"):
+            for name in event.keys() & {"loss", "train_loss", "ms_per_step", "tokens"}:
+                self.curves.add_scalar(f"{event['kind']}/{name}", event[name], event["step"])
+
     def _give_up(self, error: OSError):
-        print(f"run log: expected to write {self.path}, found '{error}'; "
-              "fix: free or permit that folder. The run goes on UNLOGGED.", file=sys.stderr)
+        show(f"run log: expected to write {self.path}, found '{error}'; "
+             "fix: free or permit that folder. The run goes on UNLOGGED.\n", sys.stderr)
         self.file = None
 
 
@@ -5307,17 +5626,22 @@ def machine_facts() -> dict:
 def files_hash(paths: Sequence[Path]) -> str:
     """SHA-256 over what `sha256sum` would print of files, in order: records need no more to check it.
 
-    Fails if a file differs from what a SHA256SUMS beside it states.
+    Fails if a file differs from what a SHA256SUMS beside it states, or has the content of another one.
     """
     combined = hashlib.sha256()
+    files = {}  # by their digest
     for path in paths:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         line = f"{digest}  {path.name}\n"
         combined.update(line.encode())
+        if digest in files:
+            fail(f"{path}: content", "another file's than the others'", f"that of {files[digest].name}",
+                 "fetch both files again; without a fetch remove one, and number the others anew")
+        files[digest] = path
 
         sums = path.with_name("SHA256SUMS")
-        stated = sums.read_text(errors="replace") if sums.exists() else ""
+        stated = sums.read_text(errors="replace") if sums.is_file() else ""
         if f"  {path.name}\n" in stated and line not in stated:
             fail(f"{path}: SHA-256", "what SHA256SUMS states", digest, "fetch this file again")
     return combined.hexdigest()
@@ -5334,13 +5658,19 @@ def within(kind: type, least: float, most: float = math.inf) -> Callable:
     return number
 
 
+def length_option(text: str) -> float | str:
+    """A reader of --length: a number, or "auto"."""
+    return text if text == "auto" else within(float, *LENGTHS)(text)
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     positive = within(int, 1)
     parser = argparse.ArgumentParser(description="Train a small GPT as fast as the machine allows.", allow_abbrev=False)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="speedrun")
     add("--data", type=Path, help="folder with *_train_*.bin and *_val_*.bin (default: the preset's)")
-    add("--length", type=within(float, 0.001, 100), default=1.0, help="train so many times the preset's steps")
+    add("--length", type=length_option, default=1.0,
+        help="train so many times the preset's steps; auto: as many as fit into one pass over the shards")
     add("--seed", type=within(int, 0, 2**62), help="fixes the initial weights; drawn and logged without it")
     add("--val-every", type=positive, help="validate every so many steps too, off the clock")
     add("--stop-after", type=positive, help="end after so many steps of the schedule; no record")
@@ -5355,19 +5685,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--micro-batch-tokens", type=positive,
         help="at most so many tokens at a time, at least an eighth of a step's; as the memory allows without it")
     add("--save", type=Path, metavar="FILE", help="write the trained model, for sample.py")
+    add("--gpu-hour-price", type=within(float, 0), metavar="P", help="say at the end what the run has cost")
+    add("--tensorboard", type=Path, metavar="DIR", help="curves there too; needs the package tensorboard")
+    add("--checkpoint", type=Path, metavar="FILE", help="keep the run's state there, for --resume; no record")
+    add("--checkpoint-every", type=positive, metavar="N", help="every N steps, off the clock")
+    add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint of the same run; no record")
     add("--check", action="store_true", help="stop where the warm-up would begin")
-    return parser.parse_args(argv)
-
-
-def scaled_preset(preset: Preset, length: float) -> Preset:
-    """`preset` with `length` times the steps: one preset serves a longer or a shorter corpus (--length).
-
-    Every stage and the extension keep their shares of the schedule, rounded, but take at least one step. Training
-    tokens grow by what the schedule takes more, so that enough shards are opened.
-    """
-    stages = tuple(replace(stage, steps=max(1, round(length * stage.steps))) for stage in preset.stages)
-    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
-    return replace(preset, stages=stages, train_tokens=preset.train_tokens + more_tokens)
+    arguments = parser.parse_args(argv)
+    if (arguments.checkpoint is None) != (arguments.checkpoint_every is None):
+        parser.error("expected both --checkpoint FILE and --checkpoint-every N, or none of them")
+    return arguments
 
 
 def check_versions(ranks: Ranks):
@@ -5378,23 +5705,43 @@ def check_versions(ranks: Ranks):
               "pip install -r requirements.txt", file=sys.stderr)
 
 
+def writable_place(path: Path) -> Path:
+    """The folder that is there already, in which a file is to be made."""
+    place = path.absolute().parent
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        fail(f"saving {path}", f"permission to write in {place}", "none", "choose another place")
+    return place
+
+
 def check_model_file(path: Path, model: ModelConfig):
     """Fail unless a model can be saved there. Its n-gram table takes most of the room."""
     if path.exists():
         fail(f"saving {path}", "a new file", "one that exists" if path.is_file() else "a folder or a device",
              "remove it, or choose another name")
 
-    place = path.absolute().parent
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        fail(f"saving {path}", f"permission to write in {place}", "none", "choose another place")
-
+    place = writable_place(path)
     row_bytes = model.width * getattr(torch, model.dtype).itemsize + 4 * model.ngram_pieces  # with their ids
     needed_mb = 1000 + model.table_rows * row_bytes // 1_000_000
     free_mb = shutil.disk_usage(place).free // 1_000_000
     if free_mb < needed_mb:
         fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
+
+
+def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
+    """Fail if a run cannot begin or keep what it should, as far as that shows before the data are there."""
+    check_versions(ranks)
+    if arguments.save:
+        check_model_file(arguments.save, preset.model)
+    if arguments.tensorboard:
+        writable_place(arguments.tensorboard)
+        summary_writer()
+    if arguments.checkpoint:
+        path = Checkpoints.own_path(arguments.checkpoint, ranks)
+        writable_place(path)
+        if path.exists():  # only what is a checkpoint may be replaced
+            read_checkpoint(path)
 
 
 def ready(trainer: Trainer) -> str:
@@ -5422,10 +5769,17 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops):
 
 def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     """The trainer that the options ask for. Whatever can be checked before the GPU works has then been checked."""
-    preset = scaled_preset(PRESETS[arguments.preset], arguments.length)
+    preset = PRESETS[arguments.preset]
+    folder = arguments.data or Path(preset.data)
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
     ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {files_hash([Path(__file__)])[:8]}",
                 "start every node with the same --nproc_per_node, options and files")
+    if arguments.length == "auto":
+        arguments.length = ranks.agree("length", lambda: automatic_length(preset, folder),
+                                       "copy the shards of one node to the others")
+        if ranks.rank == 0:
+            print(f"--length auto: here --length {arguments.length}", flush=True)
+    preset = scaled_preset(preset, arguments.length)
 
     fast = capability(ranks.device) >= (8, 0) and not arguments.reference
     bfloat16 = preset.model.dtype == "bfloat16"
@@ -5434,57 +5788,74 @@ def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
 
     if ranks.rank == 0:
         announce(preset, ranks, ops)
-    check_versions(ranks)
-    if arguments.save:
-        check_model_file(arguments.save, preset.model)
-    folder = arguments.data or Path(preset.data)
+    ranks.agree("start", lambda: check_start(arguments, preset, ranks), "start every node with the same files")
     return Trainer(preset, ranks, ops, Clock(ranks.device), folder, arguments.micro_batch_tokens)
+
+
+def summary_writer() -> type:
+    """TensorBoard's writer, which torch has for those who installed the rest."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        fail("--tensorboard", "the package tensorboard", f"'{error}'",
+             "pip install tensorboard, or without it python records export RUN --csv")
+    return SummaryWriter
 
 
 @contextlib.contextmanager
 def watched_log(trainer: Trainer, name: str, arguments: argparse.Namespace) -> Iterator[RunLog]:
     """The log of a run, which says how it ended, while a watchdog watches."""
     ranks = trainer.ranks
-    log = RunLog(arguments.log_dir / f"{name}.jsonl" if ranks.rank == 0 else None)
+    path = curves = None
+    if ranks.rank == 0:
+        path = arguments.log_dir / f"{name}.jsonl"
+        curves = summary_writer()(arguments.tensorboard / name) if arguments.tensorboard else None
+    log = RunLog(path, curves)
     watchdog = Watchdog(ranks, arguments.stall_limit, log)
     try:
         yield log
     except BaseException as error:
+        handle_stop_signals(signal.SIG_IGN)  # the log gets its end
         cause = explained(error, ranks) or error
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {cause}"
         log.line("end", state=state, code=getattr(cause, "code", None))
         raise
     finally:
-        watchdog.done.set()
+        watchdog.end()
         log.close()
 
 
 class Ending:
     """Ends a process: an error that a user can act on becomes a line and an exit code, and the ranks part.
 
-    A bug goes on as the exception that it is."""
+    A bug goes on as the exception that it is. Until then a stop signal is such an error, and while it ends, none."""
     ranks: Ranks | None = None  # once they have met
     code = 0
 
     def __enter__(self) -> Ending:
+        self.handlers = handle_stop_signals(interrupt)
         return self
 
     def __exit__(self, kind, error, _) -> bool:
-        message = ""
-        if isinstance(error, KeyboardInterrupt):
-            self.code = 130
-            message = "interrupted"
-        elif isinstance(error, Exception):
-            failure = explained(error, self.ranks)
-            self.code = failure.code if failure else EXIT_BUG
-            message = str(failure or "")
+        handle_stop_signals(signal.SIG_IGN)
+        ranks = self.ranks
+        cause = error
+        if isinstance(error, Exception):
+            cause = explained(error, ranks)
+            self.code = cause.code if cause else EXIT_BUG
+        elif isinstance(error, KeyboardInterrupt):
+            cause = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
+            self.code = cause.code
+        told = isinstance(cause, Failure | Interrupted)
 
-        if message:
-            rank = f"{self.ranks.name(self.ranks.rank)}: " if self.ranks and self.ranks.world > 1 else ""
-            print(f"train_gpt: {rank}{message}", file=sys.stderr)
-        if self.ranks:
-            self.ranks.finish(self.code)
-        return bool(message)
+        if told and not cause.silent:
+            rank = f"{ranks.name(ranks.rank)}: " if ranks and ranks.world > 1 else ""
+            show(f"train_gpt: {rank}{cause}\n", sys.stderr)
+        if ranks:
+            ranks.finish(self.code)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        return told
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -5495,18 +5866,25 @@ def main(argv: list[str] | None = None) -> int:
         seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
         seed = ranks.gather_objects(seed)[0]  # each rank may have drawn its own
         trainer = build_trainer(arguments, ranks)
+        preset = trainer.preset
+        steps = min(preset.steps, arguments.stop_after or preset.steps)
+        checkpoints = Checkpoints(arguments.checkpoint, arguments.checkpoint_every, seed)
+        if arguments.resume:
+            checkpoints.read(arguments.resume, trainer, steps, arguments.seed)
+            seed = checkpoints.seed
         if arguments.check:
             if ranks.rank == 0:
                 print(ready(trainer), flush=True)
             return ending.code
 
-        preset = trainer.preset
-        steps = min(preset.steps, arguments.stop_after or preset.steps)
         defaults = vars(parse_arguments([]))
-        settings = {option: str(value) for option, value in vars(arguments).items() if value != defaults[option]}
+        settings = {option: str(value) for option, value in vars(arguments).items()
+                    if value != defaults[option] and option != "gpu_hour_price"}
         name = f"{preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
         with watched_log(trainer, name, arguments) as log:
-            loss = train(trainer, seed, log, steps, arguments.val_every, settings)
+            loss = train(trainer, seed, log, steps, arguments.val_every, settings, checkpoints)
+            if arguments.gpu_hour_price is not None:
+                log.say(costs(ranks, trainer.clock, arguments.gpu_hour_price))
 
         if arguments.save and ranks.rank == 0:
             save_model(arguments.save, trainer, loss, seed)

@@ -1,5 +1,5 @@
 """python records new NAME | run DIR | verify DIR | audit DIR | abandon DIR | guard BASE | compare A B | diff A B |
-curve A B | leaderboard | rule | plot."""
+curve A B | export RUN | leaderboard | rule | plot."""
 
 from __future__ import annotations
 
@@ -136,6 +136,15 @@ def command_curve(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def command_export(arguments: argparse.Namespace) -> int:
+    from export import csv_text, write_events
+    if arguments.csv:
+        print(csv_text(arguments.run), end="")
+    else:
+        print(write_events(arguments.run, arguments.tensorboard))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python records",
                                   description="Records that prove themselves; see records/README.md.",
@@ -193,6 +202,12 @@ def parser() -> argparse.ArgumentParser:
                 "loss at equal time and time at equal loss; A and B as for compare, or record-89, beside which a "
                 "record has only its final validation")
     curve.add_argument("--out", type=Path, help="draw both too: a .svg or .png file")
+    export = add("export", command_export, "a run's curve for other programs: every logged step, and the validations")
+    export.add_argument("run", type=Path, metavar="RUN", help="a log, of a run in progress too")
+    form = export.add_mutually_exclusive_group(required=True)
+    form.add_argument("--csv", action="store_true", help="comma-separated values, on standard output")
+    form.add_argument("--tensorboard", type=Path, metavar="DIR",
+                      help="events for TensorBoard, in a folder of the log's name there; needs the package tensorboard")
     for command, kind in ((compare, str), (diff, Path), (curve, str)):
         command.add_argument("a", type=kind, metavar="A")
         command.add_argument("b", type=kind, metavar="B")

@@ -97,7 +97,7 @@ def read_json_log(path: Path, text: str) -> Run:
     try:
         head = next((line for line in lines if line["kind"] == "head"), {})
         end = lines[-1] if lines and lines[-1]["kind"] == "end" else {}
-        rows, before, ms = [], 0, 0.0
+        rows, before, ms = [], head.get("first_step", 0), 0.0
         for line in lines:
             if line["kind"] == "step":
                 ms += (line["step"] - before) * line["ms_per_step"]

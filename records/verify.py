@@ -14,9 +14,22 @@ from typing import NamedTuple
 import stats
 from codediff import training_changes
 from record import (
-    HOME, SCRIPT, Folder, claims, hardware, least_runs, load, log_name, manifest_hash, plan_id, plan_order, plan_seeds,
+    HOME,
+    SCRIPT,
+    Folder,
+    claims,
+    hardware,
+    least_runs,
+    load,
+    log_name,
+    manifest_hash,
+    plan_id,
+    plan_order,
+    plan_seeds,
     readable,
-    require_parent, restart_problem)
+    require_parent,
+    restart_problem,
+)
 from report import gain, means, numbers_block, read_block
 from rule import NO_WORSE, ended_high, equal_loss, losses, reached
 from runlog import Failure, Run, read_run, sha256
@@ -57,7 +70,7 @@ def check_name(c: Context) -> Findings:
     before."""
     name, date = c.folder.path.name, c.folder.record["date"]
     bad = [] if name.startswith(date + "_") else [f"expected {date}_NAME, found {name}"]
-    if c.runs and not 0 <= (wait := (day(c.folder.started) - day(date)).days) <= WAIT_DAYS:
+    if c.runs and not 0 <= (day(c.folder.started) - day(date)).days <= WAIT_DAYS:
         bad.append(f"expected a date up to {WAIT_DAYS} days before the first run of {c.folder.started[:10]}, found "
                    f"{date}")
     return bad, name

@@ -112,7 +112,7 @@ def test_check_fails_as_a_start_does(check, corpus, tiny, tmp_path, capsys):
     cases = {
         "train shards: expected ": ("--data", tmp_path),
         "saving ": ("--save", tmp_path),
-        "file: ": ("--data", tmp_path / "folders"),
+        f"{tmp_path}/folders/x_train_000001.bin: kind of file: ": ("--data", tmp_path / "folders"),
     }
     for told, options in cases.items():
         found = check(*options)

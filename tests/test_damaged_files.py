@@ -114,16 +114,17 @@ def test_batches_from_any_shard(path, raw, chunk_tokens, steps, candidates):
     """The stream and every batch of it, which hold its tokens in their order, or the error."""
     path.write_bytes(raw)
     stage = tg.Stage(steps, tg.CHUNKS * chunk_tokens, 3, 4, 8, sampled_classes=candidates)
+    preset = replace(PRESET, stages=(stage,))
 
     def read():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tg, "BOS", BOS)
             stream = tg.TokenStream(path.parent, 1, VOCABULARY)
-            stream.require((stage,))  # as open_corpus does
+            stream.require(preset)  # as open_corpus does
             return stream, [
                 b.views(b.data)
                 for b in tg.training_batches(
-                    stream, replace(PRESET, stages=(stage,)), {stage: 8}, tg.Ranks(0, 1, CPU)
+                    stream, preset, {stage: 8}, tg.Ranks(0, 1, CPU)
                 )
             ]
 

@@ -154,17 +154,16 @@ def test_a_shard_cut_while_it_is_read(marked):
 def test_tokens_must_suffice_for_the_last_target(marked):
     stream, tokens = marked
     stage = tg.Stage(1, 8 * ((stream.length - 6) // 8), 40, 8, 16)
+    preset = replace(helpers.PRESET, model=MODEL, stages=(stage,))
     stream.length = stream.consumed((stage,)) + 1
-    stream.require((stage,))
-    *_, last = tg.training_batches(
-        stream, replace(helpers.PRESET, model=MODEL, stages=(stage,)), {stage: tg.CHUNKS}, tg.Ranks(0, 1, CPU)
-    )
+    stream.require(preset)
+    *_, last = tg.training_batches(stream, preset, {stage: tg.CHUNKS}, tg.Ranks(0, 1, CPU))
     assert views(last).class_index[-1] == tokens[stream.length - 1]
     stream.length -= 1
     message = f"training tokens: expected {stream.length + 1:,} for the schedule, found {stream.length:,} in 4 shards; "
     message += "fix: python data/fineweb.py fetch"
     with pytest.raises(tg.Failure, match=message) as caught:
-        stream.require((stage,))
+        stream.require(preset)
     assert caught.value.code == 2
 
 
@@ -669,11 +668,41 @@ FAULTS = {
     "too few tokens": (
         shorten("*_train_*", 900),
         r"training tokens: expected 4,097 for the schedule, found 2,700 in 3 shards; "
-        r"fix: python data/fineweb.py fetch --shards",
+        r"fix: --length auto \(that is 0.7499 times this length\), or python data/fineweb.py fetch --shards",
     ),
     "too little validation": (
         shorten("*_val_*", 1280),
         rf"{VAL}: validation tokens: expected at least 1,281, found 1,280",
+    ),
+    "named pipe": (
+        lambda folder: [(folder / TRAIN).unlink(), os.mkfifo(folder / TRAIN)],
+        rf"{TRAIN}: kind of file: expected a regular one, found a folder, a named pipe or a device",
+    ),
+    "validation in a folder": (
+        lambda folder: [(folder / VAL).unlink(), (folder / VAL).mkdir()],
+        rf"{VAL}: kind of file: expected a regular one",
+    ),
+    "one shard twice": (
+        lambda folder: shutil.copy(folder / "tiny_train_000000.bin", folder / TRAIN),
+        rf"{TRAIN}: content: expected another file's than the others', found that of tiny_train_000000.bin",
+    ),
+    "trains on the validation": (
+        lambda folder: shutil.copy(folder / VAL, folder / "tiny_train_000000.bin"),
+        rf"{VAL}: content: expected another file's than the others', found that of tiny_train_000000.bin",
+    ),
+    "first shards missing": (
+        lambda folder: [path.rename(path.with_name(path.name.replace("_00000", "_00003")))
+                        for path in folder.glob("*_train_*")],
+        r"first training shard: expected tiny_train_000000.bin or tiny_train_000001.bin, found .*_000030.bin",
+    ),
+    "a shard missing between": (
+        remove(TRAIN),
+        r"next training shard: expected tiny_train_000001.bin, found .*/tiny_train_000002.bin; "
+        r"fix: python data/fineweb.py fetch, or one corpus a folder, numbered without a gap",
+    ),
+    "two corpora": (
+        lambda folder: (folder / "tiny_train_000000.bin").rename(folder / "other_train_000000.bin"),
+        rf"next training shard: expected other_train_000001.bin, found .*/{TRAIN}",
     ),
     "bad validation shard": (rewrite(VAL, version=7), rf"{VAL}: version: expected 1, found 7"),
     "no documents in the validation": (

@@ -53,6 +53,17 @@ def in_warm_up(action):
     tg.Trainer.training_step = step
 
 
+def at_close(action):
+    """Do something while the log gets its end."""
+    close_of = tg.RunLog.close
+
+    def close(log):
+        action(log)
+        close_of(log)
+
+    tg.RunLog.close = close
+
+
 def at_read(number, action):
     """Do something in the prefetch thread right before it reads from the shards for the `number`-th time,
     some steps into the run."""
@@ -84,6 +95,13 @@ def stand(_):
 def spin(_):
     """Stand still in one call that keeps a core busy, as a collective may."""
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+
+def terminated_and_deaf(_):
+    """Be sent SIGTERM by torchrun, in a call of a library that returns to no handler of Python's."""
+    tg.STOP_LIMIT_S = 2.0
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    spin(_)
 
 
 def host_the_store():
@@ -178,6 +196,12 @@ FAULTS = {  # number of processes ("2x1": 1 on each of 2 nodes), further options
     "nan": (2, (), on(1, at_step, 2, lambda trainer: trainer.model.embedding.data.fill_(math.nan))),
     "other start": (2, (), on(1, other_start)),
     "interrupted": (2, (), on(1, at_step, 2, send(signal.SIGINT))),
+    "terminated": (2, (), on(1, at_step, 2, send(signal.SIGTERM))),
+    "terminated in the warm-up": (2, (), lambda rank: in_warm_up(send(signal.SIGTERM))),
+    "terminated where it waits": (1, ("--stall-limit", "1000"), on(0, at_step, 2, terminated_and_deaf)),
+    "no shards": (4, ("--data", "nowhere"), lambda rank: None),
+    "no place for the model": (4, ("--save", "."), lambda rank: None),
+    "interrupted twice": (1, (), lambda rank: (at_step(2, send(signal.SIGINT)), at_close(send(signal.SIGINT)))),
     "interrupted alone": (1, (), on(0, at_step, 2, send(signal.SIGINT))),
     "shard cut": (2, (), on(1, at_read, 12, lambda stream: os.truncate(stream.paths[0], 1100))),
     "disk stands still": (
@@ -258,6 +282,13 @@ def broken(corpus, tmp_path_factory):
 
 def last_line(text):
     return text.splitlines()[-1]
+
+
+def only_line(run):
+    """The line of a run that only one rank says."""
+    (line,) = [line for said in run.said for line in said.splitlines() if line.startswith("train_gpt: ")]
+    assert not any("Traceback" in said for said in run.said)
+    return line
 
 
 def test_a_rank_is_killed(broken):
@@ -371,11 +402,13 @@ NODES = r"on \S+ \(node 0\), '(.*)' on rank \d on \S+ \(node 1\)"
     ("node with other options", 2, "nodes", "1 processes, .*", "1 processes, .* --length=2, torch .*"),
     ("node with other shards", 2, "data", "[0-9a-f]{64}", "[0-9a-f]{64}")])
 def test_nodes_differ(broken, name, world, what, first, other):
-    """Both are told, in one line, which node has what; nothing is trained."""
+    """Both are told, in one line of their first rank, which node has what; nothing is trained."""
     run = broken(name)
     assert run.codes == [2] * world
     assert run.log is None
-    for rank, said in enumerate(run.said):
+    assert not any("train_gpt" in said for said in run.said[1:world - 1])
+    for rank in (0, world - 1):
+        said = run.said[rank]
         pattern = rf"train_gpt: rank {rank} on \S+ \(node \d\): {what}: expected the same on every rank, "
         pattern += rf"found '{first}' on rank 0 {NODES}; fix: .*"
         found = re.fullmatch(pattern, last_line(said))
@@ -467,12 +500,9 @@ def test_a_rank_has_a_bug(broken):
 def test_all_ranks_stop_for_a_nan(broken):
     run = broken("nan")
     assert run.codes == [3, 3]
-    assert all(
-        re.fullmatch(
-            r"train_gpt: rank \d: training loss: expected a finite number, found nan at step 4; fix: .*",
-            last_line(said),
-        )
-        for said in run.said
+    assert re.fullmatch(
+        r"train_gpt: rank 0: training loss: expected a finite number, found nan at step 4; fix: .*",
+        only_line(run),
     )
     assert "nan at step 4" in run.log[-1]["state"]
     assert run.log[-1]["state"].startswith("failed: ")
@@ -483,9 +513,9 @@ def test_ranks_that_start_differently(broken):
     """Before the clock starts, and on all of them."""
     run = broken("other start")
     assert run.codes == [4, 4]
-    pattern = r"train_gpt: rank \d: initial state: expected the same on every rank, "
+    pattern = r"train_gpt: rank 0: initial state: expected the same on every rank, "
     pattern += r"found '\w{16}' on rank 0, '\w{16}' on rank 1; fix: .*"
-    assert all(re.fullmatch(pattern, last_line(said)) for said in run.said)
+    assert re.fullmatch(pattern, only_line(run))
     assert [event["kind"] for event in run.log] == ["head", "end"]
     assert run.log[-1]["state"].startswith("failed: initial state")
 
@@ -493,9 +523,54 @@ def test_ranks_that_start_differently(broken):
 def test_all_ranks_stop_for_one_ctrl_c(broken):
     run = broken("interrupted")
     assert run.codes == [130, 130]
-    assert all(last_line(said).endswith("interrupted") for said in run.said)
+    assert only_line(run) == "train_gpt: rank 0: interrupted"
     assert run.log[-1]["state"] == "interrupted"
+    assert run.log[-1]["code"] == 130
     assert not only(run.log, "val")
+
+
+def test_all_ranks_stop_where_one_is_terminated(broken):
+    """All end as that one does, with a log that says so."""
+    run = broken("terminated")
+    assert run.codes == [143, 143]
+    assert only_line(run) == "train_gpt: rank 0: interrupted by SIGTERM"
+    assert run.log[-1]["state"] == "interrupted"
+    assert run.log[-1]["code"] == 143
+
+
+def test_terminated_in_the_warm_up(broken):
+    """No rank goes on to the first step, where they would agree to stop."""
+    run = broken("terminated in the warm-up")
+    assert run.codes == [143, 143]
+    assert all(last_line(said).endswith("interrupted by SIGTERM") for said in run.said)
+    assert [event["kind"] for event in run.log] == ["head", "end"]
+    assert run.log[-1]["state"] == "interrupted"
+
+
+def test_terminated_where_no_handler_runs(broken):
+    """In a collective that waits for a dead rank: the stall limit shrinks, so that the log gets its end before torchrun
+    or docker kill the process."""
+    run = broken("terminated where it waits")
+    assert run.codes == [4]
+    assert only_line(run).startswith("train_gpt: rank 0: expected progress within 2 s, found none since step 2; fix: ")
+    assert run.log[-1]["state"].startswith("failed: rank 0: expected progress")
+
+
+@pytest.mark.parametrize("name, told", [
+    ("no shards", "train shards: expected .*, found none; fix: "),
+    ("no place for the model", "saving .: expected a new file, found a folder or a device; fix: ")])
+def test_four_ranks_say_it_once(broken, name, told):
+    run = broken(name)
+    assert run.codes == [2] * 4
+    assert re.match(f"train_gpt: rank 0: {told}", only_line(run))
+
+
+def test_ctrl_c_twice(broken):
+    """The second one does not break into the ending: the log gets its end, and there is no traceback."""
+    run = broken("interrupted twice")
+    assert run.codes == [130]
+    assert only_line(run) == "train_gpt: interrupted"
+    assert run.log[-1]["state"] == "interrupted"
 
 
 def test_ctrl_c_with_one_rank(broken):

@@ -1298,6 +1298,7 @@ def test_parameters_are_what_the_scripts_build():
     import importlib.util
 
     import torch
+
     from leaderboard import counted_parameters
     folders = {folder.record["scripts"]["a"]: folder for folder in map(record.load, record.all_folders())}
     for script, counts in counted_parameters().items():

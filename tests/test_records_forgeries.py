@@ -22,8 +22,7 @@ import runlog  # noqa: E402
 import runner  # noqa: E402
 import tracks  # noqa: E402
 import verify  # noqa: E402
-# noqa: E402, F401
-from test_records import FAKE, copy, edit_json, event, failed, finished, first_log, make, quick, rewrite_log
+from test_records import FAKE, copy, edit_json, event, failed, finished, first_log, make, quick, rewrite_log  # noqa: F401
 
 pytestmark = pytest.mark.fast
 

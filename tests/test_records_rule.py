@@ -27,8 +27,20 @@ import stats  # noqa: E402
 import tracks  # noqa: E402
 import verify  # noqa: E402
 from test_records import (  # noqa: E402, F401
-    FAKE, claim, copy, edit_json, failed, finished, first_log, grow, make, make_repository, public_log, quick,
-    rewrite_log)
+    FAKE,
+    claim,
+    copy,
+    edit_json,
+    failed,
+    finished,
+    first_log,
+    grow,
+    make,
+    make_repository,
+    public_log,
+    quick,
+    rewrite_log,
+)
 
 pytestmark = pytest.mark.fast
 

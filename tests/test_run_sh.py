@@ -577,3 +577,16 @@ def test_fast_runs_what_is_marked_fast(machine):
     result = machine.run("test", "--fast", "tests/test_b.py")
     assert result.returncode == 2
     assert "test --fast: expected a test marked fast" in result.stderr
+
+
+def patterns(name: str) -> set[str]:
+    """The patterns of a file like .gitignore. Docker's mean a path where git's mean any folder's, hence their **/."""
+    lines = (ROOT / name).read_text().splitlines()
+    return {line.removeprefix("**/").rstrip("/") for line in lines if line and not line.startswith("#")}
+
+
+def test_an_image_holds_what_git_holds():
+    assert patterns(".gitignore") <= patterns(".dockerignore")
+    image = (ROOT / "Dockerfile").read_text()
+    assert "\nCOPY . .\n" in image
+    assert image.rstrip().endswith('ENTRYPOINT ["tini", "-g", "--", "./run.sh"]')

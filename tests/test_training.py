@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import os
-import re
 import shutil
 import socket
 import subprocess

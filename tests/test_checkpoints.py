@@ -1,0 +1,265 @@
+"""Runs that stop and go on: to the last digit as without a stop, and what cannot be gone on with is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import helpers
+from helpers import only, read_log, tg
+
+OPTIONS = ("--preset", "tiny", "--eager")
+
+
+@pytest.fixture
+def run(corpus, tiny, tmp_path, capsys, monkeypatch):
+    """run(options...) -> exit code, log, standard error, and what train returned and left, exactly."""
+    def call(*options):
+        folder = tmp_path / f"logs{len(list(tmp_path.glob('logs*')))}"
+        ends = []
+
+        def train_and_keep(trainer, *arguments):
+            loss = train(trainer, *arguments)
+            ends.append((loss, {name: value.clone() for name, value in trainer.optimizer.state().items()}))
+            return loss
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tg, "train", train_and_keep)
+            code = tg.main([*OPTIONS, "--data", str(corpus), "--log-dir", str(folder), *map(str, options)])
+        logs = [read_log(path) for path in folder.glob("*.jsonl")]
+        return types.SimpleNamespace(
+            code=code, log=logs[0] if logs else None, err=capsys.readouterr().err, end=ends[0] if ends else None)
+
+    train = tg.train
+    return call
+
+
+@pytest.fixture
+def keep(monkeypatch):
+    """Keeps every checkpoint that is written, as FILE.STEP."""
+    def write(checkpoints, trainer, done, digest):
+        write_of(checkpoints, trainer, done, digest)
+        shutil.copy(checkpoints.path, f"{checkpoints.path}.{done}")
+
+    write_of = tg.Checkpoints.write
+    monkeypatch.setattr(tg.Checkpoints, "write", write)
+
+
+def same(end, other):
+    """Whether two trainings ended with the same loss and the same state, to the bit."""
+    assert end[0] == other[0]
+    assert end[1].keys() == other[1].keys()
+    return all(end[1][name].equal(other[1][name]) for name in end[1])
+
+
+def test_a_resumed_run_ends_as_without_a_stop(run, keep, tmp_path):
+    """From every step: in the middle and at the borders of stages, before and while weights are averaged."""
+    file = tmp_path / "state"
+    whole = run("--seed", 3)
+    kept = run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 1)
+    assert same(kept.end, whole.end), "to keep checkpoints changes nothing"
+    assert kept.log[-1]["train_hash"] == whole.log[-1]["train_hash"]
+
+    for step in range(1, helpers.PRESET.steps):
+        resumed = run("--resume", f"{file}.{step}")
+        assert resumed.code == 0
+        assert same(resumed.end, whole.end), step
+        head = resumed.log[0]
+        end = resumed.log[-1]
+        assert (head["seed"], head["first_step"]) == (3, step)
+        assert end["state"] == "no record: resumed"
+        assert (end["loss"], end["train_hash"]) == (whole.log[-1]["loss"], whole.log[-1]["train_hash"])
+        losses = {line["step"]: line["train_loss"] for line in only(kept.log, "step")}
+        found = {line["step"]: line["train_loss"] for line in only(resumed.log, "step")}
+        assert found == {line: losses[line] for line in found}
+        assert min(found) == step + 1
+
+
+def test_checkpoints_are_off_the_clock(run, tmp_path):
+    log = run("--seed", 3, "--checkpoint", tmp_path / "state", "--checkpoint-every", 2).log
+    reasons = [(interval["reason"], interval["on"]) for interval in only(log, "clock")]
+    assert reasons == [("training", True), ("checkpoint", False)] * 2 + [("training", True)]
+    assert "checkpoint" in log[0]["settings"], "so that no record can be made of it"
+
+
+def test_a_terminated_run_goes_on(run, tmp_path, monkeypatch):
+    def step(trainer, number, *arguments):
+        if trainer.clock.intervals and number == 3 and not trainer_stops:
+            trainer_stops.append(number)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step_of(trainer, number, *arguments)
+
+    trainer_stops = []
+    step_of = tg.Trainer.training_step
+    monkeypatch.setattr(tg.Trainer, "training_step", step)
+    file = tmp_path / "state"
+    stopped = run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 2)
+    assert stopped.code == 143
+    assert stopped.err == "train_gpt: interrupted by SIGTERM\n"
+    assert stopped.log[-1]["state"] == "interrupted"
+    resumed = run("--resume", file, "--checkpoint", file, "--checkpoint-every", 2)
+    assert resumed.log[0]["first_step"] == 2
+    assert same(resumed.end, run("--seed", 3).end)
+
+
+def edited(change):
+    """A checkpoint with another content."""
+    def edit(file):
+        content = torch.load(file, weights_only=True)
+        change(content)
+        torch.save(content, file)
+    return edit
+
+
+BAD_FILES = {
+    "missing": (os.unlink, (), r"file: expected to be there and to work, found '.*No such file"),
+    "a text": (lambda file: file.write_text("a text"), (), r"checkpoint .*: expected train_gpt checkpoint 1, .*"),
+    "empty": (lambda file: file.write_bytes(b""), (), r"checkpoint .*: expected train_gpt checkpoint 1, .*"),
+    "cut": (lambda file: os.truncate(file, file.stat().st_size // 2), (),
+            r"checkpoint .*: expected train_gpt checkpoint 1, as --checkpoint writes it, found '.*"),
+    "weights of something else": (lambda file: torch.save({"weight": torch.zeros(3)}, file), (),
+                                  r"checkpoint .*: expected train_gpt checkpoint 1, as .*, found ''format''"),
+    "a tensor": (lambda file: torch.save(torch.zeros(3), file), (), r"checkpoint .*: expected train_gpt checkpoint 1"),
+    "another version": (edited(lambda content: content.update(format="train_gpt checkpoint 0")), (),
+                        r"checkpoint .*: expected train_gpt checkpoint 1, .*, found train_gpt checkpoint 0"),
+    "another script": (edited(lambda content: content["run"].update(script="0" * 64)), (),
+                       r"checkpoint .*: script: expected 0{64}, found \w{64}; fix: go on with what the run began with"),
+    "other data": (edited(lambda content: content["run"].update(data="1" * 64)), (),
+                   r"checkpoint .*: data: expected 1"),
+    "several processes": (edited(lambda content: content["run"].update(processes="2")), (),
+                          r"checkpoint .*: processes: expected 2, found 1"),
+    "another length": (lambda file: None, ("--length", "2"),
+                       r"checkpoint .*: preset: expected tiny, 5 steps, \w+, found tiny, 10 steps, \w+"),
+    "another seed": (lambda file: None, ("--seed", "4"), r"checkpoint .*: seed: expected 3, found 4"),
+    "nothing left": (lambda file: None, ("--stop-after", "2"),
+                     r"checkpoint .*: step: expected one before 2, where the run ends, found 2"),
+    "damaged": (edited(lambda content: content["state"]["MatrixBank0.weights"].view(-1)[7:8].add_(1)), (),
+                r"checkpoint: expected the values that were written, found others; fix: take another copy"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(corpus, tmp_path_factory):
+    """The state of a run after two steps."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg, "BOS", helpers.BOS)
+        patch.setitem(tg.PRESETS, "tiny", helpers.PRESET)
+        options = ["--seed", "3", "--stop-after", "2", "--checkpoint", str(folder / "state"), "--checkpoint-every", "2"]
+        assert tg.main([*OPTIONS, "--data", str(corpus), "--log-dir", str(folder / "logs"), *options]) == 0
+    return folder / "state"
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_what_cannot_be_gone_on_with(run, checkpoint, tmp_path, name):
+    """One line, and exit code 2; before the warm-up, unless the file has to be read for it."""
+    change, options, message = BAD_FILES[name]
+    file = tmp_path / "state"
+    shutil.copy(checkpoint, file)
+    change(file)
+    result = run("--resume", file, *options)
+    assert result.code == 2
+    assert result.err.count("\n") == 1
+    assert "; fix: " in result.err
+    assert re.match(f"train_gpt: {message}", result.err), result.err
+    assert result.log is None or name == "damaged"
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(run, tmp_path, monkeypatch):
+    """The last checkpoint stays."""
+    def save(content, path):
+        if content["step"] > 2:
+            Path(path).write_bytes(b"a part")
+            raise RuntimeError("unexpected pos 1 vs 2\nmore")
+        save_of(content, path)
+
+    save_of = torch.save
+    monkeypatch.setattr(tg.torch, "save", save)
+    file = tmp_path / "state"
+    result = run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 2)
+    assert result.code == 0
+    assert re.fullmatch(r"train_gpt: checkpoint .*: expected a writable folder with space, "
+                        r"found 'unexpected pos 1 vs 2'; fix: .* The run goes on, and the last checkpoint stays.\n",
+                        result.err)
+    assert tg.read_checkpoint(file)["step"] == 2
+    assert [path.name for path in tmp_path.iterdir() if "state" in path.name] == ["state"], "no part of a file"
+
+
+def test_a_stop_while_it_is_written_leaves_the_last_one(run, tmp_path, monkeypatch):
+    def save(content, path):
+        if content["step"] > 2:
+            Path(path).write_bytes(b"a part")
+            os.kill(os.getpid(), signal.SIGTERM)
+        save_of(content, path)
+
+    save_of = torch.save
+    monkeypatch.setattr(tg.torch, "save", save)
+    file = tmp_path / "state"
+    assert run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 2).code == 143
+    assert tg.read_checkpoint(file)["step"] == 2
+    assert [path.name for path in tmp_path.iterdir() if "state" in path.name] == ["state"]
+
+
+def test_only_a_checkpoint_is_replaced(run, tmp_path):
+    file = tmp_path / "thesis.txt"
+    file.write_text("of three years")
+    result = run("--checkpoint", file, "--checkpoint-every", 2)
+    assert result.code == 2
+    assert re.match(r"train_gpt: checkpoint .*thesis.txt: expected train_gpt checkpoint 1, ", result.err)
+    assert file.read_text() == "of three years"
+    assert result.log is None
+
+
+@pytest.mark.parametrize("options", [["--checkpoint", "a"], ["--checkpoint-every", "2"]])
+def test_a_place_and_a_number_go_together(tiny, capsys, options):
+    with pytest.raises(SystemExit) as caught:
+        tg.main(options)
+    assert caught.value.code == 2
+    assert "expected both --checkpoint FILE and --checkpoint-every N" in capsys.readouterr().err
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
+def two_processes(corpus, folder):
+    """The run without a stop, its first three steps, and the rest of it, each by two processes that fork from here."""
+    file = str(folder / "state")
+    parts = {
+        "whole": (),
+        "first": ("--stop-after", "3", "--checkpoint", file, "--checkpoint-every", "3"),
+        "rest": ("--resume", file),
+    }
+    codes = {}
+    for name, options in parts.items():
+        place = folder / name
+        place.mkdir()
+        ranks = helpers.start_world(2, corpus, place, ("--eager", *options))
+        for process in ranks:
+            process.join(300)
+        codes[name] = [process.exitcode for process in ranks]
+    (folder / "codes.json").write_text(json.dumps(codes))
+
+
+def test_two_processes_go_on(corpus, tmp_path):
+    """Each has a file of its own, since most of the state is divided among them."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, __file__, str(corpus), str(tmp_path)], env=environment, timeout=900, check=True)
+    said = "".join(path.read_text() for path in sorted(tmp_path.rglob("*.out")))
+    codes = json.loads((tmp_path / "codes.json").read_text())
+    assert codes == {name: [0, 0] for name in ("whole", "first", "rest")}, said
+    assert {path.name for path in tmp_path.glob("state*")} == {"state.0", "state.1"}
+    for rank in range(2):
+        whole, rest = (torch.load(tmp_path / name / f"2-{rank}.pt", weights_only=True) for name in ("whole", "rest"))
+        assert same(tuple(rest.values()), tuple(whole.values()))
+
+
+if __name__ == "__main__":
+    two_processes(*map(Path, sys.argv[1:]))
