@@ -486,11 +486,11 @@ def test_a_shortened_run_is_no_record(run):
 
 
 def test_every_option_that_is_given_is_a_setting(run, tmp_path):
-    """A record's settings are what its log says of them: none may be missing there."""
+    """A record's settings are what its log says of them: none may be missing there, but a price."""
     given = {
         "eager": "True", "no_graphs": "True", "no_fp8": "head", "reference": "True", "stall_limit": "100.0",
         "micro_batch_tokens": "128", "length": "0.5", "val_every": "2", "stop_after": "3",
-        "save": str(tmp_path / "model.pt"),
+        "save": str(tmp_path / "model.pt"), "checkpoint": str(tmp_path / "state.pt"), "checkpoint_every": "2",
     }
     words = []
     for option, value in given.items():
@@ -500,7 +500,8 @@ def test_every_option_that_is_given_is_a_setting(run, tmp_path):
     assert {option: settings.get(option) for option in given} == given
     always = {"preset", "data", "log_dir", "seed"}
     assert settings.keys() == given.keys() | always
-    assert vars(tg.parse_arguments([])).keys() == settings.keys() | {"check"}, "an option that this test does not know"
+    others = {"check", "gpu_hour_price", "resume", "tensorboard"}  # the last two need a file, and a package
+    assert vars(tg.parse_arguments([])).keys() == settings.keys() | others, "an option that this test does not know"
 
 
 def test_stopping_after_more_than_everything(run):
@@ -600,6 +601,17 @@ def test_variables_left_over_from_torchrun(monkeypatch, capsys):
         "MASTER_ADDR: expected an address, as WORLD_SIZE is 2, found none; fix: unset RANK"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.fast
+def test_a_second_ctrl_c_acts_at_once():
+    """With several ranks in the timed loop the first one only asks."""
+    ranks = tg.Ranks(0, 2, CPU)
+    ranks.stop_together = True
+    ranks.ask_to_stop(signal.SIGINT, None)
+    assert ranks.stop_signal == signal.SIGINT
+    with pytest.raises(tg.Interrupted):
+        ranks.ask_to_stop(signal.SIGINT, None)
 
 
 def test_ctrl_c(run, monkeypatch):
