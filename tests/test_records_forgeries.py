@@ -207,6 +207,19 @@ def test_the_intervals_sum_to_the_total(copy, more, ok):  # noqa: F811
     assert ("clock" not in failed(copy)) == ok
 
 
+@pytest.mark.parametrize("gap", [5.0, -5.0])
+def test_intervals_join(copy, gap):  # noqa: F811
+    """A pause without a name, or time that counts twice, with a total that fits."""
+    def move(e):
+        second = [line for line in e if line["kind"] == "clock"][1]
+        second["start_ms"] += gap
+        e[-1]["ms"] -= gap
+
+    rewrite_log(first_log(copy), move)
+    assert "clock" in failed(copy)
+    assert "expected intervals that join" in said(copy, "clock")
+
+
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
 def test_a_loss_without_end(copy, loss):  # noqa: F811
     """A log may hold it, and is no run of a record."""
