@@ -220,6 +220,14 @@ def test_intervals_join(copy, gap):  # noqa: F811
     assert "expected intervals that join" in said(copy, "clock")
 
 
+def test_a_log_that_lacks_its_last_newline(copy):  # noqa: F811
+    """Its lines say all that they said, but it was cut."""
+    log = first_log(copy)
+    log.write_text(log.read_text()[:-1])
+    assert runlog.read_run(log).broken == runlog.CUT_OFF
+    assert {"chain", "files"} <= failed(copy)
+
+
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
 def test_a_loss_without_end(copy, loss):  # noqa: F811
     """A log may hold it, and is no run of a record."""
