@@ -5351,7 +5351,7 @@ class Ranks:
         asked = self.stop_signal
         self.stop_signal = number
         if asked or self.world == 1 or not self.stop_together:
-            raise Interrupted(number)
+            raise Interrupted(number, silent=self.rank > 0)
 
     def lost(self) -> str:
         """Which ranks of this node have ended or stand still, in words for a message. Only Linux tells."""
