@@ -565,8 +565,8 @@ def test_terminated_in_a_slow_step(broken):
 
 
 def test_terminated_where_no_handler_runs(broken):
-    """In a collective that waits for a dead rank: the stall limit is short then, so that the log gets its end before torchrun
-    or docker kill the process."""
+    """In a collective that waits for a dead rank: the stall limit is short then, so that the log gets its end before
+    torchrun or docker kill the process."""
     run = broken("terminated where it waits")
     assert run.codes == [4]
     assert only_line(run).startswith("train_gpt: rank 0: expected progress within 2 s, found none since step 2; fix: ")
