@@ -130,7 +130,7 @@ LENGTHS = 0.001, 100  # what --length may be
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
 WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles
-STOP_LIMIT_S = 8.0  # the stall limit after a stop signal, since docker kills after ten seconds, Slurm after thirty
+STOP_LIMIT_S = 4.5  # within which ranks agree to stop: docker kills ten seconds after its signal, Slurm after thirty
 
 
 class MlpScales(NamedTuple):
@@ -5344,7 +5344,7 @@ class Ranks:
         asked = self.stop_signal
         self.stop_signal = number
         if asked or self.world == 1 or not self.stop_together:
-            raise Interrupted(number)
+            raise Interrupted(number, silent=self.rank > 0)
 
     def lost(self) -> str:
         """Which ranks of this node have ended or stand still, in words for a message. Only Linux tells."""
@@ -5417,13 +5417,21 @@ class Watchdog:
 
     def _watch(self):
         wait_s = min(1.0, self.limit_s / 8)
+        asked_s = math.inf  # to go until the ranks should have agreed to stop
         while self.age_s <= self.limit_s * self.patience:
             if self.done.wait(wait_s):
                 os.close(self.signals)
                 return
+            asked_s -= wait_s
             with contextlib.suppress(BlockingIOError):
-                if set(os.read(self.signals, 4096)) & set(STOP_SIGNALS):
-                    self.limit_s = min(self.limit_s, STOP_LIMIT_S)
+                numbers = [number for number in os.read(self.signals, 4096) if number in STOP_SIGNALS]
+                if numbers and asked_s == math.inf:
+                    asked_s = STOP_LIMIT_S
+                    self.limit_s = min(self.limit_s, 2 * STOP_LIMIT_S)
+                    self.age_s = 0.0
+            if asked_s <= 0:  # steps are slow: the same signal again acts at once, if a handler runs at all
+                asked_s = STOP_LIMIT_S
+                os.kill(os.getpid(), self.ranks.stop_signal or signal.SIGTERM)
             self.age_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
             with contextlib.suppress(RuntimeError):  # a broken device: the main thread meets the same error and says so
                 while self.events and self.events[0].query():

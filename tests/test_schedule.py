@@ -144,6 +144,25 @@ def test_the_preset_itself_is_of_length_one():
         assert tg.scaled_preset(preset, 1.0) == preset
 
 
+@pytest.mark.parametrize("name", tg.PRESETS)
+def test_the_length_that_fits(name):
+    """The largest in steps of a ten-thousandth; the smallest that --length takes where nothing fits."""
+    preset = tg.PRESETS[name]
+
+    def taken(length):
+        return sum(stage.steps * stage.batch_tokens for stage in tg.scaled_preset(preset, length).stages)
+
+    for tokens in (taken(0.001), 3_000_000, 243_000_000, taken(1.0), taken(1.0) - 1):
+        length = tg.fitting_length(preset, tokens)
+        if tokens < taken(0.001):
+            assert length == 0.001
+        else:
+            assert taken(length) <= tokens
+            assert length == 100 or taken(round(length + 1e-4, 4)) > tokens
+    assert tg.fitting_length(preset, taken(100)) == 100
+    assert tg.fitting_length(preset, 0) == 0.001
+
+
 def test_a_scaled_preset():
     """Stages and extension by hand: 707, 707, 706 and 40 steps, times .1 and times 2."""
     for length, steps in (

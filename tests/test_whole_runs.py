@@ -9,11 +9,13 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -543,6 +545,36 @@ def test_a_longer_and_a_shorter_schedule(run):
         assert end["state"] == "ok"
         assert head["consumed_tokens"] == 512 * steps[0] + 1024 * (steps[1] + steps[2])
     assert "length" not in run("--seed", 3, "--length", 1).logs[0][0]["settings"]
+
+
+def test_a_schedule_as_long_as_the_corpus(run, corpus):
+    """--length auto: one pass over the shards that are there, said in a line; the log has the number, as a record
+    needs it, and nothing longer by a ten-thousandth would do."""
+    result = run("--seed", 3, "--length", "auto")
+    (told,) = re.findall(r"^--length auto: here --length ([\d.]+)$", result.out, re.MULTILINE)
+    (log,) = result.logs
+    head = log[0]
+    assert head["settings"]["length"] == told
+    assert log[-1]["state"] == "ok"
+    stream = tg.TokenStream(corpus, math.inf, helpers.VOCABULARY)
+    stream.require(tg.scaled_preset(PRESET, float(told)))
+    assert head["consumed_tokens"] == stream.consumed(tg.scaled_preset(PRESET, float(told)).stages)
+    with pytest.raises(tg.Failure, match="training tokens: .*; fix: --length auto "):
+        stream.require(tg.scaled_preset(PRESET, float(told) + 1e-4))
+
+
+@pytest.mark.parametrize("shard_tokens, steps", [(870, [1, 1, 1]), (850, None)])
+def test_the_shortest_schedule(run, corpus, tmp_path, shard_tokens, steps):
+    """At least one step a stage, 2,560 tokens; with fewer --length auto is no help, and is not named."""
+    for path in shutil.copytree(corpus, tmp_path / "short").glob("*_train_*"):
+        helpers.write_shard(path, np.fromfile(path, "<u2", offset=1024)[:shard_tokens])
+    result = run("--seed", 3, "--length", "auto", "--data", tmp_path / "short")
+    if steps:
+        assert [stage["steps"] for stage in result.logs[0][0]["preset"]["stages"]] == steps
+    else:
+        assert result.code == 2
+        assert re.fullmatch(r"train_gpt: training tokens: expected 2,561 for the schedule, found 2,550 in 3 shards; "
+                            r"fix: python data/fineweb.py fetch .*, or tokenize more text\n", result.err)
 
 
 def test_a_schedule_that_is_too_long_for_the_corpus(run, monkeypatch, tmp_path):
