@@ -229,7 +229,7 @@ sample() {
 }
 
 test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a whole, its report goes to $results
-  local files=$1 name code=0; shift; name=$(mktemp "$results/XXXXXX")
+  local files=${1# } name code=0; shift; name=$(mktemp "$results/XXXXXX")
   # shellcheck disable=SC2086  # several files
   "$python" -m pytest -q --junitxml="$name.xml" $files "$@" >"$name" 2>&1 </dev/null || code=$?
   ((code <= 2 || code == 5)) || echo '<x><testsuite tests="1" failures="1"/></x>' >"$name.xml" # crashed; 5: no test chosen
@@ -237,7 +237,7 @@ test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a
 }
 
 run_tests() { # Triton's interpreter is on or off for a whole process, so each file that turns it on has its own
-  local argument file chosen=() options=() fast='' together='' alone=()
+  local argument file number=0 chosen=() options=() fast='' together=() alone=()
   for argument in "$@"; do
     case $argument in
       --fast) fast=yes options+=(-m "fast and not slow") ;;
@@ -251,14 +251,16 @@ run_tests() { # Triton's interpreter is on or off for a whole process, so each f
     ((${#chosen[@]})) || die "test --fast: expected a test marked fast, found none in those files; fix: leave --fast out"
   fi
   for file in "${chosen[@]}"; do
-    if grep -q '^os.environ.*TRITON_INTERPRET' "${file%%::*}"; then alone+=("$file"); else together+="${together:+ }$file"; fi
+    if grep -q '^os.environ.*TRITON_INTERPRET' "${file%%::*}"; then alone+=("$file"); continue; fi
+    together[number % 3]+=" $file" # in turns, as neighbours by name are slow alike; in three, so that no core waits long at the end
+    number=$((number + 1))
   done
   data=tests setup requirements-dev.txt numpy torch pytest hypothesis scipy
   cpu_settings
   results=$(mktemp -d); trap 'rm -rf "$results"' EXIT
   export python results OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; export -f test_group
-  say "testing with $python: ${#alone[@]} file(s) in a process of their own, the others in one; each prints when it is done"
-  printf '%s\0' ${together:+"$together"} ${alone[@]+"${alone[@]}"} |
+  say "testing with $python: ${#alone[@]} file(s) in a process of their own, the others in ${#together[@]}; each prints when it is done"
+  printf '%s\0' ${together[@]+"${together[@]}"} ${alone[@]+"${alone[@]}"} |
     xargs -0 -P 2 -I '{}' bash -c 'test_group "$@"' test_group '{}' ${options[@]+"${options[@]}"}
   "$python" - "$results"/*.xml <<'PYTHON'
 import sys
