@@ -2904,7 +2904,7 @@ def read_checkpoint(path: Path) -> dict:
     """What Checkpoints.write wrote. Its tensors stay in the file, which is mapped into memory, until they are read."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        found = content["format"]
+        found = content["format"] if isinstance(content, dict) else type(content).__name__
     except OSError:
         raise
     except Exception as error:  # a foreign or a cut file: torch's errors for them are of many kinds
