@@ -383,7 +383,7 @@ def start_world(world, *arguments):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    importlib.import_module("torch._dynamo")  # else each rank imports it after its warm-up, for many seconds of busy cores
+    importlib.import_module("torch._dynamo")  # or each rank imports it, which takes seconds of a busy core
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=train_rank, args=(world, rank, port, *arguments)) for rank in range(world)]
     for process in ranks:
