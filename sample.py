@@ -227,7 +227,7 @@ def validate(path: Path, data: Path | None, device: torch.device):
 # ---- continuing a text -----------------------------------------------------------------------------------------------
 @dataclass
 class Cache:
-    """What earlier passes over a growing document have computed: keys and values of every layer, and the pointer's.
+    """What earlier passes over a growing document have computed: keys and values of every layer, and final states.
 
     Of each it keeps all tokens so far. A pass appends the new ones, and computes those before them that they read
     otherwise once more, from token `first` on: one, because key_offset takes a part of a key from there, and two a
@@ -284,10 +284,10 @@ def next_token(model: tg.GPT, documents: tg.Documents, geometry: tg.Geometry) ->
     if model.pointer is None:
         return p
 
-    q, k = tg.pointer_in(h, model.pointer).unbind(1)
-    if isinstance(documents, NewTokens):
-        k = documents.cache.extended("pointer keys", k)
-    k = k[-1 - config.pointer_window_tokens:].float()
+    if isinstance(documents, NewTokens):  # of all tokens: a pointer's key reads the state after its own, too
+        h = documents.cache.extended("final states", h)
+    q, k = tg.pointer_in(h[-1 - config.pointer_window_tokens:], model.pointer).unbind(1)
+    k = k.float()
     scores = config.pointer_scale * (k[:-1] @ q[-1].float())
     shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token
     copy_token = config.vocabulary

@@ -36,7 +36,7 @@ class Cell:
         generator = torch.Generator(DEVICE).manual_seed(tokens)
         normal = lambda *shape: torch.randn(*shape, generator=generator, device=DEVICE)
         self.h = tg.norm(normal(tokens, MODEL_WIDTH)).to(DTYPE)
-        self.weight = (normal(2 * WIDTH, MODEL_WIDTH) * 0.02).to(DTYPE)
+        self.weight = (normal(3 * WIDTH, MODEL_WIDTH) * 0.02).to(DTYPE)
         self.qk = tg.pointer_in(self.h, self.weight)
         self.omega = normal(tokens)
         self.ids = torch.from_numpy((50_257 * np.random.default_rng(0).power(0.28, tokens)).astype(np.int32)).to(DEVICE)

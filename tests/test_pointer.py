@@ -297,6 +297,16 @@ def test_loss_is_causal_and_stays_in_its_document(tiny, candidates):
         start += len(piece) - 1
 
 
+def test_no_token_sees_what_it_has_to_predict(tiny):
+    """Each token's loss is what it is in a document that ends with its target, so with nothing behind to look at."""
+    model = random_model()
+    piece = document(24, seed=7, names=5)  # much to copy
+    whole = losses(model, [piece])
+    for t in range(len(piece) - 1):
+        cut = losses(model, [piece[:t + 2]])
+        assert float(cut[-1]) == pytest.approx(float(whole[t]), abs=1e-9), t
+
+
 def test_the_spare_id_is_a_certain_candidate(tiny):
     documents = packed([document(40, 3)], sampled_classes=64)
     assert documents.classes[0, 0] == DOUBLE.vocabulary
@@ -335,9 +345,22 @@ def test_gradients_of_the_whole(tiny):
 def test_keys_start_as_queries(tiny):
     model = tg.GPT(helpers.MODEL, tg.select_ops(CPU), CPU)
     model.reset(3)
-    queries, keys = model.pointer.chunk(2)
-    assert queries.equal(keys)
-    assert float(keys.detach().std()) == pytest.approx(0.5 * keys.size(1) ** -0.5, rel=0.1)
+    queries, states, next_states = model.pointer.chunk(3)
+    assert queries.equal(states)
+    assert float(states.detach().std()) == pytest.approx(0.5 * states.size(1) ** -0.5, rel=0.1)
+    assert not next_states.any()
+
+
+def test_a_key_reads_its_state_and_the_next_one():
+    """And nothing else; the last key, which nobody asks for, its own alone."""
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(9, 32, dtype=torch.float64, generator=generator)
+    weight = torch.randn(3 * 16, 32, dtype=torch.float64, generator=generator)
+    queries, states, next_states = weight.chunk(3)
+    expected = [states @ h[t] + (next_states @ h[t + 1] if t < 8 else 0.0) for t in range(9)]
+    q, k = tg.pointer_in(h, weight).unbind(1)
+    assert q.allclose(tg.norm(h @ queries.T))
+    assert k.allclose(tg.norm(torch.stack(expected)))
 
 
 # ---- on a GPU, in bf16 -----------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_initial_weights(tiny):
         "embedding": 1.0,
         "value_embeddings": 0.01,
         "lm_head": 0.005,
-        "pointer": 0.5 * 128**-0.5,
+        "pointer": 0.5 * 128**-0.5 * (2 / 3) ** 0.5,  # a third of it is zero
     }
     for path, parameter in model.named_parameters():
         name = next(part for part in reversed(path.split(".")) if not part.isdigit())
