@@ -432,16 +432,14 @@ def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
     return small, replace(first, steps=160, targets=(small.targets[1], first.targets[1])), *others
 
 
-SPEEDRUN_CLASSES = 6144, 14_336, 24_576
-
 PRESETS = {preset.name: preset for preset in (
     Preset(
-        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40, SPEEDRUN_CLASSES, full_steps=185),
+        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40, full_steps=185),
         train_tokens=500_000_000,  # a shard more than the schedule needs, whose length is an estimate
         val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # One pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
-        "speedrun-webmix", GPT_SMALL, three_stages(618, 618, 592, 25, SPEEDRUN_CLASSES, full_steps=119),
+        "speedrun-webmix", GPT_SMALL, three_stages(618, 618, 592, 25, full_steps=119),
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
