@@ -49,8 +49,8 @@ def require_lanes(folder: Folder, at_once: int) -> list[Lane]:
     here = lanes_here(world)
     if at_once > 1:
         if len(here) < at_once:
-            fail("GPUs", f"{at_once * world}, as {at_once} runs at once need, visible to nvidia-smi",
-                 f"room for {len(here)}", "change --at-once or CUDA_VISIBLE_DEVICES", EXIT_HARDWARE)
+            fail("visible GPUs", f"{at_once * world} for {at_once} runs at once", f"enough for {len(here)}",
+                 "change --at-once or CUDA_VISIBLE_DEVICES", EXIT_HARDWARE)
         if not any("gpu_ids" in folder.script(arm).read_text() for arm in folder.record["scripts"]):
             fail("scripts", "one whose log names its GPUs, in gpu_ids", "none",
                  "leave out --at-once: nothing would show that the runs shared no GPU")

@@ -186,7 +186,7 @@ def test_scripts_that_name_no_gpu_do_not_run_at_once(tmp_path, gpus):
 
 def test_more_runs_at_once_than_there_are_gpus_for(tmp_path, gpus):
     path, _ = plan(tmp_path)
-    words = "^GPUs: expected 5, as 5 runs at once need, .*, found room for 4"
+    words = "^visible GPUs: expected 5 for 5 runs at once, found enough for 4"
     with pytest.raises(runlog.Failure, match=words) as caught:
         runner.run_plan(path, None, 5)
     assert caught.value.code == 4
