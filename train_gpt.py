@@ -5616,11 +5616,16 @@ class RunLog:
         self.file = None
 
 
+def machine_hash(gpus: Sequence) -> str:
+    """Equal on the same machine with the same GPUs, and does not tell which those are."""
+    identity = [platform.node(), os.cpu_count(), *(gpu.uuid for gpu in gpus)]
+    return hashlib.sha256(" ".join(map(str, identity)).encode()).hexdigest()[:16]
+
+
 def machine_facts() -> dict:
-    """Versions and hardware. `machine` is equal on the same machine, and does not tell which machine that is."""
+    """Versions and hardware. By `host` and `gpu_ids` runs beside each other show that they share no GPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
-    identity = [platform.node(), os.cpu_count(), *(gpu.uuid for gpu in gpus)]
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -5630,7 +5635,9 @@ def machine_facts() -> dict:
         "platform": platform.platform(),
         "device": gpus[0].name if gpus else platform.machine(),
         "gpus": [gpu.name for gpu in gpus],
-        "machine": hashlib.sha256(" ".join(map(str, identity)).encode()).hexdigest()[:16],
+        "machine": machine_hash(gpus),
+        "host": machine_hash([]),
+        "gpu_ids": [machine_hash([gpu]) for gpu in gpus],
     }
 
 

@@ -41,12 +41,12 @@ def command_new(arguments: argparse.Namespace) -> int:
 def command_run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from starts import duration
-        print(duration(record.load(arguments.dir)))
+        print(duration(record.load(arguments.dir), arguments.at_once))
         return 0
     from runner import run_plan
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: the training is stopped too
         signal.signal(number, signal.default_int_handler)
-    run_plan(arguments.dir, arguments.data)
+    run_plan(arguments.dir, arguments.data, arguments.at_once)
     print(f"next: python records verify {arguments.dir}")
     return 0
 
@@ -176,6 +176,8 @@ def parser() -> argparse.ArgumentParser:
     run = add("run", command_run, "carry the plan out; start it again after an interruption and it continues")
     run.add_argument("dir", type=Path)
     run.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
+    run.add_argument("--at-once", type=int, choices=range(1, 9), default=1, metavar="N",
+                     help="so many runs at the same time, each on GPUs of its own (default: 1)")
     run.add_argument("--dry-run", action="store_true", help="only say how long the rest of the plan will take")
     verify = add("verify", command_verify, "check records, one line a check; exit 1 if one fails")
     verify.add_argument("dir", type=Path, nargs="*", help="default: all")

@@ -232,10 +232,21 @@ def cache_number(folder: Folder, key: str) -> int:
     return 1 + place * CACHES_AN_ARM // max(len(seeds), CACHES_AN_ARM)
 
 
-def log_name(folder: Folder, key: str) -> str:
-    """Name of a run's log folder. The log notes it, which ties it to plan, arm, seed and cache."""
+def cache_part(folder: Folder, key: str, lane: str = "") -> str:
+    """Which of its arm's caches a run uses: that of its seed's half, or where several runs go at once its lane's."""
+    return f"g{lane}" if lane else f"c{cache_number(folder, key)}"
+
+
+def log_name(folder: Folder, key: str, lane: str = "") -> str:
+    """Name of a run's log folder. The log notes it, which ties it to plan, arm, seed, cache and lane."""
     name = f"{folder.record['plan']['id']}-{key}"
-    return f"{name}-c{cache_number(folder, key)}" if folder.under_rule else name
+    return f"{name}-{cache_part(folder, key, lane)}" if folder.under_rule else name
+
+
+def lane_name(run: Run) -> str:
+    """The GPUs that a run had for itself, by the name of its log folder; empty where it was alone."""
+    found = re.search(r"-g(\d+(?:\.\d+)*)$", str(run.head.get("settings", {}).get("log_dir", "")))
+    return found[1] if found else ""
 
 
 def shard_tokens(path: Path) -> int:
@@ -285,9 +296,10 @@ def manifest_hash(manifest: dict[str, str], names: list[str]) -> str:
     return sha256("".join(f"{manifest[name]}  {name}\n" for name in names))
 
 
-def query_gpus(query: str) -> list[str]:
-    """Lines of an nvidia-smi query about the GPUs that a run would see; empty on a machine without it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def query_gpus(query: str, *ids: str) -> list[str]:
+    """Lines of an nvidia-smi query about the GPUs of these ids, by default those that a run would see; empty on a
+    machine without it."""
+    visible = ",".join(ids) or os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [f"--id={visible}"] if visible else []
     try:
         done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader", *chosen], capture_output=True, text=True,

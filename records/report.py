@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import stats
+from lanes import most_at_once
 from record import HOME, Folder, find, hardware, load, write_whole
 from rule import rule_lines
 from runlog import CUT_OFF, Run, fail, loss_curve, read_run, stage_times
@@ -45,6 +46,10 @@ def numbers_block(folder: Folder) -> str:
     first = folder.runs("a")[0]
     place = f"{folder.record['track']}, {hardware(first)}, torch {first.head.get('torch')}"
     rows += ["", f"{place}, mean ± standard deviation."]
+    at_once = most_at_once([run for arm in folder.record["scripts"] for run in folder.runs(arm)])
+    if at_once > 1:
+        own = "a GPU" if folder.record["plan"]["world"] == 1 else f"{folder.record['plan']['world']} GPUs"
+        rows.append(f"Up to {at_once} runs at once, each on {own} of its own: these are times of runs beside others.")
     if folder.parent:
         time, loss = gain(folder), stats.welch(*([run.loss for run in folder.runs(arm)] for arm in "ab"))
         rows.append(f"Against the parent: time {time.difference / 1e3:+.3f} s ({time.low / 1e3:+.3f} to "

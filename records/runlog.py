@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import math
@@ -61,6 +62,17 @@ class Run:
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["kind"] == kind]
+
+
+def span(run: Run) -> tuple[float, float] | None:
+    """Between which times a run certainly used its GPUs, by its log, in seconds since 1970: from its start over its
+    warm-up to its last step. None if the log does not say when it started."""
+    try:
+        started = datetime.datetime.fromisoformat(run.head["started"]).timestamp()
+        preparing = sum(float(line["seconds"]) for line in run.of("warm"))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return started, started + (preparing + run.ms / 1e3 if run.ok else 0.0)
 
 
 def sha256(content: bytes | str) -> str:

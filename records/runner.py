@@ -1,4 +1,8 @@
-"""`run`: carries a plan out on this machine, arms interleaved, and closes the record when the last run is in."""
+"""`run`: carries a plan out on this machine, arms interleaved, and closes the record when the last run is in.
+
+Where several runs go at once this one process starts, watches and files them all, so that nothing else writes
+record.json.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from lanes import EVERYTHING, Lane, Schedule, require_lanes
 from record import Folder, data_manifest, load, log_name, query_gpus, require_parent_here, write_record
 from report import means, write_numbers
 from runlog import EXIT_HARDWARE, EXIT_NUMERICS, Run, fail, read_run, sha256
@@ -21,12 +27,13 @@ from starts import duration, environment, remove_caches
 from verify import EACH_RUN, Context, evaluate
 
 POLL_SECONDS = 2.0  # a glance at an 8 KB file; the training must not feel it
+LOOK_SECONDS = 0.05  # whether a process has ended, which costs nothing
 
 
-def check_idle(patience_s: float = 20.0) -> None:
-    """Refuse while another process holds a GPU. A run that has just ended may take seconds to let go."""
+def check_idle(lane: Lane = EVERYTHING, patience_s: float = 20.0) -> None:
+    """Refuse while another process holds a GPU of the lane. A run that has just ended may take seconds to let go."""
     deadline = time.monotonic() + patience_s
-    while busy := query_gpus("--query-compute-apps=pid,process_name,used_memory"):
+    while busy := query_gpus("--query-compute-apps=pid,process_name,used_memory", *lane.ids):
         if time.monotonic() > deadline:
             fail("GPUs", "no other process", "; ".join(busy[:3]),
                  "wait for it or stop it: a shared machine gives no valid times", EXIT_HARDWARE)
@@ -56,7 +63,7 @@ def local(folder: Folder, path: Path) -> str:
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
-def command(folder: Folder, key: str, data: Path) -> list[str]:
+def command(folder: Folder, key: str, data: Path, lane: Lane = EVERYTHING) -> list[str]:
     """One process a run, so that each has its own start and warm-up; kept caches save most of the start."""
     arm, _, seed = key.partition("-s")
     plan = folder.record["plan"]
@@ -64,12 +71,18 @@ def command(folder: Folder, key: str, data: Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={plan['world']}",
             local(folder, folder.script(arm)), "--preset", folder.track.preset, "--seed", seed, "--data",
             local(folder, data),
-            "--log-dir", local(folder, log_dir(folder, key)), *length]
+            "--log-dir", local(folder, log_dir(folder, key, lane)), *length]
 
 
-def log_dir(folder: Folder, key: str) -> Path:
-    """The log notes this path as a setting, which ties it to plan and arm."""
-    return folder.path / "running" / log_name(folder, key)
+def log_dir(folder: Folder, key: str, lane: Lane = EVERYTHING) -> Path:
+    """The log notes this path as a setting, which ties it to plan, arm and lane."""
+    return folder.path / "running" / log_name(folder, key, lane.name)
+
+
+def log_dirs(folder: Folder, key: str) -> list[Path]:
+    """Where attempts at a run may have left logs: on any lane."""
+    on_lanes = folder.path.glob(f"running/{folder.record['plan']['id']}-{key}-g*")
+    return [log_dir(folder, key), *sorted(on_lanes)]
 
 
 def newest_log(directory: Path) -> Path | None:
@@ -80,45 +93,91 @@ def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def progress(run: Run, number: int, count: int, key: str, typical_s: float | None, since_s: float) -> str:
+class Attempt(NamedTuple):
+    """A training under way."""
+
+    key: str
+    number: int  # its place in the plan, from 1
+    lane: Lane
+    process: subprocess.Popen
+    directory: Path  # of its log
+    output: Path
+    started: float
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+def heading(key: str, number: int, count: int, lane: Lane = EVERYTHING) -> str:
+    """What a line about a run begins with; its GPUs come first, where there are lanes."""
+    place = f"{lane.label}  " if lane.name else ""
+    return f"{place}run {number}/{count}  {key:<12}"
+
+
+def progress(run: Run, number: int, count: int, key: str, typical_s: float | None, since_s: float,
+             lane: Lane = EVERYTHING, at_once: int = 1) -> str:
     """One status line: which run, where it is, and how long this run and all runs still take."""
-    text = f"run {number}/{count}  {key:<12}"
+    text = heading(key, number, count, lane)
     if not len(run.train):
         return f"{text}  preparing, {minutes(since_s)}"
     step, seconds, loss = run.train[-1]
     left = seconds / step * (run.total_steps - step)
     text += f"  step {step:.0f}/{run.total_steps}  loss {loss:.4f}  left {minutes(left)}"
-    return text + (f", all runs {minutes(left + (count - number) * typical_s)}" if typical_s else "")
+    return text + (f", all runs {minutes(left + (count - number) * typical_s / at_once)}" if typical_s else "")
 
 
-def follow(process: subprocess.Popen, directory: Path, number: int, count: int, key: str,
-           typical_s: float | None) -> None:
-    """Show progress until the process ends: on one line of a terminal, else a line for each new step in the log."""
-    terminal, started, shown = sys.stdout.isatty(), time.monotonic(), None
-    while process.poll() is None:
-        path = newest_log(directory)
-        run = read_run(path) if path else Run(directory, "incomplete")
-        text = progress(run, number, count, key, typical_s, time.monotonic() - started)
-        if terminal or len(run.train) != shown:
-            print(f"\r{text}\033[K" if terminal else text, end="" if terminal else "\n", flush=True)
-            shown = len(run.train)
-        try:
-            process.wait(POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-    if terminal:
-        print("\r\033[K", end="")
+class Status:
+    """What the runs under way say, a line each: in a terminal in place, else a new line for each new step in a log."""
+
+    def __init__(self) -> None:
+        self.terminal = sys.stdout.isatty()
+        self.drawn = 0  # lines of a terminal, the last of which has no end
+        self.steps = {}  # of each run, when it was last shown
+
+    def show(self, key: str, steps: int, text: str) -> None:
+        if self.terminal:
+            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be taken back
+            print("\n" * (self.drawn > 0) + text[:width], end="", flush=True)
+            self.drawn += 1
+        elif steps != self.steps.get(key):
+            self.steps[key] = steps
+            print(text, flush=True)
+
+    def clear(self) -> None:
+        if self.drawn:
+            print("\r\033[K" + "\033[A\033[K" * (self.drawn - 1), end="", flush=True)
+        self.drawn = 0
 
 
-def stop(process: subprocess.Popen) -> None:
-    """End a run and its ranks: ask, wait for the log to be closed, then insist."""
+def follow(attempts: list[Attempt], status: Status, count: int, typical_s: float | None) -> None:
+    """Show progress until one of these trainings ends."""
+    while not any(attempt.ended for attempt in attempts):
+        status.clear()
+        for attempt in attempts:
+            path = newest_log(attempt.directory)
+            run = read_run(path) if path else Run(attempt.directory, "incomplete")
+            since_s = time.monotonic() - attempt.started
+            text = progress(run, attempt.number, count, attempt.key, typical_s, since_s, attempt.lane, len(attempts))
+            status.show(attempt.key, len(run.train), text)
+        again = time.monotonic() + POLL_SECONDS
+        while time.monotonic() < again and not any(attempt.ended for attempt in attempts):
+            time.sleep(min(LOOK_SECONDS, POLL_SECONDS))
+    status.clear()
+
+
+def stop(*processes: subprocess.Popen) -> None:
+    """End runs and their ranks: ask all, wait for the logs to be closed, then insist. Who asks once more, as with a
+    second Ctrl-C, does not wait."""
     for number, patience in ((signal.SIGINT, 60), (signal.SIGKILL, 10)):
-        if process.poll() is None:
-            try:
+        left = [process for process in processes if process.poll() is None]
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-                process.wait(patience)
-            except (subprocess.TimeoutExpired, ProcessLookupError):
-                pass
+        deadline = time.monotonic() + patience
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            for process in left:
+                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def collect(folder: Folder, key: str) -> Run | None:
@@ -126,8 +185,8 @@ def collect(folder: Folder, key: str) -> Run | None:
 
     Returns the last one. A run that diverged is a result. Otherwise one could repeat a script until it does not.
     """
-    directory, run = log_dir(folder, key), None
-    for path in sorted(directory.glob("*.jsonl")):
+    directories, run = log_dirs(folder, key), None
+    for path in [path for directory in directories for path in sorted(directory.glob("*.jsonl"))]:
         run = read_run(path)
         result = run.ok or exit_code(run) == EXIT_NUMERICS
         aside = folder.path / "unfinished" / f"{key}-{path.stem.rpartition('-')[2]}.jsonl"
@@ -137,7 +196,8 @@ def collect(folder: Folder, key: str) -> Run | None:
         if result:
             folder.record["runs"][target.name] = sha256(target.read_bytes())
             write_record(folder.path, folder.record)
-    shutil.rmtree(directory, ignore_errors=True)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
     return run
 
 
@@ -146,27 +206,34 @@ def exit_code(run: Run | None) -> int | None:
     return run.lines[-1].get("code") if run and run.lines and run.lines[-1]["kind"] == "end" else None
 
 
-def attempt(folder: Folder, key: str, number: int, data: Path, typical_s: float | None, lock: int) -> None:
-    """One training run, from start to a filed log."""
-    check_idle()
-    directory, count, output = log_dir(folder,
-                                       key), len(folder.record["plan"]["order"]), folder.path / "running" / "output.txt"
+def begin(folder: Folder, key: str, lane: Lane, data: Path, lock: int) -> Attempt:
+    """Start one training."""
+    check_idle(lane)
+    directory = log_dir(folder, key, lane)
+    output = folder.path / "running" / (f"output-g{lane.name}.txt" if lane.name else "output.txt")
     directory.mkdir(parents=True, exist_ok=True)
     with output.open("w") as file:
-        process = subprocess.Popen(command(folder, key, data), cwd=folder.path.parents[1], env=environment(folder, key),
+        process = subprocess.Popen(command(folder, key, data, lane), cwd=folder.path.parents[1],
+                                   env=environment(folder, key, lane),
                                    stdout=file,
                                    stderr=subprocess.STDOUT, start_new_session=True,
                                    pass_fds=[lock])  # so that a training that outlives this process keeps the lock
-        try:
-            follow(process, directory, number, count, key, typical_s)
-        finally:
-            stop(process)
+    number = folder.record["plan"]["order"].index(key) + 1
+    return Attempt(key, number, lane, process, directory, output, time.monotonic())
+
+
+def finish(folder: Folder, attempt: Attempt) -> None:
+    """File the log of a training that has ended, and refuse what is no result, or can be part of no record."""
+    key, lane, output, count = attempt.key, attempt.lane, attempt.output, len(folder.record["plan"]["order"])
     run = collect(folder, key)
     if f"{key}.jsonl" not in folder.record["runs"]:
         said = [line for line in output.read_text(errors="replace").splitlines() if line.startswith("train_gpt: ")]
-        fail(f"run {key}", "a log that ends with ok", said[-1] if said else run.state if run else "no log",
+        fail(f"run {key}" + (f" on {lane.label}" if lane.name else ""), "a log that ends with ok",
+             said[-1] if said else run.state if run else "no log",
              f"see {output}, then run this command again: it continues here", exit_code(run) or EXIT_HARDWARE)
-    print(f"run {number}/{count}  {key:<12}  loss {run.loss:.4f}  {run.ms / 1e3:.2f} s  {run.state}", flush=True)
+    print(f"{heading(key, attempt.number, count, lane)}  loss {run.loss:.4f}  {run.ms / 1e3:.2f} s  {run.state}",
+          flush=True)
+    check_result(folder, key)
 
 
 def check_result(folder: Folder, key: str) -> None:
@@ -200,34 +267,54 @@ def only_one(path: Path) -> Iterator[int]:
         os.close(place)
 
 
-def run_plan(path: Path, data: Path | None) -> None:
+def run_plan(path: Path, data: Path | None, at_once: int = 1) -> None:
     """All runs of the plan that are not there yet, then the means and the numbers of the README."""
     with only_one(load(path).path) as lock:
-        carry_out(load(path), data, lock)
+        carry_out(load(path), data, lock, at_once)
 
 
-def carry_out(folder: Folder, data: Path | None, lock: int) -> None:
+def carry_out(folder: Folder, data: Path | None, lock: int, at_once: int) -> None:
     if folder.record.get("abandoned"):
         fail(f"record {folder.path.name}", "a plan to carry out", "one that was abandoned",
              "plan anew, once with --restart")
     data = (data or folder.path.parents[1] / folder.track.data).resolve()
     check_ready(folder, data)
-    order, durations = folder.record["plan"]["order"], []
+    here = require_lanes(folder, at_once)
+    order = folder.record["plan"]["order"]
     if (folder.path / "running").exists():
         for key in order:  # left by an interruption: whole, or to be repeated
             collect(folder, key)
-    print(duration(folder), flush=True)
+    print(duration(folder, at_once), flush=True)
     for number, key in enumerate(order, 1):
         if f"{key}.jsonl" in folder.record["runs"]:
-            print(f"run {number}/{len(order)}  {key:<12}  done before", flush=True)
-        else:
-            started = time.monotonic()
-            attempt(folder, key, number, data, sum(durations) / len(durations) if durations else None, lock)
-            durations.append(time.monotonic() - started)
-        check_result(folder, key)
+            print(f"{heading(key, number, len(order))}  done before", flush=True)
+            check_result(folder, key)
+    make_runs(folder, Schedule(folder, at_once, here), data, lock)
     shutil.rmtree(folder.path / "running", ignore_errors=True)
     remove_caches(folder)
     folder.record["means"] = means(folder)
     write_record(folder.path, folder.record)
     write_numbers(folder)
     print(json.dumps(folder.record["means"]))
+
+
+def make_runs(folder: Folder, schedule: Schedule, data: Path, lock: int) -> None:
+    """Those that are left. The first failure, or an interruption, ends all that are under way and files their logs."""
+    under_way, durations, status, count = [], [], Status(), len(folder.record["plan"]["order"])
+    try:
+        while schedule.unfinished:
+            for lane, key in schedule.due():
+                under_way.append(begin(folder, key, lane, data, lock))
+            follow(under_way, status, count, sum(durations) / len(durations) if durations else None)
+            for attempt in [attempt for attempt in under_way if attempt.ended]:
+                under_way.remove(attempt)
+                finish(folder, attempt)
+                schedule.ended(attempt.lane)
+                durations.append(time.monotonic() - attempt.started)
+    except BaseException:
+        status.clear()
+        stop(*(attempt.process for attempt in under_way))
+        with contextlib.suppress(OSError):  # the next call files what this one cannot
+            for attempt in under_way:
+                collect(folder, attempt.key)
+        raise

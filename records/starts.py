@@ -11,12 +11,14 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from record import CACHES_AN_ARM, Folder, cache_number, finished, hardware_here, query_gpus
+from lanes import EVERYTHING, Lane, Schedule, lanes_here
+from record import CACHES_AN_ARM, Folder, cache_part, finished, hardware_here, lane_name, query_gpus
 from runlog import Run
 
 # Two folders for each arm of a plan, outside of the records: what a start draws by chance, as Inductor's choice among
-# configurations, is drawn once for a cache, so that one cache for all runs of an arm would be one draw. Temporary;
-# removed with the plan's last run.
+# configurations, is drawn once for a cache, so that one cache for all runs of an arm would be one draw. Where several
+# runs go at once each arm has one on each lane instead: no two runs fill the same, and no two lanes share a draw.
+# Temporary; removed with the plan's last run.
 CACHES = Path(tempfile.gettempdir()) / f"train_gpt-compiled-{os.getuid()}"
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 # For runs without a GPU: those of cpu_settings in run.sh, which gives the reasons; a test holds both together. A run
@@ -28,46 +30,45 @@ CPU_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_"
 CLOSING_SECONDS, INTERRUPTION_SECONDS = 6.5, 600
 
 
-def cache_name(folder: Folder, key: str) -> str:
-    return f"{folder.record['plan']['id']}-{key[0]}{cache_number(folder, key)}"
+def cache_name(folder: Folder, key: str, lane: Lane = EVERYTHING) -> str:
+    return f"{folder.record['plan']['id']}-{key[0]}-{cache_part(folder, key, lane.name)}"
 
 
-def caches(folder: Folder, key: str) -> dict[str, Path]:
+def caches(folder: Folder, key: str, lane: Lane = EVERYTHING) -> dict[str, Path]:
     """Where a run's compilers keep what they make; below the folders that the user has set, or below CACHES."""
-    name = cache_name(folder, key)
+    name = cache_name(folder, key, lane)
     return {variable: Path(os.environ[variable]) / name if variable in os.environ else CACHES / name / part
             for variable, part in VARIABLES.items()}
 
 
-def environment(folder: Folder, key: str) -> dict[str, str]:
+def environment(folder: Folder, key: str, lane: Lane = EVERYTHING) -> dict[str, str]:
     """The variables for a run. One of the settings for CPUs that the user has set is respected."""
     CACHES.mkdir(mode=0o700, parents=True, exist_ok=True)
-    places = caches(folder, key)
+    places = caches(folder, key, lane)
     for place in places.values():
         place.mkdir(parents=True, exist_ok=True)
     settings = {} if query_gpus("--query-gpu=name") else CPU_SETTINGS
-    return settings | dict(os.environ) | {variable: str(place) for variable, place in places.items()}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(lane.ids)} if lane.ids else {}
+    return settings | dict(os.environ) | visible | {variable: str(place) for variable, place in places.items()}
 
 
 def remove_caches(folder: Folder) -> None:
-    """Of a plan that is done."""
-    for key in folder.record["plan"]["order"]:
-        for place in caches(folder, key).values():
+    """Of a plan that is done: of all its lanes."""
+    for home in {CACHES, *(Path(os.environ[variable]) for variable in VARIABLES if variable in os.environ)}:
+        for place in home.glob(f"{folder.record['plan']['id']}-*"):
             shutil.rmtree(place, ignore_errors=True)
-        if not any(variable in os.environ for variable in VARIABLES):
-            shutil.rmtree(CACHES / cache_name(folder, key), ignore_errors=True)
 
 
-def cold_starts(folder: Folder, left: list[str]) -> int:
-    """How many of the runs `left` will compile: the first of each cache that is empty."""
-    firsts = {cache_name(folder, key): key for key in reversed(left)}.values()
-    return sum(not any(any(place.glob("*")) for place in caches(folder, key).values()) for key in firsts)
+def is_cold(folder: Folder, key: str, lane: Lane) -> bool:
+    """Whether a run would find nothing compiled."""
+    return not any(any(place.glob("*")) for place in caches(folder, key, lane).values())
 
 
 def warm_starts(runs: list[Run]) -> list[float]:
     """The start-ups of an arm without its slowest ones, as many as it has caches: those compiled."""
     found = sorted(map(start_up, runs))
-    return found[:len(found) - min(CACHES_AN_ARM, (len(found) + 1) // 2)]
+    caches_used = max(CACHES_AN_ARM, len(set(map(lane_name, runs))))
+    return found[:len(found) - min(caches_used, (len(found) + 1) // 2)]
 
 
 class Timing(NamedTuple):
@@ -96,6 +97,12 @@ def in_turn(runs: list[Run]) -> list[Run]:
 def all_in_turn(folder: Folder) -> list[Run]:
     """Those of both arms."""
     return in_turn([run for arm in folder.record["scripts"] for run in folder.runs(arm)])
+
+
+def by_lane(folder: Folder) -> list[list[Run]]:
+    """Those of each lane, which followed each other."""
+    runs = all_in_turn(folder)
+    return [[run for run in runs if lane_name(run) == name] for name in sorted(set(map(lane_name, runs)))]
 
 
 def start_up(run: Run) -> float:
@@ -132,7 +139,8 @@ def timing(folder: Folder) -> Timing | None:
         return None
     cold = max(start_up(run) for runs in arms for run in runs)
     warm = statistics.median([seconds for runs in arms for seconds in warm_starts(runs)] or [cold])
-    between = closing(together) + (closing(all_in_turn(others[0])) if others else [])
+    in_turns = by_lane(folder) + (by_lane(others[0]) if others else [])
+    between = [seconds for runs in in_turns for seconds in closing(runs)]
     rest = statistics.median(between) if between else CLOSING_SECONDS
 
     usual = training(together) or training(logged)
@@ -147,7 +155,36 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
 
-def duration(folder: Folder) -> str:
+class Forecast(NamedTuple):
+    """What is left of a plan, if all goes as before."""
+    cold: int
+    warm: int
+    seconds: float
+
+
+def forecast(folder: Folder, at_once: int, found: Timing) -> Forecast:
+    """Carry the plan out on paper. On a machine that lacks the GPUs others stand in for them."""
+    here = lanes_here(folder.record["plan"]["world"])
+    logged = {lane_name(run) for arm in folder.record["scripts"] for run in folder.runs(arm)}
+    missing = sorted(logged - {lane.name for lane in here} - {""})
+    here += [Lane(f"other{number}") for number in range(at_once)] + [Lane(name) for name in missing]
+    schedule = Schedule(folder, at_once, here)
+    compiled, ends, counts, now = set(), {}, [0, 0], 0.0
+    while schedule.unfinished:
+        for lane, key in schedule.due():
+            name = cache_name(folder, key, lane)
+            cold = found.compiles and name not in compiled and is_cold(folder, key, lane)
+            compiled.add(name)
+            counts[not cold] += 1
+            training_seconds = found.training[key[0]] * folder.record["plan"].get("length", 1)
+            ends[lane] = now + (found.cold if cold else found.warm) + training_seconds
+        first = min(ends, key=ends.get)
+        now = ends.pop(first)
+        schedule.ended(first)
+    return Forecast(*counts, now)
+
+
+def duration(folder: Folder, at_once: int = 1) -> str:
     """How long what is left of a plan will take, in a sentence with its parts."""
     order = folder.record["plan"]["order"]
     left = [key for key in order if f"{key}.jsonl" not in folder.record["runs"]]
@@ -159,11 +196,11 @@ def duration(folder: Folder) -> str:
     if found is None:
         return f"{runs}: how long they take is not known, as no run of {folder.record['track']} is logged yet"
 
-    cold = cold_starts(folder, left) if found.compiles else 0
-    warm = len(left) - cold
+    expected = forecast(folder, at_once, found)
     trainings = [found.training[key[0]] * folder.record["plan"].get("length", 1) for key in left]
     starts = [f"{counted(number, f'{word} start')} of about {seconds:.0f} s"
-              for number, word, seconds in ((cold, "cold", found.cold), (warm, "warm", found.warm)) if number]
-    total = sum(trainings) + cold * found.cold + warm * found.warm
-    return (f"{runs}: {', '.join(starts)}, training {statistics.fmean(trainings):.0f} s each: about {total / 60:.1f} "
-            f"minutes, going by {found.source}")
+              for number, word, seconds in ((expected.cold, "cold", found.cold), (expected.warm, "warm", found.warm))
+              if number]
+    together = f", {at_once} at once" if at_once > 1 else ""
+    return (f"{runs}{together}: {', '.join(starts)}, training {statistics.fmean(trainings):.0f} s each: about "
+            f"{expected.seconds / 60:.1f} minutes, going by {found.source}")

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import stats
 from codediff import training_changes
+from lanes import Place, most_at_once, places
 from record import (
+    CACHES_AN_ARM,
     HOME,
     SCRIPT,
     Folder,
+    cache_part,
     claims,
     hardware,
+    lane_name,
     least_runs,
     load,
     log_name,
@@ -32,13 +37,14 @@ from record import (
 )
 from report import gain, means, numbers_block, read_block
 from rule import NO_WORSE, ended_high, equal_loss, losses, reached
-from runlog import Failure, Run, read_run, sha256
+from runlog import Failure, Run, read_run, sha256, span
 from tracks import EARLIER, PINS, RULE_SINCE
 
 # Command-line options that may differ from their defaults in a record; a length must be the plan's. --val-every is none
 # of them: while the clock pauses for a validation, batches are prefetched and the GPU cools down.
 FREE_SETTINGS = {"preset", "data", "seed", "log_dir", "length"}
-SAME_EVERYWHERE = ("machine", "gpus", "device", "world", "torch", "triton", "cuda", "driver", "python")
+SAME_EVERYWHERE = ("device", "world", "torch", "triton", "cuda", "driver", "python")
+SAME_ON_A_LANE = ("machine", "gpus")  # which tell the GPUs that a run saw; without lanes all runs are on one
 LIST_BEFORE_THE_RULE = HOME / "before-the-rule.sha256"  # of each record.json; no other has the first schema
 WAIT_DAYS = 30  # from a plan to its first run at most
 USUAL_STATE = ("device", "torch")  # runs that share these, script and seed start from the same weights
@@ -257,27 +263,81 @@ def check_settings(c: Context) -> Findings:
             ("nodes", 1, run.head.get("nodes", 1)),
             ("preset", c.folder.track.preset, preset.get("name")),
             ("validation tokens", c.folder.track.val_tokens, preset.get("val_tokens")),
-            ("plan", log_name(c.folder, key), Path(settings.get("log_dir", "")).name),
+            ("plan", log_name(c.folder, key, lane_name(run)), Path(settings.get("log_dir", "")).name),
             ("length", plan.get("length", 1), float(settings.get("length", 1))),
             ("options", [], sorted(set(settings) - FREE_SETTINGS)),
         ):
             bad += [] if found == expected else [f"{key}: {name}: expected {expected}, found {found}"]
-    return bad, "scripts, seeds and options as planned"
+    return bad + cache_problems(c), "scripts, seeds and options as planned"
+
+
+def cache_problems(c: Context) -> list[str]:
+    """An arm whose runs are all there had two caches at least, by the names of its log folders."""
+    bad, seeds = [], len(c.folder.record["plan"]["seeds"])
+    for arm in sorted(c.folder.record["scripts"]) if c.folder.under_rule else ():
+        runs = {key: run for key, run in c.runs.items() if key[0] == arm}
+        found = {cache_part(c.folder, key, lane_name(run)) for key, run in runs.items()}
+        if len(runs) == seeds and len(found) < min(CACHES_AN_ARM, seeds):
+            bad.append(f"arm {arm}: expected {CACHES_AN_ARM} caches at least, found {len(found)}")
+    return bad
+
+
+def pair_is_there(c: Context, key: str) -> bool:
+    """Whether both arms of a run's seed are in: while `run` works, one is."""
+    return all(f"{arm}{key[1:]}" in c.runs for arm in c.folder.record["scripts"])
+
+
+def order_problem(c: Context, before: str, after: str, where: dict[str, Place]) -> str | None:
+    """What is wrong with two runs, the first of which is the earlier in the plan. They may overlap, or be in another
+    order, only if the logs show that they shared no GPU. Of an older script's run its seed's other arm shows that."""
+    (start, end), (next_start, _) = span(c.runs[before]), span(c.runs[after])
+    one, other = where[before], where[after]
+    if start < next_start >= end or one.apart(other):
+        return None
+    unknown = any(not where[key].gpus and not pair_is_there(c, key) for key in (before, after))
+    if unknown and one.machine != other.machine:
+        return None
+    if next_start <= start:
+        return f"expected {before} before {after}, found it after"
+    return f"expected {before} to end before {after} starts, or on other GPUs of one host, found them at once"
 
 
 def check_order(c: Context) -> Findings:
-    started = [(key, c.runs[key].head.get("started")) for key in c.folder.record["plan"]["order"] if key in c.runs]
-    bad = [f"{key}: expected when it started, found nothing" for key, time in started if not time]
-    return bad or [f"expected {a} before {b}, found it after" for (a, x), (b, y) in zip(started, started[1:])
-                   if x >= y], \
-        f"as planned, from {started[0][1]} to {started[-1][1]}"
+    """On each GPU one run after the other, as planned; and both arms of a seed on the same GPUs."""
+    keys = [key for key in c.folder.record["plan"]["order"] if key in c.runs]
+    bad = [f"{key}: expected when it started, found {c.runs[key].head.get('started', 'nothing')}" for key in keys
+           if span(c.runs[key]) is None]
+    if bad:
+        return bad, ""
+    where = places(c.runs)
+    bad = [problem for pair in itertools.combinations(keys, 2) if (problem := order_problem(c, *pair, where))]
+    lanes = {}
+    for key in keys:
+        lanes.setdefault(key.partition("-s")[2], set()).add(lane_name(c.runs[key]))
+    bad += [f"seed {seed}: expected both arms on the same GPUs, found GPUs {' and '.join(sorted(names))}"
+            for seed, names in lanes.items() if len(names) > 1]
+    times = [c.runs[key].head["started"] for key in sorted(keys, key=lambda key: span(c.runs[key]))]
+    count = most_at_once(list(c.runs.values()))
+    return bad, f"as planned, from {times[0]} to {times[-1]}" + (f", up to {count} at once" if count > 1 else "")
 
 
 def check_machine(c: Context) -> Findings:
+    """One environment. Each lane has one machine value, which counts the GPUs in, and all lanes show the same host."""
     head = next(iter(c.runs.values())).head
     bad = [] if head.get("machine") else ["expected which machine it was, found nothing"]
     bad += [f"{name}: expected one value in all runs, found {len(values)}" for name in SAME_EVERYWHERE
             if len(values := {str(run.head.get(name)) for run in c.runs.values()}) > 1]
+    lanes = sorted(set(map(lane_name, c.runs.values())))
+    for lane, name in itertools.product(lanes, SAME_ON_A_LANE):
+        values = {str(run.head.get(name)) for run in c.runs.values() if lane_name(run) == lane}
+        where = f"all runs on GPU {lane}" if lane else "all runs"
+        bad += [f"{name}: expected one value in {where}, found {len(values)}"] if len(values) > 1 else []
+    if len(lanes) > 1:
+        hosts = {str(place.host) for key, place in places(c.runs).items() if place.host or pair_is_there(c, key)}
+        kinds = {gpu for run in c.runs.values() for gpu in run.head.get("gpus", ())}
+        bad += [f"{what}: expected one in all runs, found {' and '.join(sorted(found))}"
+                for what, found in (("host", hosts), ("kind of GPU", kinds)) if len(found) > 1]
+        bad += ["host: expected it in the logs of runs at once, found none"] if "None" in hosts else []
     place = f"{head.get('machine')}: {head.get('world')} x {head.get('device')}"
     return bad, f"{place}, torch {head.get('torch')}, triton {head.get('triton')}"
 

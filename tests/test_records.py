@@ -24,6 +24,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import codediff  # noqa: E402
+import lanes  # noqa: E402
 import record  # noqa: E402
 import report  # noqa: E402
 import runlog  # noqa: E402
@@ -80,6 +81,11 @@ folder = Path(options.log_dir)
 folder.mkdir(parents=True, exist_ok=True)
 file = (folder / f"{options.preset}-w1-s{options.seed}-{chance.randrange(16**6):06x}.jsonl").open("x")
 
+# The time that the logs tell is longer than what this takes: each run starts where the one before on the same GPUs ended.
+visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("FAKE_GPUS") or "none").split(",")
+clocks = [folder.parent / f"clock-{gpu}" for gpu in visible] if folder.parent.name == "running" else []
+began = max(time.time(), *(float(clock.read_text()) for clock in clocks if clock.exists()), 0)
+
 def line(kind, **fields):
     global chain
     text = json.dumps({"kind": kind, **fields})
@@ -89,7 +95,7 @@ def line(kind, **fields):
 
 data = Path(options.data)
 train = sorted(data.glob("*_train_*.bin"))
-line("head", started=datetime.datetime.now(datetime.UTC).isoformat(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES}, seed=int(options.seed), world=1,
+line("head", started=datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES}, seed=int(options.seed), world=1,
      script=sums([Path(__file__)]), data=sums([*train, *data.glob("*_val_*.bin")]), shards=[p.name for p in train],
      settings=vars(options), parameters={"dense": 1234567, "sparse": 4567890123}, machine="m1", gpus=[], device="fake", torch="2", triton=None, python="3")
 cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "compiled"
@@ -97,7 +103,8 @@ start = 10000.0 if cache.exists() else 70000.0
 cache.parent.mkdir(parents=True, exist_ok=True)
 cache.touch()
 line("warm", seconds=start / 1000 - 1, graphs=12, state=state)
-ms, step = MS * (1 + 0.001 * chance.random()), 0
+# a noise of each script's own: with one for all, the differences of pairs could be equal, which no test can judge
+ms, step = MS * (1 + 0.001 * random.Random(f"{options.seed} {MS}").random()), 0
 for stage in STAGES:
     line("stage", step=step, **stage, short_window_tokens=64, long_window_tokens=128, extension=False)
     for step in range(step + 10, min(step + stage["steps"], last) + 1, 10):
@@ -109,6 +116,8 @@ if LOSS != LOSS:
     line("end", state="failed: training loss", code=3)
     sys.exit(3)
 line("val", step=80, loss=loss, final=True)
+for clock in clocks:
+    clock.write_text(str(began + (start + total) / 1000))
 line("clock", on=True, reason="training", start_ms=start, end_ms=middle)
 line("clock", on=True, reason="training", start_ms=middle, end_ms=start + total)
 line("end", state="ok", loss=loss, ms=total, peak_memory_mib=None, train_hash="t1", val_hash="v1", recompiled=0)
@@ -119,9 +128,9 @@ def shard(tokens):
     return struct.pack("<3i", 20240520, 1, len(tokens)).ljust(1024, b"\0") + np.array(tokens, dtype="<u2").tobytes()
 
 
-def plain_command(folder, key, data):
+def plain_command(folder, key, data, *lane):
     """The planned command without torchrun, which needs seconds to start."""
-    words = REAL_COMMAND(folder, key, data)
+    words = REAL_COMMAND(folder, key, data, *lane)
     return [sys.executable, *words[words.index("--preset") - 1:]]
 
 
@@ -134,8 +143,8 @@ def make_quick(patch, folder):
         patch.delenv(name, raising=False)
     patch.setattr(runner, "command", plain_command)
     patch.setattr(runner, "POLL_SECONDS", 0.02)
-    for module in (runner, record, starts):
-        patch.setattr(module, "query_gpus", lambda query: [])
+    for module in (runner, record, starts, lanes):
+        patch.setattr(module, "query_gpus", lambda query, *ids: [])
     for module in (starts, record):
         patch.setattr(module, "hardware_here", lambda world: f"{world} x fake")
     patch.setattr(record, "PARENTS_SINCE", "2000-01-01")  # whatever day it is
@@ -321,7 +330,7 @@ def test_run_refuses_a_plan_that_needs_a_parent_here(finished, copy, monkeypatch
         elsewhere.setattr(record, "hardware_here", lambda world: "1 x other")
         path = make(root, "idea")
     assert record.load(path).record["parent"] is None
-    monkeypatch.setattr(runner, "attempt", lambda *arguments: pytest.fail("nothing may run"))
+    monkeypatch.setattr(runner, "begin", lambda *arguments: pytest.fail("nothing may run"))
     with pytest.raises(runlog.Failure, match="^parent: expected a record to beat"):
         runner.run_plan(path, None)
 
@@ -409,12 +418,12 @@ def test_run_continues_after_an_interruption(tmp_path, monkeypatch, capsys):
     path = make(root, "idea")
     keys, real = record.load(path).record["plan"]["order"], runner.follow
 
-    def interrupted(process, directory, number, *rest):
-        if number == 2:
-            while not runner.newest_log(directory):
+    def interrupted(attempts, *rest):
+        if attempts[0].number == 2:
+            while not runner.newest_log(attempts[0].directory):
                 time.sleep(0.01)
             raise KeyboardInterrupt
-        real(process, directory, number, *rest)
+        real(attempts, *rest)
 
     slow = FAKE.replace('file.flush()', 'file.flush()\n    time.sleep(0.05)')
     for script in (root / "train_gpt.py", path / "train_gpt.py"):
@@ -442,7 +451,7 @@ def test_run_files_a_log_that_was_finished_when_the_tool_died(tmp_path, monkeypa
     folder = record.load(path)
     key = folder.record["plan"]["order"][0]
     subprocess.run(plain_command(folder, key, path.parents[1] / "data/sample"), check=True, cwd=path.parents[1], env=starts.environment(folder, key))
-    monkeypatch.setattr(runner, "attempt", lambda *arguments: pytest.fail("it was finished"))
+    monkeypatch.setattr(runner, "begin", lambda *arguments: pytest.fail("it was finished"))
     runner.run_plan(path, None)
     assert failed(path) == set()
 
@@ -649,7 +658,7 @@ def test_run_refuses_busy_gpus_and_changed_inputs(tmp_path, monkeypatch):
     with pytest.raises(runlog.Failure, match="4711") as caught:
         runner.check_idle(patience_s=0)
     assert caught.value.code == 4
-    monkeypatch.setattr(runner, "check_idle", lambda: runlog.fail("GPUs", "idle ones", "others", "wait"))
+    monkeypatch.setattr(runner, "check_idle", lambda lane: runlog.fail("GPUs", "idle ones", "others", "wait"))
     with pytest.raises(runlog.Failure, match="found others"):
         runner.run_plan(path, None)
     shards = root / "data/sample/sample_train_000001.bin"
