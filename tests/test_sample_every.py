@@ -212,7 +212,12 @@ def test_a_script_has_one_trainer():
 
 # ---- two processes ---------------------------------------------------------------------------------------------------
 def two_processes(corpus, folder):
-    """The run without samples and with some, each by two processes that fork from here and note their heartbeats."""
+    """The run without samples and with some, each by two processes that fork from here. They note heartbeats and texts.
+    """
+    def write(samples, trainer, done):
+        (folder / f"text-{trainer.ranks.rank}-{done}").touch()
+        return text_of(samples, trainer, done)
+
     def note(watchdog, doing, patience=1.0):
         with (folder / f"beats-{watchdog.ranks.rank}").open("a") as file:
             print(doing, patience, sep=": ", file=file)
@@ -220,6 +225,8 @@ def two_processes(corpus, folder):
 
     heartbeat = tg.Watchdog.heartbeat
     tg.Watchdog.heartbeat = note
+    text_of = sample.Samples.text
+    sample.Samples.text = write
     sample.BOS = helpers.BOS
     sample.load_encoding = lambda spec: Stub()
     codes = {}
@@ -241,6 +248,7 @@ def test_one_of_two_processes_writes(corpus, tmp_path):
     assert json.loads((tmp_path / "codes.json").read_text()) == {"plain": [0, 0], "sampled": [0, 0]}, said
     assert said[0].count(" writes ") == 2
     assert said[1] == ""
+    assert {path.name for path in tmp_path.glob("text-*")} == {"text-0-2", "text-0-4"}
     (path,) = (tmp_path / "sampled").glob("logs-2/*.jsonl")
     assert list(texts(read_log(path))) == [2, 4]
     for rank in range(2):
