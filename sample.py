@@ -6,6 +6,8 @@
     python sample.py MODEL --export TO                a copy with 4 bits for a number of the n-gram table
     python sample.py MODEL --export TO --dense        the same without the hashed n-grams, for other programs
 
+And what train_gpt.py needs for --sample-every: a model continues texts while it is trained.
+
 On a GPU if there is one, with plain PyTorch operators. The rows of the n-gram table stay in the file, which is mapped
 into memory. Exit codes are those of train_gpt.py, and every failure is a line: what, expected, found, fix.
 """
@@ -35,6 +37,7 @@ from train_gpt import BOS, fail
 LARGEST_DIFFERENCE = 0.01  # in nats a token, between the loss here and the logged one: other kernels, and 4-bit rows
 # What sampling takes where an option is not given. Given ones that do nothing are refused.
 SAMPLING = {"seed": 0, "temperature": 0.8, "top_p": 1.0, "length": 256}
+ALONG_LENGTH = 64  # tokens of a text of --sample-every, which must not delay a training by much
 
 
 # ---- model files -----------------------------------------------------------------------------------------------------
@@ -118,6 +121,19 @@ def read_tensors(path: Path, rows_too: bool) -> tuple[dict[str, str], dict[str, 
     return metadata, tensors
 
 
+def continuing_model(config: tg.ModelConfig, tensors: dict[str, Tensor]) -> tg.GPT:
+    """A model that continues texts, on any device, with `tensors` themselves as its parameters: none is copied. An
+    n-gram table that is not among them stays on the meta device."""
+    model = tg.GPT(config, replace(tg.reference_ops(), attention=attention), torch.device("meta"))
+    if model.ngram is not None:
+        tensors = {"ngram": model.ngram.detach()} | tensors
+    # assign=True puts these parameters in the place of the model's, so they need its roles.
+    model.load_state_dict(
+        {name: tg.make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
+        assign=True)
+    return model.requires_grad_(False)
+
+
 def read_model_file(path: Path, rows_too: bool = False) -> tuple[tg.GPT, dict, StoredRows]:
     """A saved model, with the dtypes of its file, the content of the file, and the rows of its n-gram table.
 
@@ -127,15 +143,7 @@ def read_model_file(path: Path, rows_too: bool = False) -> tuple[tg.GPT, dict, S
         metadata, tensors = read_tensors(path, rows_too)
         content, config = read_content(metadata)
         stored = StoredRows(tensors.pop("ngram.ids"), tensors.pop("ngram.rows"), tensors.pop("ngram.scales", None))
-
-        model = tg.GPT(config, replace(tg.reference_ops(), attention=attention), torch.device("meta"))
-        if model.ngram is not None:
-            tensors["ngram"] = model.ngram.detach()
-        # assign=True puts these parameters in the place of the model's, so they need its roles.
-        model.load_state_dict(
-            {name: tg.make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
-            assign=True)
-        return model.requires_grad_(False), content, stored
+        return continuing_model(config, tensors), content, stored
     except Exception as error:  # a foreign file can raise anything
         fail(f"model file {path}", f"{tg.MODEL_FORMAT}, as --save writes it", repr(error)[:200],
              "check the path, copy the file again, use the version that wrote it, or train one with --save FILE")
@@ -318,6 +326,17 @@ def draw(p: Tensor, temperature: float, top_p: float, generator: torch.Generator
     return int(ids[torch.multinomial(likeliest, 1, generator=generator)])
 
 
+def drawn_tokens(model: tg.GPT, geometry: tg.Geometry, ids: list[int], options: argparse.Namespace,
+                 generator: torch.Generator) -> Iterator[int]:
+    """Tokens that follow those of `ids`, where each is appended, up to options.length or the end of the document."""
+    for p in itertools.islice(next_tokens(model, geometry, ids), options.length):
+        token = draw(p[:model.config.vocabulary], options.temperature, options.top_p, generator)
+        ids.append(token)
+        yield token
+        if token == BOS:
+            return
+
+
 def continue_text(model: tg.GPT, content: dict, encoding, prompt: str, options: argparse.Namespace,
                   generator: torch.Generator):
     """Print `prompt` and what follows it, each token as it is drawn, up to the end of the document or --length tokens.
@@ -328,12 +347,9 @@ def continue_text(model: tg.GPT, content: dict, encoding, prompt: str, options: 
     print(prompt, end="", flush=True)
     clock = tg.Clock(model.lm_head.device)
     start = clock.since_start()
-    for count, p in enumerate(itertools.islice(next_tokens(model, geometry, ids), options.length), 1):
-        ids.append(draw(p[:model.config.vocabulary], options.temperature, options.top_p, generator))
-        sys.stdout.buffer.write(encoding.decode_single_token_bytes(ids[-1]))  # it may end within a character
+    for count, token in enumerate(drawn_tokens(model, geometry, ids, options, generator), 1):
+        sys.stdout.buffer.write(encoding.decode_single_token_bytes(token))  # it may end within a character
         sys.stdout.flush()
-        if ids[-1] == BOS:
-            break
     print()
     print(f"{count} tokens, {count / (clock.since_start() - start):.1f} a second", file=sys.stderr)
 
@@ -354,6 +370,58 @@ def sample(options: argparse.Namespace, device: torch.device):
     generator = torch.Generator(device).manual_seed(options.seed)
     for prompt in typed_lines() if options.text is None else [options.text]:
         continue_text(model, content, encoding, prompt, options, generator)
+
+
+# ---- texts along a training ------------------------------------------------------------------------------------------
+def on_one_line(text: str) -> str:
+    """A text in quotes, in characters that the terminal has; what would move its cursor is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return repr(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+@dataclass
+class Samples:
+    """What --sample-every of train_gpt.py shows: a document that the model writes by itself, always from one seed."""
+    every: int  # steps
+    vocabulary: int  # of the model
+
+    def __post_init__(self):
+        """Load GPT-2's vocabulary, or fail before the training begins."""
+        try:
+            self.encoding = load_encoding("gpt2")
+        except DataError as error:
+            fail(*error.parts)
+        except ImportError as error:
+            fail("--sample-every", f"the package {error.name}", "none",
+                 "pip install -r requirements.txt, or leave the option out")
+        if self.encoding.n_vocab != self.vocabulary:
+            fail("--sample-every", f"a model of GPT-2's {self.encoding.n_vocab} tokens", self.vocabulary,
+                 "leave the option out")
+
+    def due(self, done: int) -> bool:
+        return done % self.every == 0
+
+    def show(self, trainer: tg.Trainer, log: tg.RunLog, done: int):
+        """Say and log the text after `done` steps. The first rank writes it, and the others wait."""
+        ranks = trainer.ranks
+        ranks.heartbeat(f"the sample of step {done}", tg.WARM_UP_PATIENCE)
+        if ranks.rank == 0:
+            text = self.text(trainer, done)
+            log.line("sample", step=done, text=text)
+            log.say(f"step {done:5d}   writes {on_one_line(text)}")
+        ranks.gather_objects(None)  # no rank's clock goes on before
+
+    def text(self, trainer: tg.Trainer, done: int) -> str:
+        """With the weights and windows of the moment. Nothing that the training reads is touched."""
+        preset = trainer.preset
+        model = continuing_model(preset.model, trainer.model.state_dict())
+        index = tg.stage_index(preset, done - 1)
+        geometry = tg.rotary_geometry(preset, index, 1 + ALONG_LENGTH, trainer.device)
+        generator = torch.Generator(trainer.device).manual_seed(SAMPLING["seed"])
+        options = argparse.Namespace(**SAMPLING | {"length": ALONG_LENGTH})
+
+        tokens = drawn_tokens(model, geometry, [BOS], options, generator)
+        return b"".join(map(self.encoding.decode_single_token_bytes, tokens)).decode(errors="replace")
 
 
 # ---- main ------------------------------------------------------------------------------------------------------------

@@ -3026,9 +3026,9 @@ def off_the_clock(trainer: Trainer, meter: Meter, reason: str) -> Iterator[None]
 
 
 def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None,
-               checkpoints: Checkpoints | None = None) -> int:
-    """The first `steps` steps, on the clock; validations and checkpoints are off it. Returns the digest of this rank's
-    tokens."""
+               checkpoints: Checkpoints | None = None, samples: Any = None) -> int:
+    """The first `steps` steps, on the clock; validations, checkpoints and samples are off it. Returns the digest of
+    this rank's tokens."""
     checkpoints = checkpoints or Checkpoints()
     preset = trainer.preset
     ranks = trainer.ranks
@@ -3063,7 +3063,8 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None,
             ends_stage = done == steps or stage_index(preset, done) != index
             validates = val_every and done % val_every == 0 and done < steps
             keeps = checkpoints.due(done)
-            if step == first_step or ends_stage or validates or keeps or done % preset.log_every_steps == 0:
+            shows = samples and samples.due(done)
+            if step == first_step or ends_stage or validates or keeps or shows or done % preset.log_every_steps == 0:
                 meter.record(done, loss, stage)
 
             if validates:
@@ -3074,6 +3075,9 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None,
             if keeps:
                 with off_the_clock(trainer, meter, "checkpoint"):
                     checkpoints.write(trainer, done, digest)
+            if shows:
+                with off_the_clock(trainer, meter, "sample"):
+                    samples.show(trainer, log, done)
 
         trainer.optimizer.gather()
         clock.switch(None)
@@ -3098,7 +3102,7 @@ def prepare(trainer: Trainer, seed: int, log: RunLog):
 
 
 def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int | None, settings: dict,
-          checkpoints: Checkpoints) -> float:
+          checkpoints: Checkpoints, samples: Any = None) -> float:
     """One run from a seed: warm-up, the timed loop, the final validation. All of it is logged.
 
     Returns the validation loss in nats a token."""
@@ -3127,7 +3131,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     ranks.heartbeat("the warm-up")
 
     log.say(f"first timed step {clock.since_start():.1f} s after the process started")
-    digest = timed_loop(trainer, log, steps, val_every, checkpoints)
+    digest = timed_loop(trainer, log, steps, val_every, checkpoints, samples)
     elapsed_ms = clock.milliseconds()
     recompiled = compiled_graphs() - compiled
     loss = trainer.validate(trainer.final_geometry)
@@ -5691,6 +5695,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="train so many times the preset's steps; auto: as many as fit into one pass over the shards")
     add("--seed", type=within(int, 0, 2**62), help="fixes the initial weights; drawn and logged without it")
     add("--val-every", type=positive, help="validate every so many steps too, off the clock")
+    add("--sample-every", type=positive, metavar="N", help="show what the model writes every N steps, off the clock")
     add("--stop-after", type=positive, help="end after so many steps of the schedule; no record")
     add("--log-dir", type=Path, default=Path("logs"))
     add("--eager", action="store_true", help="without torch.compile")
@@ -5755,6 +5760,7 @@ def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
     if arguments.tensorboard:
         writable_place(arguments.tensorboard)
         summary_writer()
+    samples_along(arguments, preset)
     if arguments.checkpoint:
         path = Checkpoints.own_path(arguments.checkpoint, ranks)
         writable_place(path)
@@ -5818,6 +5824,19 @@ def summary_writer() -> type:
         fail("--tensorboard", "the package tensorboard", f"'{error}'",
              "pip install tensorboard, or without it python records export RUN --csv")
     return SummaryWriter
+
+
+def samples_along(arguments: argparse.Namespace, preset: Preset) -> Any:
+    """What shows texts of the model along the way, if the options ask for it: sample.py's, which no other run reads."""
+    if not arguments.sample_every:
+        return None
+    sys.modules.setdefault("train_gpt", sys.modules[__name__])  # it reads this module, of which a script has one alone
+    try:
+        import sample
+    except ImportError as error:
+        fail("--sample-every", "sample.py and data/fineweb.py beside train_gpt.py", f"'{error}'",
+             "start it in a whole clone, or leave the option out")
+    return sample.Samples(arguments.sample_every, preset.model.vocabulary)
 
 
 @contextlib.contextmanager
@@ -5900,7 +5919,8 @@ def main(argv: list[str] | None = None) -> int:
                     if value != defaults[option] and option != "gpu_hour_price"}
         name = f"{preset.name}-w{ranks.world}-s{seed}-{secrets.token_hex(3)}"
         with watched_log(trainer, name, arguments) as log:
-            loss = train(trainer, seed, log, steps, arguments.val_every, settings, checkpoints)
+            loss = train(trainer, seed, log, steps, arguments.val_every, settings, checkpoints,
+                         samples_along(arguments, preset))
             if arguments.gpu_hour_price is not None:
                 log.say(costs(ranks, trainer.clock, arguments.gpu_hour_price))
 

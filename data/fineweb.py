@@ -73,6 +73,7 @@ class DataError(Exception):
 
     def __init__(self, what, expected, found, fix):
         super().__init__(f"{what}: expected {expected}, found {found}; fix: {fix}")
+        self.parts = what, expected, found, fix
 
 
 # ---------------------------------------------------------------------------------------------------------------------

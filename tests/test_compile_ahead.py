@@ -1,5 +1,5 @@
 """compile_ahead.py: that the trainer finds in torch's cache what it compiled.
-Its kernels: tests/test_fp8_machine_code.py."""
+Its kernels, and what it need not do again: tests/test_fp8_machine_code.py."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ dynamo_compile = torch.compile
 torch.compile = compile_one
 preset = ahead.tg.PRESETS["smoke-gpu"]
 preset = replace(
-    preset, model=replace(preset.model, ngram_rows=4096), val_window_tokens=4096,
-    stages=[replace(stage, batch_tokens=8192) for stage in preset.stages])
+    preset, model=replace(preset.model, ngram_rows=4096), val_window_tokens=1024,
+    stages=[replace(stage, batch_tokens=1024) for stage in preset.stages])
 batches = ahead.packed(preset, [0])
 views = ahead.tg.HostBatch.views
 ahead.tg.HostBatch.views = lambda batch, data: views(batch, data.zero_())
@@ -52,14 +52,20 @@ print(json.dumps([counters["inductor"], counters["aot_autograd"], sorted(names -
 """
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Inductor's cache. What torch asks of the C++ compiler, and each kernel that it compiles, take seconds."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.slow
-def test_compiled_regions_are_found_again(tmp_path):
+def test_compiled_regions_are_found_again(tmp_path, cache):
     """With the results of Inductor and of autograd's tracing: forward, backward and without gradients.
 
     Each process is a script of its own, since torch's keys depend on what was imported first."""
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER)
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     commands = (
         [
             ROOT / "benchmarks/compile_ahead.py", "--preset", "smoke-gpu", "--only",
@@ -84,6 +90,7 @@ def test_compiled_regions_are_found_again(tmp_path):
 PADDING = """
 import sys
 import torch
+from torch._inductor import metrics
 from torch._inductor.fx_passes import pad_mm
 
 sys.path.append(sys.argv[1])
@@ -95,18 +102,21 @@ def time_both(*arguments, **options):
 pad_mm.has_triton = lambda: True
 pad_mm._should_pad = time_both
 ahead.compile_regions({"final_states"}, ahead.tg.PRESETS["smoke-gpu"], (9, 0), torch.device("cpu"))
+print(metrics.generated_kernel_count)
 """
 
 
 @pytest.mark.slow
-def test_nothing_is_timed_beside_the_trainer(tmp_path):
-    """What Inductor finds faster on a GPU at work is chance, and the trainer would keep it."""
+def test_nothing_is_timed_beside_the_trainer(tmp_path, cache):
+    """What Inductor finds faster on a GPU at work is chance, and the trainer would keep it. Here its passes run again
+    whatever the cache holds, which spares the C++ compiler alone."""
     script = tmp_path / "padding.py"
     script.write_text(PADDING)
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     run = subprocess.run([sys.executable, script, ROOT / "benchmarks"], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
-    assert list(tmp_path.glob("cache/fxgraph/*/*")), "something was compiled"
+    assert int(run.stdout) > 0, "something was compiled"
 
 
 @pytest.mark.parametrize("preset", ["sprint", "speedrun"])
@@ -175,48 +185,6 @@ def test_it_ends_with_the_trainer(tmp_path):
     while runs() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not runs()
-
-
-# A machine with 16 cores, on which the processes of the regions do nothing.
-STARTER = """
-import os
-import runpy
-import sys
-
-os.sched_getaffinity = lambda process: range(16)
-sys.executable = sys.argv[1]
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_what_is_compiled_is_not_compiled_again(tmp_path):
-    """A file in torch's cache says that all is there, until an argument or a script changes. A failure leaves none."""
-    told = tmp_path / "told"
-    cache = tmp_path / "cache"
-    told.write_text("")
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho \"$@\" >> {told}\nexit $CODE\n")
-    python.chmod(0o755)
-    script = ROOT / "benchmarks/compile_ahead.py"
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
-
-    def run(code, *options):
-        """How many files say that all is there, and the commands that were started."""
-        before = len(told.read_text().splitlines())
-        command = [sys.executable, "-c", STARTER, python, script, "--preset", "smoke-gpu", *options]
-        result = subprocess.run(command, capture_output=True, text=True, env=environment | {"CODE": str(code)})
-        assert bool(result.returncode) == bool(code), result.stderr
-        return len(list(cache.glob("ahead_*"))), sorted(told.read_text().splitlines()[before:])
-
-    files, lines = run(1, "--regions")
-    assert files == 0
-    assert len(lines) == 7
-    assert all(line.startswith(f"{script} --preset smoke-gpu --only ") for line in lines)
-    assert run(0, "--regions") == (1, lines)
-    assert run(0, "--regions") == (1, [])
-    assert run(0) == (2, [])
 
 
 def test_cache_is_found_where_torch_has_it(monkeypatch, tmp_path):

@@ -121,6 +121,22 @@ def test_other_tokens_are_told_from_those_of_the_training(saved, use, corpus, tm
     assert "other tokens" not in use(path, "--eval", "--data", copy).out, "the same tokens under another name"
 
 
+@pytest.mark.fast
+def test_only_the_first_validation_shard_is_read(saved, use, corpus, tmp_path):
+    """As in the training: neither its own shards nor a later one for validation, whose tokens would be others."""
+    path, log = saved
+    folder = tmp_path / "several"
+    folder.mkdir()
+    for shard in corpus.glob("*.bin"):
+        (folder / shard.name).write_bytes(shard.read_bytes())
+    helpers.write_shard(folder / "tiny_val_000001.bin", helpers.documents(1500, seed=32))
+    assert "other tokens" not in use(path, "--eval", "--data", folder).out
+    model, content = sample.load_model(path, CPU, rows_too=True)
+    loss, digest = sample.evaluate_model(model, content, folder)
+    assert digest == log[-1]["val_hash"]
+    assert loss == pytest.approx(log[-1]["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("logged, code", [(0.009, 0), (0.011, 2), (-0.011, 2), (math.nan, 2)])
 def test_another_loss_than_the_logged_one_fails(saved, use, logged, code):
     path, log = saved

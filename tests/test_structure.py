@@ -273,10 +273,13 @@ def test_what_is_pending_is_there():
 
 
 def test_the_script_holds_the_training_alone():
-    """What comes after it, or serves no run, is elsewhere: nothing here reads a model file or knows its sibling."""
+    """What comes after it, or serves no run, is elsewhere: nothing here reads a model file or knows its sibling, but
+    for --sample-every, which imports it."""
     names = set(definitions())
     assert not names & {"load_model", "evaluate_file", "export_model", "sample_text", "check_network", "training_work"}
-    assert not re.search(r"^\s*(from|import) (sample|benchmarks|records|data)\b", SOURCE, re.MULTILINE)
+    siblings = re.findall(r"^(\s*)(?:from|import) (sample|benchmarks|records|data)\b", SOURCE, re.MULTILINE)
+    assert [name for _, name in siblings] == ["sample"]
+    assert "import sample" in ast.unparse(tree_of("samples_along"))
     options = {option for action in tg_options() for option in action.option_strings}
     assert "--save" in options
     assert not options & {"--eval", "--sample", "--export"}
