@@ -57,9 +57,9 @@ def ranked(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def on_nodes(corpus, tmp_path_factory):
-    """The same as 2 processes on each of 4 nodes, and 1 on 2, started as torchrun would start them there."""
+    """The same as 4 processes on each of 2 nodes, 2 on 4, and 1 on 2, started as torchrun would start them there."""
     import helpers
-    return helpers.launch(corpus, tmp_path_factory.mktemp("nodes"), worlds=("4x2", "2x1"))
+    return helpers.launch(corpus, tmp_path_factory.mktemp("nodes"), worlds=("2x4", "4x2", "2x1"))
 
 
 @pytest.fixture(scope="session")

@@ -802,7 +802,7 @@ def test_processes_log_the_same_training(ranked, world):
     assert all(rank["loss"] == pytest.approx(end["loss"], abs=1e-6) for rank in outcome(ranked, world))
 
 
-@pytest.mark.parametrize("size, world", [("4x2", 8), ("2x1", 2)])
+@pytest.mark.parametrize("size, world", [("2x4", 8), ("4x2", 8), ("2x1", 2)])
 def test_nodes_train_as_one(ranked, on_nodes, size, world):
     """To the last digit: losses, weights and every rank's state;
     only the head says on how many nodes, and no memory is shared between them."""
