@@ -5,6 +5,8 @@
     python sample.py MODEL --eval [--data FOLDER]     validation loss, beside the one that the training has logged
     python sample.py MODEL --export TO                a copy with 4 bits for a number of the n-gram table
     python sample.py MODEL --export TO --dense        the same without the hashed n-grams, for other programs
+    python sample.py MODEL --export TO --megabytes N  a small copy, to try: the rows that text asks for most, as many
+                                                      as N MB hold beside the rest, and all tables in 4 bits
 
 And what train_gpt.py needs for --sample-every: a model continues texts while it is trained.
 
@@ -38,6 +40,9 @@ LARGEST_DIFFERENCE = 0.01  # in nats a token, between the loss here and the logg
 # What sampling takes where an option is not given. Given ones that do nothing are refused.
 SAMPLING = {"seed": 0, "temperature": 0.8, "top_p": 1.0, "length": 256}
 ALONG_LENGTH = 64  # tokens of a text of --sample-every, which must not delay a training by much
+COUNTED_TOKENS = 10_000_000  # of the training, whose lookups tell the rows that text asks for most
+COUNTED_WINDOW = 65_536  # so many at a time
+HEADER_ROOM = 65_536  # bytes of a model file that are no tensor: fewer
 
 
 # ---- model files -----------------------------------------------------------------------------------------------------
@@ -137,12 +142,15 @@ def continuing_model(config: tg.ModelConfig, tensors: dict[str, Tensor]) -> tg.G
 def read_model_file(path: Path, rows_too: bool = False) -> tuple[tg.GPT, dict, StoredRows]:
     """A saved model, with the dtypes of its file, the content of the file, and the rows of its n-gram table.
 
-    All is mapped into memory; the model itself has its n-gram table on the meta device. `rows_too`: see read_tensors.
+    All is mapped into memory, but for tables in 4 bits; the model itself has its n-gram table on the meta device.
+    `rows_too`: see read_tensors.
     """
     try:
         metadata, tensors = read_tensors(path, rows_too)
         content, config = read_content(metadata)
         stored = StoredRows(tensors.pop("ngram.ids"), tensors.pop("ngram.rows"), tensors.pop("ngram.scales", None))
+        for name in [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]:
+            tensors[name] = unpack_rows(tensors[name], tensors.pop(f"{name}.scales")).to(getattr(torch, config.dtype))
         return continuing_model(config, tensors), content, stored
     except Exception as error:  # a foreign file can raise anything
         fail(f"model file {path}", f"{tg.MODEL_FORMAT}, as --save writes it", repr(error)[:200],
@@ -172,23 +180,39 @@ def saved_geometry(content: dict, model: tg.GPT, positions: int) -> tg.Geometry:
                               model.lm_head.dtype, model.lm_head.device)
 
 
-def export_model(path: Path, target: Path, dense: bool):
+def export_model(path: Path, target: Path, dense: bool = False, megabytes: float | None = None, data: Path | None = None):
     """Copy a model with its n-gram rows in 4 bits; `dense`: without those of hashed n-grams, which no lookup of this
-    program can do without."""
+    program can do without. With `megabytes` the file has at most so many: all tables are in 4 bits, and those rows go
+    that are used least in the training's shards, which `data` may name."""
     model, content, stored = read_model_file(path, rows_too=True)
     if target.exists():  # perhaps the model itself
         fail(f"exporting to {target}", "a new file", "one that exists", "choose another name, or remove it")
-    kept = torch.arange(len(stored.ids))
-    if dense:
-        kept = kept[stored.ids >= model.config.ngram_pieces * model.config.ngram_rows]
 
     def packed(part):
         if stored.scales is not None:
             return stored.rows[part], stored.scales[part]
         return quantize_rows(stored.rows[part])
 
+    config = model.config
     model.ngram = None
-    tensors = dict(model.state_dict()) | {"ngram.ids": stored.ids[kept]}
+    tensors = dict(model.state_dict())
+    kept = torch.arange(len(stored.ids))
+    if dense:
+        kept = kept[stored.ids >= config.ngram_pieces * config.ngram_rows]
+    if megabytes is not None:
+        for name in [name for name, tensor in tensors.items() if tensor.shape[:1] == (config.padded_vocabulary,)]:
+            tensors[name], tensors[f"{name}.scales"] = quantize_rows(tensors[name])
+        row_bytes = stored.ids.itemsize + sum(part.nbytes for part in packed(kept[:1]))
+        others = HEADER_ROOM + sum(tensor.nbytes for tensor in tensors.values())
+        room = int((megabytes * 1e6 - others) // row_bytes)
+        if room < 1:
+            fail(f"exporting to {target}", "room for rows of the n-gram table", f"{megabytes:g} MB",
+                 f"give --megabytes more than the {others / 1e6:.1f} of all other weights")
+        uses = count_uses(config, stored.ids, data or Path(content["validation"]["data"]))
+        kept = uses.argsort(descending=True, stable=True)[:room].sort().values
+        content["rows_kept"] = [len(kept), len(stored.ids)]
+
+    tensors["ngram.ids"] = stored.ids[kept]
     sizes = [(len(kept), *like.shape[1:]) for like in packed(kept[:1])]
     rows, scales = (torch.empty(size, dtype=like.dtype, device="meta") for size, like in zip(sizes, packed(kept[:1])))
     parts = itertools.chain(
@@ -197,6 +221,24 @@ def export_model(path: Path, target: Path, dense: bool):
         (("ngram.scales", packed(part)[1]) for part in kept.split(2**16)))
     form = f"dense part of {tg.MODEL_FORMAT}" if dense else tg.MODEL_FORMAT
     tg.write_model(target, form, content, tensors | {"ngram.rows": rows, "ngram.scales": scales}, parts)
+
+
+def count_uses(config: tg.ModelConfig, ids: Tensor, folder: Path) -> Tensor:
+    """How often the lookups of a folder's first training tokens, at most COUNTED_TOKENS, ask for each of the rows `ids`
+    [N], ascending. Returns int64 [N]."""
+    uses = torch.zeros(len(ids), dtype=torch.int64)
+    left = COUNTED_TOKENS
+    for shard in tg.find_shards(folder, "train"):
+        tokens = min(left, len(tg.open_shard(shard, config.vocabulary)) - 1)
+        windows, _ = tg.validation_windows(shard, tokens, COUNTED_WINDOW, config.vocabulary)
+        for number, window in enumerate(windows):
+            asked = tg.pack({number: window}, config, pin=False).to(ids.device).ngrams.flatten()
+            index = torch.searchsorted(ids, asked).clamp(max=len(ids) - 1)
+            uses += torch.bincount(index[ids[index] == asked], minlength=len(ids))
+        left -= tokens
+        if not left:
+            break
+    return uses
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------
@@ -218,16 +260,18 @@ def evaluate_model(model: tg.GPT, content: dict, folder: Path) -> tuple[float, s
 
 
 def validate(path: Path, data: Path | None, device: torch.device):
-    """Print the validation loss of a saved model. Fail if it is not the logged one, on the tokens of its training."""
+    """Print the validation loss of a saved model. Fail if it is not the logged one, on the tokens of its training; of a
+    copy with fewer rows another is expected."""
     model, content = load_model(path, device, rows_too=True)
     validation = content["validation"]
     folder = data or Path(validation["data"])
     loss, digest = evaluate_model(model, content, folder)
     logged = validation["loss"]
     same = digest == validation["hash"]
+    kept = "; with {:,} of {:,} rows".format(*content["rows_kept"]) if "rows_kept" in content else ""
     others = "" if same else f" on other tokens, of {validation['data']}"
-    print(f"val loss {loss:.6f} on {folder}; logged {logged:.6f}{others}")
-    if same and not abs(loss - logged) <= LARGEST_DIFFERENCE:
+    print(f"val loss {loss:.6f} on {folder}; logged {logged:.6f}{others}{kept}")
+    if same and not kept and not abs(loss - logged) <= LARGEST_DIFFERENCE:
         fail("val loss", f"within {LARGEST_DIFFERENCE} of the logged {logged:.4f}", f"{loss:.4f}",
              "use the version that trained the model (its SHA-256 is in the file), and report this")
 
@@ -436,9 +480,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--top-p", type=tg.within(float, 0, 1), help="only the likeliest tokens, up to this share (1)")
     add("--length", type=tg.within(int, 1, 100_000), help="tokens at most (256)")
     add("--eval", action="store_true", help="validation loss, compared with the logged one")
-    add("--data", type=Path, help="with --eval: the folder of other shards than the training's")
+    add("--data", type=Path, help="with --eval or --megabytes: the folder of other shards than the training's")
     add("--export", type=Path, metavar="TO", help="copy the model, its n-gram table in 4 bits a number")
     add("--dense", action="store_true", help="with --export: without the hashed n-grams")
+    add("--megabytes", type=tg.within(float, 0, 1e6), metavar="N",
+        help="with --export: at most so many MB, all tables in 4 bits, only the n-gram rows that are used most")
     options = parser.parse_args(argv)
 
     given = [name for name in ("text", *SAMPLING) if getattr(options, name) is not None]
@@ -447,10 +493,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if given and (options.export or options.eval):
         option = "a text" if given[0] == "text" else f"--{given[0].replace('_', '-')}"
         parser.error(f"{option} does nothing with --eval or --export")
-    if options.data and not options.eval:
-        parser.error("--data does nothing without --eval")
-    if options.dense and not options.export:
-        parser.error("--dense does nothing without --export")
+    if options.data and not options.eval and options.megabytes is None:
+        parser.error("--data does nothing without --eval or --megabytes")
+    for name in ("dense", "megabytes"):
+        if getattr(options, name) not in (None, False) and not options.export:
+            parser.error(f"--{name} does nothing without --export")
+    if options.dense and options.megabytes is not None:
+        parser.error("--dense and --megabytes: one at a time")
     for name, value in SAMPLING.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -461,7 +510,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     try:
         if options.export:
-            export_model(options.model, options.export, options.dense)
+            export_model(options.model, options.export, options.dense, options.megabytes, options.data)
             return 0
         device = tg.pick_device(0)
         if options.eval:

@@ -237,7 +237,8 @@ def test_ctrl_c_in_the_loop(saved, use, bytes_as_tokens, monkeypatch):
 
 @pytest.mark.parametrize("options, told", [
     (["--eval", "--export", "x"], "one at a time"), (["--data", "x"], "--data does nothing"),
-    (["--dense"], "--dense does nothing"), (["text", "--eval"], "a text does nothing"),
+    (["--dense"], "--dense does nothing"), (["--megabytes", "9"], "--megabytes does nothing"),
+    (["--export", "x", "--dense", "--megabytes", "9"], "one at a time"), (["text", "--eval"], "a text does nothing"),
     (["--seed", "1", "--eval"], "--seed does nothing"), (["--top-p", "1", "--export", "x"], "--top-p does nothing"),
     (["--length", "256", "--eval"], "--length does nothing"), (["--temperature", "nan"], "--temperature"),
     (["--temperature", "0"], "--temperature"), (["--top-p", "1.1"], "--top-p"), (["--length", "0"], "--length"),
@@ -380,6 +381,55 @@ def test_a_compact_copy_evaluates_to_the_loss(saved, use, bytes_as_tokens, tmp_p
     assert found.code == 0
     assert float(found.out.split()[2]) == pytest.approx(log[-1]["loss"], abs=1e-3)
     assert use(tmp_path / "out" / "compact", "Once", "--length", 3).code == 0
+
+
+def test_a_small_copy_keeps_the_rows_that_text_asks_for_most(saved, use, bytes_as_tokens, corpus, tmp_path):
+    """As many as its megabytes hold; every table is in 4 bits, matrices stay; its loss is another one, and is said."""
+    path, log = saved
+    whole, _, stored = sample.read_model_file(path, rows_too=True)
+    uses = np.zeros(int(stored.ids[-1]) + 1, int)
+    for shard in sorted(corpus.glob("*_train_*.bin")):
+        documents = tg.cut_documents(tg.open_shard(shard, MODEL.vocabulary), sample.COUNTED_WINDOW)
+        lookups = tg.pack({0: documents}, MODEL, pin=False).to(CPU).ngrams.flatten().numpy()
+        uses += np.bincount(lookups, minlength=len(uses))
+    uses = uses[stored.ids]
+
+    fits = tmp_path / "fits"
+    assert use(path, "--export", fits, "--megabytes", 1000, "--data", corpus).code == 0, "a limit that is far"
+    _, _, everything = sample.read_model_file(fits)
+    assert everything.ids.equal(stored.ids)
+    row_bytes = 4 + everything.rows[0].nbytes + everything.scales[0].nbytes
+
+    target = tmp_path / "small"
+    megabytes = (fits.stat().st_size + sample.HEADER_ROOM - row_bytes * len(stored.ids) // 2) / 1e6
+    assert use(path, "--export", target, "--megabytes", megabytes).code == 0
+    assert megabytes * 1e6 - sample.HEADER_ROOM <= target.stat().st_size <= megabytes * 1e6
+    small_copy, content, few = sample.read_model_file(target, rows_too=True)
+    number = len(few.ids)
+    assert content["rows_kept"] == [number, len(stored.ids)]
+    assert 0.4 < number / len(stored.ids) < 0.8
+    is_kept = np.isin(stored.ids, few.ids)
+    assert is_kept.sum() == number
+    assert uses[is_kept].min() >= uses[~is_kept].max()
+    assert few.rows.equal(sample.quantize_rows(stored.rows)[0][is_kept])
+    for name, tensor in small_copy.state_dict().items():
+        before = whole.get_parameter(name)
+        assert tensor.dtype == before.dtype, name
+        if name == "ngram":
+            continue
+        if tensor.shape[:1] == whole.lm_head.shape[:1]:
+            before = sample.unpack_rows(*sample.quantize_rows(before))
+        assert tensor.equal(before), name
+
+    found = use(target, "--eval")
+    assert found.code == 0, "though the loss is not the logged one"
+    assert re.fullmatch(rf"val loss .*; logged .*; with {number:,} of {len(stored.ids):,} rows\n", found.out)
+    assert use(target, "Once", "--length", 3).code == 0
+
+    found = use(path, "--export", tmp_path / "smaller", "--megabytes", 0.001)
+    assert found.code == 2
+    assert re.fullmatch(r"sample: exporting to .*: expected room for rows .*, found 0.001 MB; fix: .* the 0\.\d of .*\n",
+                        found.err)
 
 
 def test_exported_weights(saved, use, tmp_path):
