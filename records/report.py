@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -152,12 +153,25 @@ VALIDATION = {"validation tokens": lambda run: run.head.get("preset", {}).get("v
               "corpus": corpus}
 
 
-def incomparable(a: list[Run], b: list[Run]) -> tuple[list[str], list[str]]:
-    """Why the losses and why the times of two sides cannot be compared; empty lists if they can."""
+def training_objective(run: Run) -> str:
+    """What a training loss is of: the classes of each stage's softmax, their weights, and the targets. Without the
+    weights, which all runs had once, a sampled softmax gives a lower loss."""
+    preset = run.head.get("preset", {})
+    stages = [(stage.get("sampled_classes"), stage.get("targets")) for stage in preset.get("stages", [])]
+    return str([preset.get("model", {}).get("importance_weights", True), stages])
+
+
+def incomparable(a: list[Run], b: list[Run], pairs: bool = False) -> tuple[list[str], list[str]]:
+    """Why the losses and why the times of two sides cannot be compared; empty lists if they can. The `pairs` of a plan
+    may be spread over the GPUs of a machine if each stays on one."""
     loss = differing(a, b, {"preset": lambda r: r.head.get("preset", {}).get("name"), **VALIDATION})
     time = differing(a, b, {"hardware": lambda r: r.head.get("device"), "GPUs": lambda r: r.head.get("world"),
-                            "nodes": lambda r: r.head.get("nodes", 1), "machine": lambda r: r.head.get("machine")})
-    return loss, time
+                            "nodes": lambda r: r.head.get("nodes", 1)})
+    machine = {"machine": lambda r: r.head.get("machine")}
+    if not pairs:
+        return loss, time + differing(a, b, machine)
+    apart = [differing([x], [y], machine) for x, y in zip(a, b)]
+    return loss, time + sorted(set(itertools.chain(*apart)))
 
 
 def mean_curve(runs: list[Run]) -> tuple[np.ndarray, np.ndarray, str]:
@@ -219,6 +233,8 @@ def equal_loss(a: list[Run], b: list[Run]) -> str:
     (curve_a, _, kind_a), (curve_b, _, kind_b) = mean_curve(a), mean_curve(b)
     if not len(curve_a) or not len(curve_b) or kind_a != kind_b:
         return "time at equal loss: the logs hold no common curve"
+    if kind_a == "training loss" and {training_objective(run) for run in a} != {training_objective(run) for run in b}:
+        return "time at equal loss: not to be had, the training losses are of other classes, weights or targets"
     level = max(curve_a[-1, 1], curve_b[-1, 1])
     time_a, time_b = seconds_to(curve_a, level), seconds_to(curve_b, level)
     return (f"time at equal loss: {kind_a} {level:.4f} after {time_a:.2f} s (A) and {time_b:.2f} s (B), "
@@ -254,7 +270,7 @@ def compare(a_spec: str, b_spec: str) -> str:
     (a_name, a), (b_name, b), pairs = load_pair(a_spec, b_spec)
     losses = [run.loss for run in a], [run.loss for run in b]
     times = [run.ms / 1e3 for run in a], [run.ms / 1e3 for run in b]
-    no_loss, no_time = incomparable(a, b)
+    no_loss, no_time = incomparable(a, b, pairs)
     loss, time = stats.welch(*losses), (stats.paired if pairs else stats.welch)(*times)
     usual = stats.mean(times[1])
     loss_sd = pooled(losses) or 0.0015

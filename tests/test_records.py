@@ -377,7 +377,7 @@ def test_the_track_of_webmix(tmp_path):
     track = record.TRACKS["speedrun-webmix"]
     assert (track.corpus, track.target_loss, track.loss_sd, track.practice) == ("webmix", 3.0924, 0.0029, False)
     free = record.TRACKS["speedrun-webmix-free"]
-    assert free == track._replace(target_loss=3.2257) and tracks.EARLIER["speedrun-webmix"].target_loss == 3.1029
+    assert free == track._replace(preset="speedrun-webmix-free", target_loss=3.2257) and tracks.EARLIER["speedrun-webmix"].target_loss == 3.1029
     header = struct.pack("<3i", 20240520, 1, 10_133_000)
     for number in range(1, 27):
         (tmp_path / f"webmix_train_{number:06d}.bin").write_bytes(header)
@@ -1011,6 +1011,22 @@ def test_time_at_equal_loss_is_at_the_worse_one(finished, monkeypatch):
     curves = iter((np.array([[1.0, 5.0], [2.0, 4.0]]), np.array([[1.0, 5.0], [3.0, 3.0]])))
     monkeypatch.setattr(report, "mean_curve", lambda runs: (next(curves), 0, "training loss"))
     assert "training loss 4.0000 after 2.00 s (A) and 2.00 s (B)" in report.equal_loss([], [])
+
+
+def test_training_losses_of_other_softmaxes_are_not_compared(finished, copy):
+    assert "time at equal loss: training loss" in report.compare(str(copy), str(finished[1]))
+    for path in (copy / "runs").glob("a-*"):
+        rewrite_log(path, lambda e: e[0]["preset"].update(model={"importance_weights": False}))
+    assert "time at equal loss: not to be had, the training losses are of other classes" in report.compare(str(copy), str(finished[1]))
+
+
+def test_the_times_of_pairs_compare_if_each_stayed_on_one_machine(finished, copy):
+    """As with --at-once: a machine's name in a log depends on the GPU."""
+    for number, path in enumerate(sorted((copy / "runs").glob("?-*"), key=lambda path: path.name[1:])):
+        rewrite_log(path, lambda e: e[0].update(machine=f"m{number // 2}"))
+    assert "times comparable:  yes" in report.compare(f"{copy}:a", f"{copy}:b")
+    rewrite_log(path, lambda e: e[0].update(machine="another"))
+    assert re.search("times comparable:  no, machine (m2 against another|another against m2)\n", report.compare(f"{copy}:a", f"{copy}:b"))
 
 
 def test_compare_says_why_not(finished, copy):
