@@ -50,8 +50,8 @@ TRACKS = {
                                   SMALL_SD, 5),
     "speedrun-webmix": Track("speedrun-webmix", "webmix", WEBMIX, 243_000_000, 243_200_000, 4_194_304, 3.0924,
                              SPEEDRUN_SD, 8),
-    "speedrun-webmix-free": Track("speedrun-webmix", "webmix", WEBMIX, 243_000_000, 243_200_000, 4_194_304, 3.2257,
-                                  SPEEDRUN_SD, 8),
+    "speedrun-webmix-free": Track("speedrun-webmix-free", "webmix", WEBMIX, 243_000_000, 243_200_000, 4_194_304,
+                                  3.2257, SPEEDRUN_SD, 8),
     "smoke": Track("smoke", "sample", "data/sample", 10_000_000, 10_000_000, 8192, None, 0.01, 2, practice=True),
 }
 
