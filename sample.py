@@ -180,7 +180,8 @@ def saved_geometry(content: dict, model: tg.GPT, positions: int) -> tg.Geometry:
                               model.lm_head.dtype, model.lm_head.device)
 
 
-def export_model(path: Path, target: Path, dense: bool = False, megabytes: float | None = None, data: Path | None = None):
+def export_model(
+        path: Path, target: Path, dense: bool = False, megabytes: float | None = None, data: Path | None = None):
     """Copy a model with its n-gram rows in 4 bits; `dense`: without those of hashed n-grams, which no lookup of this
     program can do without. With `megabytes` the file has at most so many: all tables are in 4 bits, and those rows go
     that are used least in the training's shards, which `data` may name."""

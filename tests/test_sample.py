@@ -428,8 +428,8 @@ def test_a_small_copy_keeps_the_rows_that_text_asks_for_most(saved, use, bytes_a
 
     found = use(path, "--export", tmp_path / "smaller", "--megabytes", 0.001)
     assert found.code == 2
-    assert re.fullmatch(r"sample: exporting to .*: expected room for rows .*, found 0.001 MB; fix: .* the 0\.\d of .*\n",
-                        found.err)
+    pattern = r"sample: exporting to .*: expected room for rows .*, found 0.001 MB; fix: .* the 0\.\d of .*\n"
+    assert re.fullmatch(pattern, found.err)
 
 
 def test_exported_weights(saved, use, tmp_path):
