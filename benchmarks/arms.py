@@ -229,10 +229,11 @@ class Averages:
 
 
 def choosing_windows(tg, trainer) -> tuple[list, int]:
-    """The validation shard's tokens behind those that judge, packed, and how many: constants are chosen on these."""
+    """The validation shard's tokens behind those that judge, packed, and how many, at most as many as judge: constants
+    are chosen on these."""
     preset = trainer.preset
     shard = tg.open_shard(tg.find_shards(trainer.folder, "val")[0], preset.model.vocabulary)
-    rest = shard[preset.val_tokens:]
+    rest = shard[preset.val_tokens:2 * preset.val_tokens + 1]
     count = (len(rest) - 1) // 1024 * 1024
     windows = []
     for start in range(0, count, preset.val_window_tokens):
