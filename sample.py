@@ -201,7 +201,9 @@ def export_model(
     if dense:
         kept = kept[stored.ids >= config.ngram_pieces * config.ngram_rows]
     if megabytes is not None:
-        for name in [name for name, tensor in tensors.items() if tensor.shape[:1] == (config.padded_vocabulary,)]:
+        tables = [name for name, tensor in tensors.items()
+                  if tensor.dim() == 2 and len(tensor) == config.padded_vocabulary]
+        for name in tables:
             tensors[name], tensors[f"{name}.scales"] = quantize_rows(tensors[name])
         row_bytes = stored.ids.itemsize + sum(part.nbytes for part in packed(kept[:1]))
         others = HEADER_ROOM + sum(tensor.nbytes for tensor in tensors.values())

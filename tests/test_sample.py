@@ -413,11 +413,11 @@ def test_a_small_copy_keeps_the_rows_that_text_asks_for_most(saved, use, bytes_a
     assert uses[is_kept].min() >= uses[~is_kept].max()
     assert few.rows.equal(sample.quantize_rows(stored.rows)[0][is_kept])
     for name, tensor in small_copy.state_dict().items():
-        before = whole.get_parameter(name)
+        before = whole.state_dict()[name]
         assert tensor.dtype == before.dtype, name
         if name == "ngram":
             continue
-        if tensor.shape[:1] == whole.lm_head.shape[:1]:
+        if tensor.dim() == 2 and len(tensor) == len(whole.lm_head):
             before = sample.unpack_rows(*sample.quantize_rows(before))
         assert tensor.equal(before), name
 
