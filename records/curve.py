@@ -12,7 +12,7 @@ import numpy as np
 import stats
 from plots import COLOURS, canvas, place_labels, save
 from record import HOME, finished
-from report import VALIDATION, differing, load_all, load_runs, mean_curve, seconds_to
+from report import VALIDATION, differing, load_all, load_runs, mean_curve, seconds_to, training_objective
 from runlog import Run, fail
 
 
@@ -33,7 +33,8 @@ def final_validation(side: Side) -> Side:
 def load_curves(specs: list[str]) -> list[Side]:
     """Each side, all with losses of one kind.
 
-    Beside a side that was validated along the way a record has only its final validation.
+    Beside a side that was validated along the way, or trained on another objective, a record has only its final
+    validation.
     """
     loaded = load_all(specs)
     for _, runs in loaded[1:]:
@@ -46,7 +47,9 @@ def load_curves(specs: list[str]) -> list[Side]:
         if not len(curve):
             fail(f"curve of {label}", "losses along the run", "none in its logs", "name another log")
         sides.append(Side(label.removesuffix(".txt").removesuffix(".jsonl").removesuffix(".json"), curve, runs, kind))
-    if len({side.kind for side in sides}) == 1:
+    if {side.kind for side in sides} == {"validation loss"}:
+        return sides
+    if len({(side.kind, training_objective(run)) for side in sides for run in side.runs}) == 1:
         return sides
     return [final_validation(side) if side.kind == "training loss" else side for side in sides]
 

@@ -154,11 +154,12 @@ VALIDATION = {"validation tokens": lambda run: run.head.get("preset", {}).get("v
 
 
 def training_objective(run: Run) -> str:
-    """What a training loss is of: the classes of each stage's softmax, their weights, and the targets. Without the
-    weights, which all runs had once, a sampled softmax gives a lower loss."""
+    """What the training loss of a run's last stage is of: the targets, and the classes of the softmax unless they have
+    importance weights, as all once had: these make the losses of different samples comparable."""
     preset = run.head.get("preset", {})
-    stages = [(stage.get("sampled_classes"), stage.get("targets")) for stage in preset.get("stages", [])]
-    return str([preset.get("model", {}).get("importance_weights", True), stages])
+    weighted = preset.get("model", {}).get("importance_weights", True)
+    last = (preset.get("stages") or [{}])[-1]
+    return str((weighted or last.get("sampled_classes"), last.get("targets")))
 
 
 def incomparable(a: list[Run], b: list[Run], pairs: bool = False) -> tuple[list[str], list[str]]:
@@ -234,7 +235,7 @@ def equal_loss(a: list[Run], b: list[Run]) -> str:
     if not len(curve_a) or not len(curve_b) or kind_a != kind_b:
         return "time at equal loss: the logs hold no common curve"
     if kind_a == "training loss" and {training_objective(run) for run in a} != {training_objective(run) for run in b}:
-        return "time at equal loss: not to be had, the training losses are of other classes, weights or targets"
+        return "time at equal loss: not to be had, the training losses are of other classes or targets"
     level = max(curve_a[-1, 1], curve_b[-1, 1])
     time_a, time_b = seconds_to(curve_a, level), seconds_to(curve_b, level)
     return (f"time at equal loss: {kind_a} {level:.4f} after {time_a:.2f} s (A) and {time_b:.2f} s (B), "

@@ -79,6 +79,15 @@ def test_a_training_loss_leaves_the_final_validation_to_compare(sides, trained):
     ]
 
 
+def test_trainings_on_other_objectives_leave_their_final_validations():
+    """The newest record's softmax has no importance weights, its parent's has."""
+    name = "2026-11-28_pointer-keys"
+    text = curve.table([f"{name}:a", f"{name}:b"])
+    assert text.count("validation loss, only at the end, ") == 2
+    assert numbers(text)[1][0] == ["3.0860", "155.3", "never", "-"]
+    assert "   training loss (high at first" in curve.table([f"{name}:a", f"{name}:a"])
+
+
 def test_what_the_other_side_never_reached_is_said(sides, trained):
     path = Path(trained)
     path.write_text(
