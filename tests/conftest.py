@@ -17,11 +17,38 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter():
-    """For each sum and product of integers Triton's interpreter computes whether it overflows,
-    which only its debug mode looks at: a fifth of its time."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from triton.runtime.interpreter import interpreter_builder as builder
-        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    """Three habits of Triton's interpreter take two thirds of its time, and no test needs them.
+
+    For each sum and product of integers it computes whether it overflows, which only its debug mode looks at. At each
+    launch, and at each call of a device function within, it looks through all of triton.language for what it has to
+    replace; here it does so once for each module with kernels, and leaves that in place. And it fills a table of all
+    types whenever it looks one up."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+    interpreter.interpreter_builder.options = dataclasses.replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False)
+    patch = interpreter._patch_lang
+    patched = set()
+
+    def patch_once(function):
+        module = function.__globals__["__name__"]
+        if module not in patched:
+            patch(function)
+            patched.add(module)
+        return interpreter._LangPatchScope()  # nothing to restore
+
+    interpreter._patch_lang = patch_once
+    numpy_type_of = interpreter._get_np_dtype
+    numpy_types = {}
+
+    def look_up(kind):
+        name = kind.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type_of(kind)
+        return numpy_types[name]
+
+    interpreter._get_np_dtype = look_up
 
 
 @pytest.fixture(scope="session")
