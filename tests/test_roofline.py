@@ -77,9 +77,9 @@ def fp8_launches(corpus, monkeypatch):
 
 
 @interpreted
-# the interpreter multiplies bfloat16 wrongly: values do not matter here
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_rules_fit_the_launches_of_a_step(tiny, corpus, monkeypatch):
+    """Arguments alone matter, so no kernel runs."""
+    monkeypatch.setattr("triton.runtime.interpreter.GridExecutor.__call__", lambda *arguments, **options: None)
     launches, model, documents = fp8_launches(corpus, monkeypatch)
     found = {
         name: [costs.OWN[name](a) for a in arguments] for name, arguments in launches.items()
