@@ -435,35 +435,57 @@ def test_a_node_has_no_shards(broken):
     assert "train shards: expected" in theirs
 
 
-@pytest.mark.parametrize("numbers, told", [
-    ((0,), ["no node 1; fix: start ./run.sh there with MASTER_ADDR=127.0.0.1"]),
-    ((1,), ["no answer from 127.0.0.1:"]),
-    ((0, 0), ["taken or not of this node", "no node 1"]),
-    ((0, 1), [])], ids=str)
-def test_nodes_meet(numbers, told):
+# Which nodes start, and what they say in the end: nothing where all come.
+MEETINGS = {
+    (0,): ["no node 1; fix: start ./run.sh there with MASTER_ADDR=127.0.0.1"],
+    (1,): ["no answer from 127.0.0.1:"],
+    (0, 0): ["taken or not of this node", "no node 1"],
+    (0, 1): [],
+}
+
+
+def meeting_limit(numbers):
+    """--stall-limit of a meeting, in seconds: where there is a second process, it may be slow to start."""
+    return 20 if len(numbers) > 1 else 5
+
+
+@pytest.fixture(scope="module")
+def met():
+    """What run.sh said and how it ended, by MEETINGS, on each node. Most of it is waiting, so they start together."""
+    started = {}
+    for numbers in MEETINGS:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        environment = os.environ | {
+            "PYTHON": sys.executable,
+            "NNODES": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = ["bash", "run.sh", "--check", "--preset", "smoke", "--stall-limit", str(meeting_limit(numbers))]
+        started[numbers] = [
+            subprocess.Popen(command, cwd=ROOT, env=environment | {"NODE_RANK": str(number)}, stdin=subprocess.DEVNULL,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for number in numbers]
+    return {
+        numbers: [(node.communicate(timeout=180)[1], node.returncode) for node in nodes]
+        for numbers, nodes in started.items()
+    }
+
+
+@pytest.mark.parametrize("numbers", MEETINGS, ids=str)
+def test_nodes_meet(met, numbers):
     """run.sh on each of two nodes:
     who does not come is named in one line instead of torchrun's tracebacks, after which torchrun starts as usual."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "PYTHON": sys.executable,
-        "NNODES": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    limit = 20 if told == [] or len(numbers) > 1 else 5  # the second process may be slow to start
-    command = ["bash", "run.sh", "--check", "--preset", "smoke", "--stall-limit", str(limit)]
-    nodes = [subprocess.Popen(command, cwd=ROOT, env=environment | {"NODE_RANK": str(number)}, stdin=subprocess.DEVNULL,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for number in numbers]
-    said = [node.communicate(timeout=120)[1] for node in nodes]
+    told = MEETINGS[numbers]
+    said, codes = zip(*met[numbers])
     if not told:
-        assert [node.returncode for node in nodes] == [0, 0], said
+        assert codes == (0, 0), said
         return
     ends = sorted(text.splitlines()[-1] for text in said)
-    assert all(node.returncode == 2 for node in nodes), said
+    assert all(code == 2 for code in codes), said
     assert all(text.count("\n") == 2 for text in said), said
     for end, part in zip(ends, told, strict=True):
-        assert end.startswith(f"run.sh: nodes: expected 2 within {limit} s, found ")
+        assert end.startswith(f"run.sh: nodes: expected 2 within {meeting_limit(numbers)} s, found ")
         assert part in end
         assert "; fix: " in end
 
