@@ -13,6 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # a shell starts what runs in the background deaf to it, and so would be all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# no pool of Inductor's workers, each of which would import torch
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -98,39 +98,6 @@ def test_the_search_finds_what_it_is_for():
     assert not faults("\n".join(good))
 
 
-COMPILE_AHEAD = (sys.executable, ROOT / "benchmarks/compile_ahead.py", "--preset", "smoke-gpu")
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    """Triton's cache with all kernels of a preset, which compile_ahead.py has left there."""
-    folder = tmp_path_factory.mktemp("kernels")
-    environment = os.environ | {"TRITON_CACHE_DIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    run = subprocess.run(COMPILE_AHEAD, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout.split()[0]) > 35, run.stdout + run.stderr
-    return folder
-
-
-@pytest.mark.slow
-def test_no_kernel_of_a_step_has_the_fault(kernels):
-    """All that the first stage of the sprint launches, and its validation, as an H100 would compile it. Those that
-    another preset has as well come from the cache."""
-    script = [sys.executable, ROOT / "benchmarks/machine_code.py", "--stages", "0"]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(kernels)}
-    run = subprocess.run(script, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert int(run.stdout.splitlines()[-1].split()[0]) > 35, run.stdout + run.stderr
-
-
-@pytest.mark.slow
-def test_compiled_kernels_are_found_again(tmp_path, kernels):
-    """compile_ahead.py leaves all kernels of a preset in Triton's cache, where another process takes them from."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(kernels), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(COMPILE_AHEAD, capture_output=True, text=True, env=environment)
-    assert run.stdout.startswith("0 kernels compiled in "), run.stdout + run.stderr
-
-
 # A machine with 16 cores, on which the processes of the regions do nothing.
 STARTER = """
 import os
@@ -142,35 +109,69 @@ sys.executable = sys.argv[1]
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+COMPILE_AHEAD = ROOT / "benchmarks/compile_ahead.py"
+
+
+class Ahead:
+    """A machine on which compile_ahead.py compiles a preset's kernels, with caches of its own."""
+
+    def __init__(self, folder):
+        self.kernels = folder / "kernels"
+        self.cache = folder / "inductor"
+        self.told = folder / "told"
+        self.told.write_text("")
+        self.python = folder / "python"
+        self.python.write_text(f"#!/bin/sh\necho \"$@\" >> {self.told}\nexit $CODE\n")
+        self.python.chmod(0o755)
+
+    def run(self, code, *options):
+        """How many kernels it compiled (None: it did not look), how many files say that all is there, and the commands
+        that it started, which end with `code`."""
+        before = len(self.told.read_text().splitlines())
+        environment = os.environ | {
+            "TRITON_CACHE_DIR": str(self.kernels), "TORCHINDUCTOR_CACHE_DIR": str(self.cache), "CODE": str(code)}
+        command = [sys.executable, "-c", STARTER, self.python, COMPILE_AHEAD, "--preset", "smoke-gpu", *options]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert bool(result.returncode) == bool(code), result.stderr
+        compiled = re.match(r"(\d+) kernels compiled in ", result.stdout)
+        files = len(list(self.cache.glob("ahead_*")))
+        return compiled and int(compiled[1]), files, sorted(self.told.read_text().splitlines()[before:])
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory):
+    return Ahead(tmp_path_factory.mktemp("ahead"))
+
+
+@pytest.fixture(scope="module")
+def first(ahead):
+    """Its first run, in which it compiles all kernels, and the regions' processes fail."""
+    return ahead.run(1, "--regions")
 
 
 @pytest.mark.slow
-def test_what_is_compiled_is_not_compiled_again(tmp_path, kernels):
-    """A file in torch's cache says that all is there, until an argument or a script changes. A failure leaves none."""
-    told = tmp_path / "told"
-    cache = tmp_path / "cache"
-    told.write_text("")
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho \"$@\" >> {told}\nexit $CODE\n")
-    python.chmod(0o755)
-    script = ROOT / "benchmarks/compile_ahead.py"
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(kernels)}
+def test_no_kernel_of_a_step_has_the_fault(ahead, first):
+    """All that the first stage of the sprint launches, and its validation, as an H100 would compile it. Those that
+    another preset has as well come from the cache."""
+    script = [sys.executable, ROOT / "benchmarks/machine_code.py", "--stages", "0"]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(ahead.kernels)}
+    run = subprocess.run(script, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert int(run.stdout.splitlines()[-1].split()[0]) > 35, run.stdout + run.stderr
 
-    def run(code, *options):
-        """How many files say that all is there, and the commands that were started."""
-        before = len(told.read_text().splitlines())
-        command = [sys.executable, "-c", STARTER, python, script, "--preset", "smoke-gpu", *options]
-        result = subprocess.run(command, capture_output=True, text=True, env=environment | {"CODE": str(code)})
-        assert bool(result.returncode) == bool(code), result.stderr
-        return len(list(cache.glob("ahead_*"))), sorted(told.read_text().splitlines()[before:])
 
-    files, lines = run(1, "--regions")
+@pytest.mark.slow
+def test_what_is_compiled_is_not_compiled_again(ahead, first):
+    """All kernels of a preset are in Triton's cache, where another process takes them from. And a file in torch's cache
+    says that all is there, until an argument or a script changes. A failure leaves none."""
+    compiled, files, lines = first
+    assert compiled > 35
     assert files == 0
     assert len(lines) == 7
-    assert all(line.startswith(f"{script} --preset smoke-gpu --only ") for line in lines)
-    assert run(0, "--regions") == (1, lines)
-    assert run(0, "--regions") == (1, [])
-    assert run(0) == (2, [])
+    assert all(line.startswith(f"{COMPILE_AHEAD} --preset smoke-gpu --only ") for line in lines)
+    assert ahead.run(0, "--regions") == (0, 1, lines)
+    assert ahead.run(0, "--regions") == (None, 1, [])
+    assert ahead.run(0) == (0, 2, [])
 
 
 @pytest.mark.parametrize("capability", CONVERTING)

@@ -206,11 +206,9 @@ def test_training_learns(corpus, tiny, name):
     assert all(tensor.isfinite().all() for tensor in trainer.optimizer.state().values())
 
 
-def test_compiled_steps_are_eager_ones(corpus, tiny, monkeypatch):
+def test_compiled_steps_are_eager_ones(corpus, tiny):
     """Everything off: regions without the table and the pointer, for a model of few of them, as each takes seconds of
     C++. Attention with and without a value embedding, and an MLP alone with a skip."""
-    # no pool of workers, each of which would import torch
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     layers = (tg.Layer(value_embedding=0), tg.Layer(mlp=False), tg.Layer(attention=False, skip_from=0))
     preset = switched("everything off")
     preset = replace(preset, model=replace(preset.model, layers=layers, value_embeddings=1))

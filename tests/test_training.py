@@ -725,10 +725,8 @@ def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler")
-def test_eager_is_compiled_by_inductor(corpus, tiny, monkeypatch):
+def test_eager_is_compiled_by_inductor(corpus, tiny):
     """The same through inductor, validation too, for a model of few regions: each takes seconds of C++."""
-    # no pool of workers, each of which would import torch
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     layers = (L(value_embedding=0), L(attention=False, skip_from=0))
     narrow = replace(SHORT, model=replace(MODEL, layers=layers, value_embeddings=1, mlp_width=32, pointer_width=32))
     differences, counts = compare(corpus, narrow, validate=True)
