@@ -130,7 +130,7 @@ class Ahead:
         before = len(self.told.read_text().splitlines())
         environment = os.environ | {
             "TRITON_CACHE_DIR": str(self.kernels), "TORCHINDUCTOR_CACHE_DIR": str(self.cache), "CODE": str(code)}
-        command = [sys.executable, "-c", STARTER, self.python, COMPILE_AHEAD, "--preset", "smoke-gpu", *options]
+        command = [sys.executable, "-c", STARTER, self.python, COMPILE_AHEAD, "--preset", "sprint", *options]
         result = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert bool(result.returncode) == bool(code), result.stderr
         compiled = re.match(r"(\d+) kernels compiled in ", result.stdout)
@@ -151,8 +151,8 @@ def first(ahead):
 
 @pytest.mark.slow
 def test_no_kernel_of_a_step_has_the_fault(ahead, first):
-    """All that the first stage of the sprint launches, and its validation, as an H100 would compile it. Those that
-    another preset has as well come from the cache."""
+    """All that the first stage of the sprint launches, and its validation, as an H100 would compile it: from the cache,
+    where the first run has left them."""
     script = [sys.executable, ROOT / "benchmarks/machine_code.py", "--stages", "0"]
     environment = os.environ | {"TRITON_CACHE_DIR": str(ahead.kernels)}
     run = subprocess.run(script, capture_output=True, text=True, env=environment)
@@ -168,7 +168,7 @@ def test_what_is_compiled_is_not_compiled_again(ahead, first):
     assert compiled > 35
     assert files == 0
     assert len(lines) == 7
-    assert all(line.startswith(f"{COMPILE_AHEAD} --preset smoke-gpu --only ") for line in lines)
+    assert all(line.startswith(f"{COMPILE_AHEAD} --preset sprint --only ") for line in lines)
     assert ahead.run(0, "--regions") == (0, 1, lines)
     assert ahead.run(0, "--regions") == (None, 1, [])
     assert ahead.run(0) == (0, 2, [])
