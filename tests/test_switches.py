@@ -299,8 +299,7 @@ def growing(path, prompt, length):
 
 
 @each_switch
-@pytest.mark.parametrize("prompt", [1, 30])
-@pytest.mark.fast
+@pytest.mark.parametrize("prompt", [1, pytest.param(30, marks=pytest.mark.fast)])
 def test_remembered_keys_and_values_change_nothing(corpus, tiny, tmp_path, monkeypatch, name, prompt):
     """next_tokens' probabilities are those of the whole document, computed again,
     past both windows of attention and the pointer's, and those of the loss."""
@@ -311,8 +310,9 @@ def test_remembered_keys_and_values_change_nothing(corpus, tiny, tmp_path, monke
     helpers.randomise(trainer.model, size=0.2)
     tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
     assert preset.val_attention_windows == (16, 48)
-    pairs, ids, model, geometry = growing(tmp_path / "model", prompt, 80)
-    assert len(pairs) == 81 - prompt
+    length = 56
+    pairs, ids, model, geometry = growing(tmp_path / "model", prompt, length)
+    assert len(pairs) == length + 1 - prompt
     assert max(float(found.max()) for found, _ in pairs) > 0.01
     for found, expected in pairs:
         assert float((found - expected).abs().max()) < 1e-6
@@ -326,7 +326,7 @@ def test_remembered_keys_and_values_change_nothing(corpus, tiny, tmp_path, monke
 
     start = loss(prompt) if prompt > 1 else 0.0
     told = -sum(math.log(found[token]) for (found, _), token in zip(pairs, ids[prompt:]))
-    assert told == pytest.approx(loss(80) - start, rel=1e-5)
+    assert told == pytest.approx(loss(length) - start, rel=1e-5)
 
 
 # ---- decay -----------------------------------------------------------------------------------------------------------
