@@ -252,7 +252,7 @@ run_tests() { # Triton's interpreter is on or off for a whole process, so each f
   fi
   for file in "${chosen[@]}"; do
     if grep -q '^os.environ.*TRITON_INTERPRET' "${file%%::*}"; then alone+=("$file"); continue; fi
-    together[number % 3]+=" $file" # in turns, as neighbours by name are slow alike; in three, so that no core waits long at the end
+    together[number % 4]+=" $file" # in turns, as neighbours by name are slow alike; in four, so that no core waits long at the end
     number=$((number + 1))
   done
   data=tests setup requirements-dev.txt numpy torch pytest hypothesis scipy
