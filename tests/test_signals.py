@@ -37,9 +37,14 @@ def stop_at_a_step(corpus, logs):
     return tg.main(["--preset", "tiny", "--seed", "1", "--data", corpus, "--log-dir", logs])
 
 
-def start(command, **options):
+def start(command, before=lambda: None, **options):
+    """`before` runs in the child before the command, which heeds SIGHUP even if these tests were started by nohup."""
+    def prepare():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        before()
+
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | options.pop("env", {})
-    return subprocess.Popen(command, env=environment, text=True, **options)
+    return subprocess.Popen(command, env=environment, text=True, preexec_fn=prepare, **options)
 
 
 def training(corpus, tmp_path):
@@ -98,7 +103,7 @@ def test_the_terminal_is_closed(corpus, tmp_path):
 
     terminal, inside = pty.openpty()
     process = start(training(corpus, tmp_path), stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
-                    preexec_fn=take_terminal)
+                    before=take_terminal)
     os.close(inside)
     said = b""
     while READY.encode() not in said:
