@@ -27,8 +27,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
+except ModuleNotFoundError as error:  # in another Python than run.sh uses
+    if __name__ != "__main__":
+        raise
+    print(f"sample: {error.name}: expected it installed, found none; fix: ./run.sh sample MODEL ..., or pip install -r "
+          "requirements.txt", file=sys.stderr)
+    sys.exit(2)
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -209,7 +216,7 @@ def export_model(
         others = HEADER_ROOM + sum(tensor.nbytes for tensor in tensors.values())
         room = int((megabytes * 1e6 - others) // row_bytes)
         if room < 1:
-            fail(f"exporting to {target}", "room for rows of the n-gram table", f"{megabytes:g} MB",
+            fail(f"exporting to {target}", "room for rows of the n-gram table", f"none in {megabytes:g} MB",
                  f"give --megabytes more than the {others / 1e6:.1f} of all other weights")
         uses = count_uses(config, stored.ids, data or Path(content["validation"]["data"]))
         kept = uses.argsort(descending=True, stable=True)[:room].sort().values
@@ -224,6 +231,7 @@ def export_model(
         (("ngram.scales", packed(part)[1]) for part in kept.split(2**16)))
     form = f"dense part of {tg.MODEL_FORMAT}" if dense else tg.MODEL_FORMAT
     tg.write_model(target, form, content, tensors | {"ngram.rows": rows, "ngram.scales": scales}, parts)
+    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {len(kept):,} of {len(stored.ids):,} n-gram rows")
 
 
 def count_uses(config: tg.ModelConfig, ids: Tensor, folder: Path) -> Tensor:

@@ -86,8 +86,15 @@ def end_at_once(number: int, _):
 if __name__ == "__main__":  # the imports below take seconds
     handle_stop_signals(end_at_once)
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
+except ModuleNotFoundError as error:  # in another Python than run.sh uses, the first that a newcomer would see
+    if __name__ != "__main__":
+        raise
+    print(f"train_gpt: {error.name}: expected it installed, found none; fix: ./run.sh, which installs what is missing, "
+          "or pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.distributed.nn  # torch would import it later, and then it would keep the process group: see Ranks.finish

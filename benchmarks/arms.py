@@ -57,6 +57,9 @@ import numpy as np
 import torch
 
 SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
+sys.path.append(str(SCRIPT.parent / "records"))
+from starts import CPU_SETTINGS
+
 # Plackett and Burman, 1946, Biometrika 33
 FIRST_ROWS = {4: "++-", 8: "+++-+--", 12: "++-+++---+-", 20: "++--++++-+-+----++-"}
 
@@ -409,13 +412,15 @@ def search(options: argparse.Namespace) -> None:
             pass  # somebody is writing it
         for gpu, processes in running.items():
             names = [name for name, process in processes if process.poll() is None]
+            if gpu == "cpu" and names:  # two at once take longer than one after the other
+                continue
             if len(names) > 1 or names and not Path(f"{options.out}.{names[-1]}.started").exists():
                 continue
             arm = next((a for a in arms if a["name"] not in taken), None)
             if arm is None or arm.get("alone") and names:
                 continue
             taken.add(arm["name"])
-            environment = os.environ | ({} if gpu == "cpu" else {"CUDA_VISIBLE_DEVICES": gpu})
+            environment = CPU_SETTINGS | os.environ if gpu == "cpu" else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
             with open(f"{options.out}.{arm['name']}.txt", "w") as output:
                 command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm["name"]]
                 process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)

@@ -701,7 +701,8 @@ class ShardWriter:
         """Says why nothing is left for training:
         too little text, or a document that is too long, since documents stay whole."""
         tokens = sum(tokens for _, tokens in self.finished)
-        cut = f"--document-characters {DOCUMENT_CHARACTERS} or fewer, to cut at paragraphs"
+        characters = min(DOCUMENT_CHARACTERS, max(1, tokens))  # a token is some four: a quarter of the text at most
+        cut = f"--document-characters {characters} or fewer, to cut at paragraphs"
         if tokens <= self.val_tokens:
             expected = f"more than the {self.val_tokens:,} for validation"
             found = f"{tokens:,} in all"

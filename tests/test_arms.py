@@ -159,5 +159,5 @@ def test_arms_may_be_appended_while_they_run(tmp_path, monkeypatch):
     path.write_text('[{"name": "a"}]')
     monkeypatch.setattr(arms.subprocess, "Popen", Run)
     monkeypatch.setattr(arms.time, "sleep", lambda seconds: path.write_text(next(texts)))
-    arms.search(SimpleNamespace(arms=path, gpus=["cpu"], seconds=60, out=tmp_path / "out"))
+    arms.search(SimpleNamespace(arms=path, gpus=["0"], seconds=60, out=tmp_path / "out"))
     assert started == ["a", "b"]

@@ -252,6 +252,16 @@ def test_wrong_options_exit_with_2(capsys, options, told):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script, package", [("train_gpt", "torch"), ("train_gpt", "numpy"), ("sample", "torch")])
+def test_without_a_package_one_line(tmp_path, script, package):
+    """In a Python that lacks it, as the system's may: no traceback."""
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name='{package}')\n")
+    result = subprocess.run([sys.executable, str(ROOT / f"{script}.py"), "--help"], capture_output=True, text=True,
+                            env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 2
+    assert re.fullmatch(rf"{script}: {package}: expected it installed, found none; fix: \./run\.sh.*\n", result.stderr)
+
+
 def test_sampling_without_tiktoken(saved, use, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     found = use(saved[0], "Once")
@@ -428,7 +438,7 @@ def test_a_small_copy_keeps_the_rows_that_text_asks_for_most(saved, use, bytes_a
 
     found = use(path, "--export", tmp_path / "smaller", "--megabytes", 0.001)
     assert found.code == 2
-    pattern = r"sample: exporting to .*: expected room for rows .*, found 0.001 MB; fix: .* the 0\.\d of .*\n"
+    pattern = r"sample: exporting to .*: expected room for rows .*, found none in 0.001 MB; fix: .* the 0\.\d of .*\n"
     assert re.fullmatch(pattern, found.err)
 
 
