@@ -473,7 +473,7 @@ def parents_time(folder: Folder) -> str:
     if own.hardware != hardware(folder.runs("b")[0]) or len(lengths) > 1:
         return ""
     change = stats.mean([run.ms for run in folder.runs("b")]) / stats.mean([run.ms for run in own.runs("a")]) - 1
-    return f"; WARNING: arm b took {change:+.1%} of the time in its own record" if abs(change) > SLOWER_PARENT else ""
+    return f"; WARNING: arm b took {change:+.1%} beside the time of its own record" if abs(change) > SLOWER_PARENT else ""
 
 
 def check_gain(c: Context) -> Findings:
