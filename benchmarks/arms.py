@@ -27,7 +27,8 @@ run ends early, and is validated without averages. With `watch_every` a line eac
 says which entry of each matrix of a layer is largest, as [magnitude, row, column], what the scalars are, and how much
 of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While one
 arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the
-later stages count. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory.
+later stages count. On a CPU, with run.sh's settings for one, arms train one after the other: of smoke each takes half a
+minute and more. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory.
 The file is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows":

@@ -140,6 +140,34 @@ def test_largest_channels():
 
 
 @pytest.mark.fast
+def test_on_a_cpu_arms_train_one_after_the_other(tmp_path, monkeypatch):
+    """Two at once take longer there; and each with run.sh's settings, where the user has not set others."""
+    path = tmp_path / "arms.json"
+    path.write_text('[{"name": "a"}, {"name": "b"}]')
+    runs = []
+
+    class Run:
+        returncode = 0
+
+        def __init__(self, command, env, **_):
+            assert all(run.ended for run in runs)
+            assert env["MALLOC_TRIM_THRESHOLD_"] == "7"
+            assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+            self.name, self.ended = command[-1], False
+            (tmp_path / f"out.{self.name}.started").touch()
+            runs.append(self)
+
+        def poll(self):
+            return 0 if self.ended else None
+
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(arms.subprocess, "Popen", Run)
+    monkeypatch.setattr(arms.time, "sleep", lambda seconds: setattr(runs[-1], "ended", True))
+    arms.search(SimpleNamespace(arms=path, gpus=["cpu"], seconds=60, out=tmp_path / "out"))
+    assert [run.name for run in runs] == ["a", "b"]
+
+
 def test_arms_may_be_appended_while_they_run(tmp_path, monkeypatch):
     """Also by who empties the file first, as `cp` does, and is seen at that."""
     path = tmp_path / "arms.json"
