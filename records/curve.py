@@ -47,9 +47,8 @@ def load_curves(specs: list[str]) -> list[Side]:
         if not len(curve):
             fail(f"curve of {label}", "losses along the run", "none in its logs", "name another log")
         sides.append(Side(label.removesuffix(".txt").removesuffix(".jsonl").removesuffix(".json"), curve, runs, kind))
-    if {side.kind for side in sides} == {"validation loss"}:
-        return sides
-    if len({(side.kind, training_objective(run)) for side in sides for run in side.runs}) == 1:
+    if len({(side.kind, side.kind == "training loss" and training_objective(run))
+            for side in sides for run in side.runs}) == 1:
         return sides
     return [final_validation(side) if side.kind == "training loss" else side for side in sides]
 
