@@ -18,7 +18,7 @@ from runlog import Run, fail, read_run, stage_times
 # Distinct for the colour-blind too (Okabe and Ito), with black and grey in place of yellow. Beyond the eighth, markers
 # tell classes apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#888888")
-MARKERS = "osD^vP*X"
+MARKERS = "osD^vP*Xh"  # one more than colours, so that the pairs differ
 LANDMARKS = {1: "llm.c", 3: "Muon", 8: "untied head", 12: "FlexAttention", 19: "FP8 head", 29: "FA3", 40: "backout",
              46: "batch schedule",
              53: "multi-token", 62: "bigram hash", 81: "MUDD", 89: "FP8 MLP", 92: "n-gram table"}

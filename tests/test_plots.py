@@ -167,7 +167,7 @@ def test_two_labels_at_one_point_are_seen_and_moved():
     assert len(axes.texts) == 2
 
 
-def test_eight_classes_are_told_apart_and_no_legend_hides_data():
+def test_classes_are_told_apart_and_no_legend_hides_data():
     pytest.importorskip("matplotlib")
     figure = plots.history_figure()
     figure.canvas.draw()
