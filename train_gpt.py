@@ -458,7 +458,7 @@ PRESETS = {preset.name: preset for preset in (
         "speedrun-webmix-free", GPT_NARROW, three_stages(494, 494, 474, 20),
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304,
-        status="speedrun-webmix-free: for 3.2257, record 92's loss after 138 M tokens, no record yet"),
+        status="speedrun-webmix-free: for 3.2257, record 92's loss after 138 M tokens"),
     Preset(
         "sprint", GPT_SPRINT, sprint_stages(10_240),
         train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
