@@ -293,6 +293,8 @@ def test_check_that_fails_says_so(machine):
     assert result.returncode == 4
     assert said.startswith("run.sh: preset smoke cannot run yet (exit code 4)")
     assert "It takes one to two minutes" in said
+    shortened = machine.run("--check", "--length", "0.2", RUN_SH_DRY="").stderr.splitlines()[-1]
+    assert "It takes at full length: one to two minutes" in shortened
 
 
 @pytest.mark.parametrize("capability, gib, gpus, expected", [
