@@ -348,6 +348,22 @@ def test_the_runs_of_record_92_are_as_they_were_measured():
     assert targets == [3.0924, 3.2257]
 
 
+def test_the_first_table_of_the_readme_has_the_numbers_of_its_records():
+    """In the order in which the text below names them; beside record 92's runs, longer one first."""
+    _, table, below = re.split("<!-- result:(?:begin|end) -->", (ROOT / "README.md").read_text())
+    ours = re.findall(r"\*\*([\d.]+) in ([\d.]+) s\*\* \(n = (\d+)\)", table)
+    names = re.findall(r"\(records/(2\d{3}-[^/]+)/\)", below.partition("![")[0])
+    assert len(names) == len(ours) >= 1
+    for (loss, seconds, n), name in zip(ours, names):
+        folder = record.load(ROOT / "records" / name)
+        mean = folder.record["means"]["a"]
+        assert (f"{mean['loss']:.4f}", f"{mean['ms'] / 1e3:.1f}", str(len(folder.runs("a")))) == (loss, seconds, n)
+
+    theirs = re.findall(r"\| ([\d.]+) in ([\d.]+) s, ", table)
+    runs = [report.load_runs(name)[1][0] for name in ("record-92", "record-92-short")]
+    assert theirs == [(f"{run.loss:.4f}", f"{run.ms / 1e3:.1f}") for run in runs]
+
+
 # ---- code as trees ---------------------------------------------------------------------------------------------------
 SCRIPT = (ROOT / "train_gpt.py").read_text()
 
