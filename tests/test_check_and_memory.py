@@ -387,7 +387,6 @@ def test_largest_weights(corpus, tiny, monkeypatch, parts, kinds):
     assert said == [f"largest FP8 weight of {kind}: {WORDS[kind]}" for kind in kinds]
 
 
-@pytest.mark.fast
 def test_largest_weights_are_logged_at_the_end(corpus, tiny, tmp_path, monkeypatch, capsys):
     """Of the final weights, past the clock; nothing where nothing is FP8."""
     ops = tg.select_ops(CPU)

@@ -313,6 +313,7 @@ def test_ngrams_depend_on_their_tokens_alone():
         assert spread[:1001].max() < 200
 
 
+@pytest.mark.slow
 def test_ngrams_that_share_one_piece_share_no_other():
     """The chance that a second one is the same too is that of any two n-grams: one in a thousand here."""
     tokens = np.random.default_rng(1).integers(0, 50_257, 40_000).astype(np.uint16)

@@ -24,8 +24,6 @@ import tracks  # noqa: E402
 import verify  # noqa: E402
 from test_records import FAKE, copy, edit_json, event, failed, finished, first_log, make, quick, rewrite_log  # noqa: F401
 
-pytestmark = pytest.mark.fast
-
 
 def logs(path, arm="a"):
     """The logs of an arm in the order of its seeds."""

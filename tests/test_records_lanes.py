@@ -38,8 +38,6 @@ from test_records import (  # noqa: E402, F401
     rewrite_log,
 )
 
-pytestmark = pytest.mark.fast
-
 GPUS = ["GPU-00", "GPU-11", "GPU-22", "GPU-33"]
 NO_GPU = 'machine="m1", gpus=[]'
 OLD_FACTS = 'machine="m" + "-".join(visible), gpus=["fake"] * len(visible)'

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BASH = shutil.which("bash")
-pytestmark = [pytest.mark.fast, pytest.mark.skipif(BASH is None, reason="needs bash")]
+pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
 
 FAKE_TORCH = """
 import os

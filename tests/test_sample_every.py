@@ -80,7 +80,6 @@ def check_same_training(plain, sampled):
         assert plain.log[-1][name] == sampled.log[-1][name], name
 
 
-@pytest.mark.fast
 def test_samples_change_nothing(run):
     """Of the training, after every step; and the same training writes the same texts."""
     plain = run("--eager")
@@ -112,7 +111,6 @@ def test_samples_compile_nothing(run, monkeypatch):
     check_same_training(plain, sampled)
 
 
-@pytest.mark.fast
 def test_samples_are_off_the_clock(run):
     log = run("--eager", "--sample-every", 2, "--val-every", 4).log
     reasons = [(interval["reason"], interval["on"]) for interval in only(log, "clock")]
