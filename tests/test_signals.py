@@ -26,7 +26,8 @@ def stop_at_a_step(corpus, logs):
     """Train helpers.PRESET; at its third step say so, and wait for a signal."""
     def step(trainer, number, *arguments):
         if trainer.clock.intervals and number == 2:
-            print(READY, os.getpid(), flush=True)
+            # One write, a line of its own: the thread that shows the progress may print at the same moment.
+            print(f"\n{READY} {os.getpid()}\n", end="", flush=True)
             threading.Event().wait(120)
         return step_of(trainer, number, *arguments)
 
