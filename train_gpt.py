@@ -9,7 +9,7 @@ Launch
     python train_gpt.py --preset smoke                      any computer, no network: a minute or two on two CPU cores
     python train_gpt.py --help                              all options; sample.py does what comes after a training
 
-Model card: GPT-2-small class, 768 wide, up to ten working layers, GPT-2's 50,257 tokens
+Model card: GPT-2-small class, 768 wide, ten working layers, GPT-2's 50,257 tokens
     input   x0 = norm(embedding[token]);  g = the rows of a table for the last two and the last three tokens, and for
             what followed the longest earlier match in the document, added up
     layer   x   <- r (x + mlp + σ(s) skip + a x0 + b g)         r, s, a, b are scalars, skip is an earlier layer's x
@@ -68,7 +68,8 @@ STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # a closed termin
 
 
 def handle_stop_signals(handler: Callable | signal.Handlers) -> dict:
-    """Set the handler of every stop signal that is not ignored, as nohup has it. Returns the handlers before."""
+    """Set the handler of every stop signal, but leave alone those that are ignored already, as nohup does with SIGHUP.
+    Returns the handlers before."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, earlier in before.items():
         if earlier != signal.SIG_IGN:
@@ -125,7 +126,7 @@ BOS = 50256  # <|endoftext|>: opens every document
 CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that every world size sees the same tokens
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
-NEW_TOKEN_ROWS = 32  # rows that it shares out among tokens without a match
+NEW_TOKEN_ROWS = 32  # rows that longest_suffix_match shares out among tokens without a match
 NORM_EPSILON = 1e-6  # added to a mean square
 E4M3 = torch.float8_e4m3fn  # FP8 for weights and activations
 E5M2 = torch.float8_e5m2  # FP8 for gradients: more range, less precision
@@ -372,8 +373,9 @@ GPT_SMALL = ModelConfig(
     width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2816, layers=LAYERS, value_embeddings=3,
     ngram_rows=2**25, ngram_pieces=4, mlp_taps=True, final_values=True, importance_weights=False)
 
-# One pass over 94 M tokens wants less: half the heads, layers 3, 5 and 8 empty, and no attention in layer 1, which the
-# rows of the n-gram table pay for. A card of 40 GB holds 2^24 rows in four pieces, with the same loss in 1 % more time.
+# One pass over 94 M tokens wants less: half the heads, narrower MLPs, layers 3, 5 and 8 empty. Layer 1 has no
+# attention, which saves the time that 2^25 rows of n-grams cost. A card of 40 GB holds 2^24 rows in four pieces, with
+# the same loss in 1 % more time.
 GPT_SPRINT = replace(
     GPT_SMALL, heads=3, mlp_width=2304, ngram_pieces=1, final_values=False, importance_weights=True,
     layers=(
@@ -659,7 +661,7 @@ def find_shards(folder: Path, kind: str) -> list[Path]:
 
 
 def check_order(path: Path, before: Path | None):
-    """Fail unless a training shard follows the one `before` it, or if it is the first has the number 0 or 1.
+    """Fail unless a training shard follows the one `before` it or, if it is the first, has the number 0 or 1.
 
     With other shards the tokens would not be those that a track fixes. Names without a number may follow anything."""
     name, _, number = (before or path).stem.rpartition("_")
@@ -764,7 +766,7 @@ def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_numbe
     The first num_always classes are always included: the ids in `always` (none of them a target),
     then the targets in ascending order. The others are sampled: they are the next free ones of a
     strided permutation of the vocabulary, whose offset moves on by CLASS_STEP from chunk to chunk. So
-    the classes take turns, and importance weights make up for those that are left out
+    the classes take turns; importance weights may make up for those that are left out
     (log_importance_weights). class_index says where in `classes` each of the targets [T] is, or -1
     if there was no room for it.
     """
@@ -1033,13 +1035,13 @@ class Targets(NamedTuple):
 
     Copying (pointer sentinel mixture, arXiv 1609.07843): what the softmax gives to the copy token,
     the pointer hands on to tokens that the document holds already, so p[next] gains p[copy_token]
-    exp(log_copy)."""
+    exp(log_copy). What the pointer gives its sentinel is lost: then the probabilities sum to less than 1."""
     class_index: Tensor  # int32 [T], of the next token; -1: none
     positions: Tensor  # int32 [T], in the document, to find the tokens after the next in the same one
     weights: Tensor  # float32 [K], of the next token, the one after it, ...
     classes: Tensor | None = None  # int32 [S, P], ids of the sampled softmax; None: all
     num_always: Tensor | None = None  # int32 [S]
-    population: int | None = None  # how many classes those of a sampled softmax stand for; None: the vocabulary
+    population: int | None = None  # how many classes those of a sampled softmax stand for; None: all rows of lm_head
     log_copy: Tensor | None = None  # float32 [T], ln of the share that the pointer gives the next token
     copy_token: int = 0  # its class index
 
@@ -1249,6 +1251,7 @@ def head_loss_reference(x, weight, targets, cap, block_rows=4096):
 # ---- regions: what is compiled ---------------------------------------------------------------------------------------
 # Plain functions of tensors, compiled as regions. Equal layers share one compilation, gradients become ready between
 # regions (so hooks fire during the backward pass), and attention runs between them with its window as a run-time value.
+# A region may return more tensors: nothing else has to know.
 # The MLP's output, the n-grams' embedding, skip and value are None where a layer has none.
 def add_mlp(x, mlp_out):
     """The residual stream after a layer. The next region that reads it adds the MLP's output: no kernel of its own."""
@@ -1345,7 +1348,7 @@ class NormedInput(NamedTuple):
     In bf16, in float32 and in validation h is written, and the operators read it. In FP8 training they read x: h only
     stands for the product's input and takes its gradient (see Deferred), and quantize_kernel makes the input from the
     rest."""
-    h: Tensor  # [T, width]
+    h: Tensor  # [T, width]; in FP8 training it has no values, only a gradient
     x: Tensor  # the residual stream [T, width], detached
     inverse_rms: Tensor | None  # of x, [T]; None: h is written
     positions: Tensor | None = None  # [T]
@@ -1357,7 +1360,10 @@ class NormedInput(NamedTuple):
 
 
 def product_input(x, h, positions=None, taps=None, *, fp8):
-    """(h, inverse_rms) of a NormedInput, from the stream x [T, width] and its norm h."""
+    """(h, inverse_rms) of a NormedInput, from the stream x [T, width] and its norm h.
+
+    In FP8 training the returned h holds no values: reading it gives garbage without an error. What else needs the
+    normed input, such as a gate, reads the norm before this call."""
     if not (fp8 and torch.is_grad_enabled()):
         return mixed(h, taps, positions), None
     inverse_rms = torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
@@ -1394,7 +1400,7 @@ def attention_in(entry, source, value, gate, attn_scale, fp8):
     value_gates = None
     if value is not None:
         gates, value_gates = gates.chunk(2, dim=1)
-        value_gates = 4 * value_gates
+        value_gates = 4 * value_gates  # 2 as long as `gate` is zero
     gates = scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20)
     return x, *product_input(source, h, fp8=fp8), gates, value_gates
 
@@ -1444,7 +1450,8 @@ class EmbeddingLookup(Function):
 
     The gradient bypasses autograd, which would build a dense one for each lookup, in five passes over a mostly empty
     table: `backward` hands it to the table's owner, with all that follows `table`, and returns None. The table's
-    post-accumulate hook (Optimizer._ready) fires nevertheless, once a backward pass, after the last lookup.
+    post-accumulate hook (Optimizer._ready) fires nevertheless, once a backward pass, after the last lookup: autograd
+    runs the hooks of a parameter that its graph reaches, even without a gradient to accumulate.
     """
 
     @staticmethod
@@ -1545,10 +1552,11 @@ class Block(nn.Module):
         region adds:
 
             x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected)
-            x = x + attn_scale attention(norm(x)) out
+            x = x + |attn_scale| gates attention(norm(source)) out
             mlp_out = mlp(mixed(norm(x)))
 
-        `kept` are states of the stream by the layers that left them: `skip` is one, and attention may read another.
+        `kept` are states of the stream by the layers that left them: `skip` is one, and `source` may be another; else
+        it is x.
         `value` [T, attention_width or more] is what attention adds to V, if anything. It is handed on: see
         ProjectHeads.
         """
@@ -1588,6 +1596,8 @@ class GPT(nn.Module):
         if config.attention_width > width:  # values of n-grams are channels of the stream
             fail("heads * head_width", f"at most the model's width, {width}", config.attention_width,
                  "fewer heads, or narrower ones")
+        if config.gate_inputs % 2 or not 0 < config.gate_inputs <= width:
+            fail("gate_inputs", f"an even number up to the model's width, {width}", config.gate_inputs, "16")
         if pieces not in range(1, 5) or width % pieces:
             fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
 
@@ -1600,7 +1610,7 @@ class GPT(nn.Module):
 
         self.blocks = nn.ModuleDict()
         for index, layer in enumerate(config.layers):
-            if layer.value_embedding == NGRAMS and not config.ngram_rows:
+            if layer.value_embedding == NGRAMS and not config.ngram_rows:  # rows of suffix matches alone are no values
                 layer = replace(layer, value_embedding=None)
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
@@ -1608,6 +1618,10 @@ class GPT(nn.Module):
         for block in self.blocks.values():
             self._keep_source(block, "skip_from")
             self._keep_source(block, "attention_from")
+            value = block.layer.value_embedding
+            if value not in (None, NGRAMS, *range(config.value_embeddings)):
+                fail(f"layer {block.index}: value_embedding", f"None, NGRAMS or below {config.value_embeddings}", value,
+                     "more value_embeddings in ModelConfig")
         self.value_embeddings = nn.ParameterList(
             make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.lm_head = make_param("lm_head", table(width))
@@ -1697,11 +1711,11 @@ class GPT(nn.Module):
 
         mlp_out = None
         kept = {None: None}  # states of the stream by the index of the layer that left them
-        values = []  # of layers with a table of their own
+        values = []  # what attention has read of value embeddings, for final_states
         for block, own_injected, own_scalars in zip(self.blocks.values(), injected, scalars):
             layer = block.layer
-            # Looked up here and not beforehand: autograd goes back in this order, so a table's
-            # gradient leaves while earlier layers still work.
+            # Looked up here and not beforehand: autograd goes back through the layers in the opposite order, so a
+            # table's gradient leaves while earlier layers still work.
             value = None
             if layer.value_embedding == NGRAMS:
                 value = ngram
@@ -1833,7 +1847,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 #   embeddings         EmbeddingLookup.backward    .grad, receive_grad  hook, reduce-scatter  its rows
 #   head               HeadLoss, sampled in place  .grad                hook, reduce-scatter  its rows
 #   rows of n-grams    EmbeddingLookup.backward    a list, receive_grad hook, all-gather      all that the step read
-#   scalars and gates  autograd                    one flat buffer      step, all-reduce      all
+#   scalars and gates  autograd                    a flat buffer a role step, all-reduce      all
 
 
 # ---- Muon: orthogonalisation -----------------------------------------------------------------------------------------
@@ -1841,8 +1855,9 @@ class Orthogonalization(NamedTuple):
     """How singular values are driven to 1: scale the matrix, then apply a s + b s^3 + c s^5 in each round.
 
     The scale brings the largest singular value to 1 or below. With a `safety` it is 1 / (safety ||X||_F), where a
-    safety above 1 leaves room for rounding. Without one it is AOL's, see aol_scale, which takes no pass over X and is
-    tighter, so that a polynomial fitted to small singular values is not needed."""
+    safety above 1 leaves room for rounding. Without one it is AOL's, see aol_scale, whose factors come from the Gram
+    matrix that the first round needs anyway. They are tighter, so that a polynomial fitted to small singular values is
+    not needed."""
     coefficients: tuple[tuple[float, float, float], ...]  # (a, b, c) of each round
     safety: float | None
 
@@ -2062,9 +2077,11 @@ class Owner:
     """Parameters that live in one tensor, `weights`, and travel together: their gradients, and their weights.
 
     Each step takes every owner through the same four phases. A phase only queues work, and an owner does without
-    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step. For tables
-    and scalars one object does all; of matrices a MatrixGroup travels (phases 1 and 3), and the MatrixBank of several
-    groups updates them at once (phase 4).
+    those that it does not need: only sharded weights are gathered, only sparse tables have a start_step.
+
+    Tables and scalars are both an Owner, for they travel, and Updated, for they have a step. Matrices divide this: a
+    MatrixGroup is an Owner only (phases 1 and 3), and the MatrixBank of several groups, which updates them at once
+    (phase 4), is Updated only.
 
     Phase 1  gather_()        asks for the shards that other ranks have updated, on the communication stream: as a step
                               starts, or if the owner `gathers_at_once` after its update.
@@ -2265,7 +2282,7 @@ class Adam(Owner, Updated):
     ops: Ops
 
     def __post_init__(self):
-        """Make the moments. Those of each kind make the weights and the shard before."""
+        """Make the moments. Subclasses set `weights` and `shard` first."""
         self.exp_avg = torch.zeros_like(self.shard)
         self.exp_avg_sq = torch.zeros_like(self.shard)
 
@@ -2344,7 +2361,7 @@ class SparseTable(Adam):
         (parameter,) = self.parameters
         self.weights = parameter.data
         self.exp_avg_sq = torch.zeros(len(parameter), device=ranks.device)
-        self.last_step = torch.zeros_like(self.exp_avg_sq)  # in which each row was updated last
+        self.last_step = torch.zeros_like(self.exp_avg_sq)  # the step that last updated each row
 
         def new_buffer(rows, columns, dtype):
             return ranks.shared(torch.empty(rows, columns, dtype=dtype, device=ranks.device))
@@ -2377,11 +2394,12 @@ class SparseTable(Adam):
         step.wait_sorted = self.ranks.on_side_stream(sort_rows)
 
     def reduce_(self):
-        self.pending_reduce = self.all_gather(self.under_way.grads)
+        grads, wait = self.all_gather(self.under_way.grads)
+        self.pending_reduce = wait, grads
         self.under_way.grads = []
 
     def compute_(self, rates):
-        grads, wait = self.pending_reduce
+        wait, grads = self.pending_reduce
         self.pending_reduce = None  # so that the memory of `grads` is given back
         wait()
         self.under_way.wait_sorted()
@@ -2435,7 +2453,7 @@ class Optimizer:
                 scalars[info.role].append(parameter)
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in matrices.values()]
         self.scalars = [AdamScalars(members, rules[role], config, ranks, ops) for role, members in scalars.items()]
-        self.owners = [*self.banks, *self.dense, *self.sparse, *self.scalars]
+        self.updated = [*self.banks, *self.dense, *self.sparse, *self.scalars]
         self.averaged = [*self.banks, *self.dense] if config.averaged_share else []
         for owner in self.averaged:
             owner.average = torch.zeros_like(owner.shard, dtype=torch.float32)
@@ -2490,8 +2508,8 @@ class Optimizer:
             if owner not in self.reduced:
                 owner.reduce_()
 
-        # Phase 4: update on three streams: matrices from the last bank on, and tables, if they had a gradient, in the
-        # order in which these left.
+        # Phase 4: update on three streams: banks in reverse order, and tables, if they had a gradient, in the order in
+        # which these left.
         tables = [owner for owner in self.reduced if owner in self.dense]
         due = [*reversed(self.banks), *tables, *self.scalars, *self.sparse]
         by_side = {side: [each for each in due if each.side == side] for side in (0, 1, None)}
@@ -2527,7 +2545,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that training changes, the model's parameters included."""
-        return {f"{type(owner).__name__}{number}.{name}": tensor for number, owner in enumerate(self.owners)
+        return {f"{type(owner).__name__}{number}.{name}": tensor for number, owner in enumerate(self.updated)
                 for name, tensor in owner.state().items()}
 
 
@@ -2580,19 +2598,23 @@ def memory_plan(preset: Preset, ops: Ops, room_bytes: float) -> tuple[bool, dict
     """How training fits into what room_for_activations says: (recompute, tokens of a micro-batch at most, by stage).
 
     recompute: whether layers are computed again in the backward pass. That is chosen only where one batch chunk at a
-    time would not fit otherwise. The batch of a step never changes. Fails if one batch chunk does not fit at all."""
+    time would not fit otherwise. The batch of a step never changes. Fails if that does not fit either, or a window of
+    the validation."""
     for recompute in (False, True):
         layer_bytes = RECOMPUTED_TOKEN_BYTES if recompute else PEAK_TOKEN_BYTES[ops.names["mlp"]]
         # Of each token: its logits in bfloat16, and their gradient.
         token_bytes = {stage: layer_bytes + 4 * (stage.sampled_classes or preset.model.padded_vocabulary)
                        for stage in preset.stages}
-        needed, smallest = max((size * stage.chunk_tokens, stage.chunk_tokens) for stage, size in token_bytes.items())
-        needed = max(needed, VALIDATION_TOKEN_BYTES * preset.val_window_tokens)
+        needs = [(size * stage.chunk_tokens, f"one batch chunk of {stage.chunk_tokens:,} tokens")
+                 for stage, size in token_bytes.items()]
+        window = preset.val_window_tokens
+        needs.append((VALIDATION_TOKEN_BYTES * window, f"a window of {window:,} tokens of the validation"))
+        needed, what = max(needs)
         if needed <= room_bytes:
             return recompute, {stage: int(min(room_bytes / size, USEFUL_MICRO_BATCH_TOKENS))
                                for stage, size in token_bytes.items()}
 
-    fail("GPU memory", f"{needed / 2**30:.1f} GiB beside the model for one batch chunk of {smallest:,} tokens",
+    fail("GPU memory", f"{needed / 2**30:.1f} GiB beside the model for {what}",
          f"{room_bytes / 2**30:.1f} GiB",
          "end other programs on this GPU (nvidia-smi), --preset sprint-small, smoke-gpu or smoke, or "
          "--micro-batch-tokens, which goes without this estimate", EXIT_HARDWARE)
@@ -2667,6 +2689,11 @@ class Trainer:
             for block in self.model.blocks.values():
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False,
                                                   preserve_rng_state=False)
+
+    def sizes_of_micro_batches(self) -> str:
+        """Their sizes, in words."""
+        sizes = ", ".join(f"{chunks * stage.chunk_tokens:,}" for stage, chunks in self.micro_chunks.items())
+        return f"{sizes} tokens by stage{', layers recomputed' if self.recompute else ''}"
 
     def _prepare_schedule(self):
         """Put what depends on the step on the device beforehand.
@@ -2785,7 +2812,7 @@ class Trainer:
 # ---- what a run reports ----------------------------------------------------------------------------------------------
 def token_bytes(vocabulary: int) -> np.ndarray | None:
     """How many bytes of text each of GPT-2's tokens stands for, BOS for none. None without that vocabulary's file,
-    which comes with data/sample."""
+    which comes with data/sample: GPT-2's encoder.json, by the name that it has in tiktoken's cache."""
     path = Path(__file__).with_name("data") / "sample" / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
     if not path.is_file():
         return None
@@ -2807,8 +2834,9 @@ def largest_weights(trainer: Trainer, log: RunLog) -> dict:
     for part, ranges in FP8_PARTS.items():
         for kind, limit in ranges.items():
             if "fp8" in trainer.ops.names[part]:
-                largest[kind] = max(float(weight.data.abs().max())
-                                    for name, weight in trainer.model.named_parameters() if name.endswith(kind))
+                weights = [weight.data for name, weight in trainer.model.named_parameters()
+                           if name.rpartition(".")[2] == kind]
+                largest[kind] = max((float(weight.abs().max()) for weight in weights), default=0.0)
                 warning = " (WARNING: near saturation)" if largest[kind] >= 0.9 * limit else ""
                 log.say(f"largest FP8 weight of {kind}: {largest[kind]:.2f} of {limit}{warning}")
     return largest
@@ -2970,11 +2998,12 @@ class Checkpoints:
             "data": trainer.data_hash,
             "processes": str(trainer.ranks.world),
             "operators": str(trainer.ops.names),
+            "micro-batches": trainer.sizes_of_micro_batches(),  # follow from the memory that is free at a start
         }
 
     def read(self, path: Path, trainer: Trainer, steps: int, seed: int | None):
-        """Begin where a checkpoint of the same run ends, which is to end after `steps`; of a given seed, if one is. The
-        state is restored later, by `restore`."""
+        """Take over a checkpoint of the same run, before step `steps`. If a seed is given, it must be the checkpoint's.
+        The state is restored later, by `restore`."""
         def found():
             own = self.own_path(path, trainer.ranks)
             content = read_checkpoint(own)
@@ -3011,7 +3040,8 @@ class Checkpoints:
 
     def write(self, trainer: Trainer, done: int, digest: int):
         """Write the state after `done` steps aside, and rename it when every rank has written its own. A disk that is
-        full costs the checkpoint, not the run."""
+        full costs the checkpoint, not the run. What ends the ranks while they rename leaves files of two steps, which
+        `read` refuses."""
         ranks = trainer.ranks
         ranks.heartbeat(f"the checkpoint of step {done}", WARM_UP_PATIENCE)
         state = trainer.optimizer.state()
@@ -3276,7 +3306,8 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
 # head. A header has the formula or names its reference, and has shapes, and operations or bytes; times are of one H200
 # unless they say otherwise, by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer.
 
-# Kernels can read globals that are constexprs, and no others; in the interpreter such a one stands right of a tensor.
+# Kernels can read only those globals that are constexprs. Triton's interpreter accepts one only as the right operand of
+# an expression with a tensor.
 LOG2_E = constexpr(1.4426950408889634)  # log2(e): kernels use exp2, because the hardware computes powers of 2
 RMS_EPSILON = constexpr(NORM_EPSILON)
 LOG_ZERO = constexpr(NEG_INF)
@@ -3293,7 +3324,7 @@ def load_vector(x_ptr, index, size, row=0, other=0.0):
 # Strides are arguments, and a stride of 1 is compiled in, so loads are contiguous along whichever axis is,
 # and X^T X needs no copy. Five steps of polar-express took 1059 us on 14 matrices of 2304 x 768 (a sprint's MLPs),
 # where products at 790 TFLOP/s, with half of each symmetric one, would take 401 and torch's took 1189; on 36 of
-# 192 x 768 they took 184, torch's 191. There are four since.
+# 192 x 768 they took 184, torch's 191. The default has four steps now.
 
 
 def product_tiles(batch, rows, columns, dtype, symmetric):
@@ -3560,7 +3591,7 @@ def attention_forward_kernel(
         scores = tl.dot(q, tl.trans(k))
         query, key = pair_tokens(queries, step, BLOCK_N, False)
         visible = (query - key).to(tl.uint32) <= reach  # unsigned, so that no later key is within reach
-        p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # to mask before exp2 takes 202 instructions for 188
+        p = tl.where(visible, tl.exp2(scores * scale_log2), 0.0)  # masking before exp2 takes 202 instructions, not 188
         row_sum += tl.sum(p, 1)
         v = load_tile(v_desc, step, head, stride_v_row, tokens, HEAD_DIM_V, BLOCK_N)
         accumulator = tl.dot(p.to(v.dtype), v, accumulator)
@@ -3653,8 +3684,9 @@ def attention_backward_kernel(
 def attention_tiles(device, head_dim_qk=128):
     """Fixed launch configurations of forward and backward: own tokens, tokens a step; warps, stages.
 
-    benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Steps of 32 tokens are for
-    narrow keys and, since the backward would spill registers, where shared memory is small or there is no TMA.
+    benchmarks/bench_attention.py --sweep chose them, with keys of 128 and of 64 channels. Where shared memory is small
+    or there is no TMA, steps have 32 tokens, because with more the backward pass would spill registers. Elsewhere they
+    have 64, but in the forward pass of keys up to 64 channels 32.
     """
     tile = dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
     if not (9, 0) <= capability(device) < (12, 0):
@@ -3701,7 +3733,7 @@ class PackedAttention(Function):
         tokens, heads, width = q.shape
         if scale * width >= 60:
             raise ValueError(
-                f"attention without running maximum: expected scale * head width < 60, found {scale:g} * {width}")
+                f"attention without running maximum: expected scale * key width < 60, found {scale:g} * {width}")
         q, k, v = map(with_aligned_rows, (q, k, v))
         gates = gates.contiguous()
         out = v.new_empty(v.shape)
@@ -4037,7 +4069,7 @@ def linear_backward(grad, grad_t, x, weight, scales, out=None):
     """(dx, dweight) of linear_forward, from the gradient of its first result and from the other two.
 
     With `scales` the gradient is e5m2, in both layouts; dweight goes to `out` if given. These products do not
-    accumulate fast, because in all of the backward pass that costs .035 of the sprint's loss.
+    accumulate fast, because fast accumulation in all of the backward pass raises the sprint's loss by .035.
     """
     if scales is None:
         return grad @ weight, grad.T @ x
@@ -4238,7 +4270,8 @@ class ProjectHeads(Function):
     Fp8Mlp; else they are in the operands' dtype. ValueError if value has too few channels.
 
     After q, k and v it hands the value on. Where a later reader takes that, its gradient comes back through here, and
-    the kernel adds to it: no tensor and no sum for each reader.
+    the kernel adds to it in place: no tensor and no sum for each reader. That is safe because readers form a chain, so
+    that nothing else holds this gradient: whoever reads the value has to take it from the reader before.
     """
     @staticmethod
     def launch(kernel, inputs, heads, key_offset, block_m=32, **operands):
@@ -4321,7 +4354,7 @@ class ProjectHeads(Function):
 #     lse = softcap + ln sum_j importance[j] exp(z[j] - softcap)
 # The columns j of the logits are classes: all V token ids, or P of them. Of these P, the first num_always (n)
 # are always included, among them every target and the copy token. The others are sampled and carry the
-# importance weight (V - n) / (P - n), so that the partition function is right on average; see Targets.
+# importance weight (population - n) / (P - n); see Targets.
 
 
 @jit
@@ -4348,7 +4381,8 @@ def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD):
 
 @jit
 def load_importance(num_always_ptr, classes, population):
-    """num_always and the importance weight of the sampled classes; without a pointer none is sampled."""
+    """num_always and the importance weight of the sampled classes. Without num_always_ptr every class takes part, so
+    none is sampled."""
     num_always = classes if num_always_ptr is None else tl.load(num_always_ptr)
     return num_always, (population - num_always) / tl.maximum(classes - num_always, 1)
 
@@ -4426,7 +4460,7 @@ def head_grad_kernel(
 
     # Two kinds of tiles. Some hold sampled classes alone: no target, and one importance for all columns, which costs
     # nothing as a part of each row's factor. The others begin with classes that are always included, targets among
-    # them, and one of these tiles ends with sampled classes: there each column has its own importance.
+    # them, and one of these tiles ends with sampled classes: there each column has its own importance, and rows 1.
     holds_targets = first_column < num_always
 
     row_weight = tl.zeros([BLOCK_M], tl.float32)
@@ -4522,11 +4556,11 @@ def head_grad(logits, targets, population, lse, copied, factor, cap, dtype, fast
 
 class HeadLoss(Function):
     """head_loss_reference in kernels: `HeadLoss.apply(x, weight, log_copy, targets, cap, scales)`; x [T, D], weight
-    [V, D] bf16. log_copy is that of the targets, apart because autograd looks for tensors among the arguments alone.
+    [V, D]. log_copy is that of the targets, apart because autograd looks for tensors among the arguments alone.
 
-    With `scales` the products are FP8, e4m3 by e4m3 forward and e5m2 by e4m3 backward; T, D, V and the
-    number of sampled classes are then multiples of 16, dx and dweight are bf16. Without, all is in the
-    operands' own dtype: the path of GPUs without FP8.
+    With `scales` the products are FP8, e4m3 by e4m3 forward and e5m2 by e4m3 backward; x, weight, dx and dweight are
+    then bf16, and T, D, V and the number of sampled classes multiples of 16. Without, all is in the operands' own
+    dtype: the path of GPUs without FP8.
     """
     @staticmethod
     def forward(ctx, x, weight, log_copy, targets, cap, scales):
@@ -4629,7 +4663,8 @@ def mlp_kernel(
             x *= tl.sqrt(hidden_desc.load([row, column]).to(tl.float32))
         out = tl.clamp(x * factor, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out_desc.dtype)
         out_desc.store([row, column], out)
-        out_t_desc.store([column, row], tl.trans(out.to(tl.int8, bitcast=True)))  # of FP8 tiles ptxas loses some bits
+        # As integers, since ptxas loses some bits of transposed FP8 tiles.
+        out_t_desc.store([column, row], tl.trans(out.to(tl.int8, bitcast=True)))
 
 
 def mlp_product(a, b, factor, hidden8=None):
@@ -5184,7 +5219,7 @@ class Ranks:
         """Read torchrun's variables, pick the device and join the process group.
 
         A rank that does not come within twice the limit is an error. So is a collective, outside of CUDA graphs, that
-        takes three times as long: the watchdog, once there is one, has its say before.
+        takes six times the limit: the watchdog, once there is one, has its say before.
         """
         rank = torchrun_number("RANK")
         world = torchrun_number("WORLD_SIZE", "1")
@@ -5338,7 +5373,7 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
-    def agree(self, what: str, find: Callable, fix: str, code: int = EXIT_USAGE) -> str:
+    def agree(self, what: str, find: Callable, fix: str, code: int = EXIT_USAGE) -> Any:
         """What `find` returns. Unless that is the same on every rank, all of them fail and name one that differs.
 
         If `find` fails, the other ranks are told why instead of waiting for one that has ended.
@@ -5404,8 +5439,12 @@ class Watchdog:
     device reaches the point queued at it: the host may be far ahead and then wait. While `patience` is above 1, as in
     the warm-up, where the host compiles, it may be so many times as old.
 
-    What stands still outside of train_once escapes it, except collectives, which have a time limit of their own (see
-    Ranks.start).
+    A stop signal first asks the ranks to agree on an end (Ranks.ask_to_stop). If they have not done so within
+    STOP_LIMIT_S, the thread sends the signal once more, which acts at once; and if nothing happens within twice that
+    time, it ends the process.
+
+    What stands still before or after watched_log escapes it, except collectives, which have a time limit of their own
+    (see Ranks.start).
     """
     ranks: Ranks
     limit_s: float
@@ -5453,7 +5492,7 @@ class Watchdog:
                     asked_s = STOP_LIMIT_S
                     self.limit_s = min(self.limit_s, 2 * STOP_LIMIT_S)
                     self.age_s = 0.0
-            if asked_s <= 0:  # steps are slow: the same signal again acts at once, if a handler runs at all
+            if asked_s <= 0:
                 asked_s = STOP_LIMIT_S
                 os.kill(os.getpid(), self.ranks.stop_signal or signal.SIGTERM)
             self.age_s += wait_s  # counted and not measured, so that the time of a suspended process does not count
@@ -5612,8 +5651,8 @@ class RunLog:
             if isinstance(item, dict):
                 self._append(item)
                 self._draw(item)
-                continue
-            show(item, sys.stdout)
+            else:
+                show(item, sys.stdout)
 
     def _append(self, event: dict):
         if not self.file:
@@ -5628,8 +5667,13 @@ class RunLog:
 
     def _draw(self, event: dict):
         if self.curves and event["kind"] in ("step", "val"):
-            for name in event.keys() & {"loss", "train_loss", "ms_per_step", "tokens"}:
-                self.curves.add_scalar(f"{event['kind']}/{name}", event[name], event["step"])
+            try:
+                for name in event.keys() & {"loss", "train_loss", "ms_per_step", "tokens"}:
+                    self.curves.add_scalar(f"{event['kind']}/{name}", event[name], event["step"])
+            except Exception as error:  # another package's: whatever it is, the run and its log go on
+                show(f"curves: expected to write them, found '{error}'; "
+                     "fix: free or permit their folder. The run goes on without.\n", sys.stderr)
+                self.curves = None
 
     def _give_up(self, error: OSError):
         show(f"run log: expected to write {self.path}, found '{error}'; "
@@ -5788,10 +5832,9 @@ def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
 def ready(trainer: Trainer) -> str:
     """What a start has found, in a line for --check."""
     stream = trainer.stream
-    sizes = ", ".join(f"{trainer.micro_chunks[stage] * stage.chunk_tokens:,}" for stage in trainer.preset.stages)
     return (f"ok: {stream.consumed(trainer.preset.stages):,} of {stream.length:,} training tokens in "
-            f"{len(stream.paths)} shards, SHA-256 {trainer.data_hash[:16]}; micro-batches of {sizes} tokens by stage"
-            f"{', layers recomputed' if trainer.recompute else ''}")
+            f"{len(stream.paths)} shards, SHA-256 {trainer.data_hash[:16]}; "
+            f"micro-batches of {trainer.sizes_of_micro_batches()}")
 
 
 def announce(preset: Preset, ranks: Ranks, ops: Ops):

@@ -93,6 +93,18 @@ def test_tensorboard_gets_what_the_log_gets(train, writer, tmp_path):
     assert len(made.scalars) == len(expected)
 
 
+def test_tensorboard_that_fails_costs_its_curves_only(train, writer, monkeypatch, tmp_path):
+    def fail(*_):
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(Writer, "add_scalar", fail)
+    result = train("--tensorboard", tmp_path / "board")
+    assert result.code == 0
+    assert result.err == ("curves: expected to write them, found 'no space left'; "
+                          "fix: free or permit their folder. The run goes on without.\n")
+    assert read_log(result.log)[-1]["state"] == "ok"
+
+
 def test_tensorboard_is_optional(train, no_tensorboard, tmp_path):
     """One line before anything is built."""
     result = train("--tensorboard", tmp_path / "board")

@@ -401,7 +401,7 @@ def test_cautious_decay(role):
 # ---- who owns what ---------------------------------------------------------------------------------------------------
 def owners(optimizer):
     """(owner, its weights, where its gradients come together) of every group; a table's are its parameter's: None."""
-    return [(item, item.weights, getattr(item, "grads", None)) for item in optimizer.owners]
+    return [(item, item.weights, getattr(item, "grads", None)) for item in optimizer.updated]
 
 
 def collect(owner):

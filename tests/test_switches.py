@@ -68,6 +68,21 @@ def test_pieces_that_do_not_fit_get_a_line(pieces):
         tg.GPT(replace(MODEL, ngram_pieces=pieces), tg.select_ops(CPU), CPU)
 
 
+@pytest.mark.parametrize("inputs", [-2, 0, 7, 34])
+def test_gates_read_an_even_number_of_channels(inputs):
+    """Of the stream, or half of them of the value embedding."""
+    model = replace(MODEL, gate_inputs=inputs)
+    with pytest.raises(tg.Failure, match="gate_inputs: expected an even number up to the model's width, 32, found"):
+        tg.GPT(model, tg.select_ops(CPU), CPU)
+
+
+@pytest.mark.parametrize("table", [-2, 2])
+def test_a_value_embedding_that_there_is_not(table):
+    model = replace(MODEL, layers=(*MODEL.layers[:-1], tg.Layer(value_embedding=table)))
+    with pytest.raises(tg.Failure, match=f"layer 6: value_embedding: expected None, NGRAMS or below 2, found {table}"):
+        tg.GPT(model, tg.select_ops(CPU), CPU)
+
+
 def test_heads_wider_than_the_stream_get_a_line():
     """No value embedding then has a channel for every head's value, which the kernels take for granted."""
     model = replace(MODEL, heads=MODEL.width // MODEL.head_width + 1)
