@@ -60,6 +60,13 @@ def choose_run(folder: Folder, arm: str, seed: int | None) -> Run:
     return random.choice(runs)
 
 
+def last_words(output: str) -> str:
+    """Why a training ended: the trainer's own line, above what torchrun says about it, or else the last one."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("train_gpt: ")]
+    return (own[:1] or lines[-1:] or ["no output"])[0]
+
+
 def run_again(folder: Folder, key: str, data: Path, steps: int) -> Run:
     """Train `steps` steps of a planned run in a folder of its own. The record is not touched."""
     with tempfile.TemporaryDirectory(prefix="audit-") as place:
@@ -77,9 +84,8 @@ def run_again(folder: Folder, key: str, data: Path, steps: int) -> Run:
         log = runner.newest_log(Path(place))
         run = read_run(log) if log else Run(Path(place), "incomplete")
         if not len(run.train):
-            said = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-            fail(f"audit of {key}", "steps", said[-1] if said else "no output",
-                 "see what the trainer needs: ./run.sh --check", EXIT_HARDWARE)
+            fail(f"audit of {key}", "steps", last_words(output.read_text(errors="replace")),
+                 "see what the trainer needs: ./run.sh --check; --data FOLDER", EXIT_HARDWARE)
     return run
 
 

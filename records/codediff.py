@@ -10,6 +10,7 @@ import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
+from record import find
 from runlog import RULE, fail
 
 RULE_LINE = re.compile(r"^#\s?[=-]{20,}\s*$")
@@ -236,7 +237,8 @@ def summary(found: list[Change]) -> str:
 
 
 def read_script(path: Path) -> str:
-    """The code behind a path: a script, a record folder, a public text log or a folder of those."""
+    """The code behind a path: a script, a record's folder or name, a public text log or a folder of those."""
+    path = find(path)
     if path.is_dir():
         logs = [path / "train_gpt.py", *sorted(path.rglob("*.txt"))]
         path = next((file for file in logs if file.is_file()), path / "train_gpt.py")

@@ -438,6 +438,9 @@ def choose_runs(track: Track, kind: str, n: int | None, margin: float | None) ->
     if margin is not None and not 0.0001 <= margin < 1:
         fail("margin", "a number from 0.0001 to 1 nats", margin, "change --margin")
     if not claims(track, kind):
+        if margin is not None:
+            fail("margin", "none where no loss is claimed: in practice, of a baseline, without a target", margin,
+                 "leave --margin out")
         least = 1 if kind == "baseline" or track.practice else LEAST_RUNS
         n, margin = track.usual_runs if n is None else n, None
     elif margin is None:

@@ -285,6 +285,9 @@ def carry_out(folder: Folder, data: Path | None, lock: int, at_once: int) -> Non
         for key in order:  # left by an interruption: whole, or to be repeated
             collect(folder, key)
     print(duration(folder, at_once), flush=True)
+    if not (folder.track.practice or folder.record["runs"] or committed(folder)):
+        print(f"WARNING: the plan of {folder.path.name} is not committed. CI refuses a record whose plan was not committed "
+              "before its first run: stop here, commit it, and start again.", flush=True)
     for number, key in enumerate(order, 1):
         if f"{key}.jsonl" in folder.record["runs"]:
             print(f"{heading(key, number, len(order))}  done before", flush=True)
@@ -296,6 +299,19 @@ def carry_out(folder: Folder, data: Path | None, lock: int, at_once: int) -> Non
     write_record(folder.path, folder.record)
     write_numbers(folder)
     print(json.dumps(folder.record["means"]))
+
+
+def committed(folder: Folder) -> bool:
+    """Whether git has the plan as it is; outside of a repository nobody asks."""
+    def git(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["git", "-C", str(folder.path), *words], capture_output=True, text=True)
+
+    try:
+        if git("rev-parse", "--git-dir").returncode:
+            return True
+        return git("show", "HEAD:./record.json").stdout == (folder.path / "record.json").read_text()
+    except FileNotFoundError:  # no git
+        return True
 
 
 def make_runs(folder: Folder, schedule: Schedule, data: Path, lock: int) -> None:

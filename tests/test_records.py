@@ -1108,6 +1108,7 @@ def test_diff_names_what_it_needs(tmp_path, finished):
         codediff.changes("def f(:", "", code_only=True)
     with pytest.raises(runlog.Failure, match="only its hash"):
         codediff.read_script(first_log(finished[1]))
+    assert codediff.read_script(Path("pointer-keys")).startswith('"""'), "a record's name is enough"
     a, b = (codediff.read_script(public_log(tmp_path / f"{code}.txt", 3.2, 1, f"x = {code}")) for code in "12")
     assert [c.title for c in codediff.changes(a, b) if c.lines] == ["Muon optimizer"]
 

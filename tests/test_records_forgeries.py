@@ -373,6 +373,15 @@ def test_audit_compares_what_the_script_logs_now(finished, copy, capsys):  # noq
     assert not (copy / "running").exists() and failed(copy) == set(), "the record is as it was"
 
 
+@pytest.mark.parametrize("output, told", [
+    ("", "no output"), ("\nTraceback ...\nKeyError: 3\n", "KeyError: 3"),
+    ("train_gpt: data: expected shards, found none\n\n====\nRoot cause\n====\n",
+     "train_gpt: data: expected shards, found none")])
+def test_audit_says_what_the_trainer_said(output, told):
+    """And not the last line of what torchrun says about it."""
+    assert audit.last_words(output) == told
+
+
 @pytest.mark.parametrize("gpus, shift, ok", [(["x"], 0, True), (["x"], 1e-6, False), ([], 1e-6, True),
                                              ([], 0.06, False)])
 def test_equal_hardware_repeats_to_the_digit(gpus, shift, ok):
@@ -500,6 +509,26 @@ def test_guard_wants_the_plan_before_the_runs(repository, finished, copy, capsys
     git(repository, "add", "records")
     git(repository, "commit", "-qm", "runs")
     assert guarded(repository, capsys)[0] == 0 and failed(path) == set()
+
+
+@pytest.mark.parametrize("practice", [True, False])
+def test_run_warns_of_a_plan_without_a_commit(repository, finished, monkeypatch, capsys, practice):  # noqa: F811
+    """But not in practice, whose folders nobody submits."""
+    def end(*_):
+        raise InterruptedError
+
+    path = planned(repository, finished)
+    monkeypatch.setattr(runner, "make_runs", end)
+    monkeypatch.setattr(runner, "check_ready", lambda *_: None)
+    monkeypatch.setitem(record.TRACKS, "smoke", record.TRACKS["smoke"]._replace(practice=practice))
+    with pytest.raises(InterruptedError):
+        runner.run_plan(path, None)
+    assert ("is not committed" in capsys.readouterr().out) != practice
+    git(repository, "add", "records")
+    git(repository, "commit", "-qm", "plan")
+    with pytest.raises(InterruptedError):
+        runner.run_plan(path, None)
+    assert "is not committed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("when, together, words", [

@@ -100,6 +100,9 @@ def test_practice_and_baselines_need_no_margin(finished):  # noqa: F811
     assert record.choose_runs(record.TRACKS["sprint-fineweb"], "ml", None, None) == (5, None), "no target, so no margin"
     assert record.choose_runs(record.TRACKS["sprint-webtext"], "ml", None, None) == (5, 0.0034)
     assert record.choose_runs(record.TRACKS["speedrun"], "ml", None, None) == (8, 0.0037)
+    for track, kind in (("smoke", "ml"), ("sprint-webtext", "baseline"), ("sprint-fineweb", "ml")):
+        with pytest.raises(runlog.Failure, match="^margin: expected none where no loss is claimed: .*, found 0.004;"):
+            record.choose_runs(record.TRACKS[track], kind, 8, 0.004)
 
 
 def test_a_plan_without_the_corpus_takes_the_pinned_shards(tmp_path):
