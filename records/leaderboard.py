@@ -143,7 +143,7 @@ def leaderboard_table(folders: list[Folder], records: str, columns: tuple[str, .
             empty.append(name)
         if abandoned and not track.practice:
             parts.append("\n".join([f"Abandoned plans of {name}:\n", *abandoned]))
-    none = "No record yet" if columns == COLUMNS else "No record that meets its target yet"
+    none = "No record yet" if columns == COLUMNS else "No leader yet"
     return "\n\n".join(parts + ([f"{none}: {', '.join(empty)}."] if empty else []))
 
 

@@ -286,8 +286,8 @@ def carry_out(folder: Folder, data: Path | None, lock: int, at_once: int) -> Non
             collect(folder, key)
     print(duration(folder, at_once), flush=True)
     if not (folder.track.practice or folder.record["runs"] or committed(folder)):
-        print(f"WARNING: the plan of {folder.path.name} is not committed. CI refuses a record whose plan was not committed "
-              "before its first run: stop here, commit it, and start again.", flush=True)
+        print(f"WARNING: the plan of {folder.path.name} is not committed. CI refuses a record whose plan was not "
+              "committed before its first run: stop here, commit it, and start again.", flush=True)
     for number, key in enumerate(order, 1):
         if f"{key}.jsonl" in folder.record["runs"]:
             print(f"{heading(key, number, len(order))}  done before", flush=True)
