@@ -1080,7 +1080,7 @@ class Geometry:
 
 
 class LayerScalars(NamedTuple):
-    """A layer's four learned scalars, each expanded to one value a token, [T].
+    """A layer's learned scalars, each expanded to one value a token, [T].
 
     Because of that, a gradient is first summed over each row only. The kernel that makes the gradient of the
     activation does so on the way: it reads both operands anyway."""
@@ -1505,7 +1505,7 @@ class Block(nn.Module):
         self.heads = heads = config.heads
         width = config.width
 
-        self.scalars = make_param("scalar", empty(4))  # LayerScalars
+        self.scalars = make_param("scalar", empty(len(LayerScalars._fields)))
         self.skip_weight = None
         if layer.skip_from is not None:
             self.skip_weight = make_param("scalar", empty(()))
@@ -1691,7 +1691,7 @@ class GPT(nn.Module):
         """Each layer's scalars, expanded to [tokens]. One stack for all, so that one kernel sums their gradients."""
         stacked = torch.cat([block.scalars for block in self.blocks.values()])
         rows = iter(stacked[:, None].expand(-1, tokens).unbind())
-        return [LayerScalars(*itertools.islice(rows, 4)) for _ in self.blocks]
+        return [LayerScalars(*itertools.islice(rows, len(LayerScalars._fields))) for _ in self.blocks]
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Normalised final states [T, width], ready for the head."""
@@ -3689,7 +3689,7 @@ def attention_tiles(device, head_dim_qk=128):
     have 64, but in the forward pass of keys up to 64 channels 32.
     """
     tile = dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    if not (9, 0) <= capability(device) < (12, 0):
+    if not hopper_class(device):
         return tile, tile
     forward = dict(tile, BLOCK_N=64 if head_dim_qk > 64 else 32, num_stages=3)
     return forward, dict(tile, BLOCK_N=64)
@@ -3730,22 +3730,22 @@ class PackedAttention(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, positions, remaining, window, scale, gates):
-        tokens, heads, width = q.shape
-        if scale * width >= 60:
+        tokens, heads, key_width = q.shape
+        if scale * key_width >= 60:
             raise ValueError(
-                f"attention without running maximum: expected scale * key width < 60, found {scale:g} * {width}")
+                f"attention without running maximum: expected scale * key width < 60, found {scale:g} * {key_width}")
         q, k, v = map(with_aligned_rows, (q, k, v))
         gates = gates.contiguous()
         out = v.new_empty(v.shape)
         lse = q.new_empty(heads, tokens, dtype=torch.float32)
 
-        tile, _ = attention_tiles(q.device, width)
+        tile, _ = attention_tiles(q.device, key_width)
         attention_forward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
             q_ptr=q, k_desc=tile_descriptor(k, tile), v_desc=tile_descriptor(v, tile),
             stride_q_row=q.stride(0), stride_k_row=k.stride(0), stride_v_row=v.stride(0),
             out_ptr=out, lse_ptr=lse, positions_ptr=positions, gates_ptr=gates,
             window=window, tokens=tokens, scale_log2=scale * LOG2_E.value,
-            HEAD_DIM_QK=width, HEAD_DIM_V=v.size(2), **tile)
+            HEAD_DIM_QK=key_width, HEAD_DIM_V=v.size(2), **tile)
         ctx.save_for_backward(q, k, v, out, lse, positions, remaining, gates)
         ctx.window = window
         ctx.scale = scale
@@ -3754,13 +3754,13 @@ class PackedAttention(Function):
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse, positions, remaining, gates = ctx.saved_tensors
-        tokens, heads, width = out.shape
+        tokens, heads, value_width = out.shape
         dout = with_aligned_rows(dout)  # it may be the expanded gradient of a sum
         delta = torch.empty_like(lse)
         dgates = torch.empty_like(gates)
         attention_delta_kernel[heads, triton.cdiv(tokens, 64)](
             out, dout, gates, delta, dgates, tokens, dout.stride(0),
-            HEAD_DIM_V=width, BLOCK_M=64)
+            HEAD_DIM_V=value_width, BLOCK_M=64)
 
         _, tile = attention_tiles(out.device)
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -3773,7 +3773,7 @@ class PackedAttention(Function):
                 stride_other_qk_row=other_qk.stride(0), stride_other_v_row=other_v.stride(0),
                 own_dqk_ptr=own_dqk, own_dv_ptr=own_dv, lse_ptr=lse, delta_ptr=delta, distances_ptr=distances,
                 window=ctx.window, tokens=tokens, scale=ctx.scale, scale_log2=ctx.scale * LOG2_E.value,
-                HEAD_DIM_QK=q.size(2), HEAD_DIM_V=width, **tile)
+                HEAD_DIM_QK=q.size(2), HEAD_DIM_V=value_width, **tile)
         return dq, dk, dv, None, None, None, None, dgates
 
 
@@ -4330,18 +4330,20 @@ class ProjectHeads(Function):
 
         scales = ctx.scales
         dqkv_t = dqk_t_desc = dv_t_desc = dweight = None
+        block_m = 32
         if scales is None:
             dqkv = dqkv_bits = torch.empty_like(qkv)
         else:
+            block_m = 64
             dweight = memory_for_grad(ctx.parameter)
             dqkv = torch.empty_like(qkv, dtype=E5M2)
             dqkv_bits = dqkv.view(torch.int8)
             dqkv_t = dqkv.new_empty(*qkv.T.shape)
             dqkv_t_bits = dqkv_t.view(torch.int8)
-            dqk_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dk.size(2) // 2, 64])
-            dv_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dv.size(2) // 2, 64])
+            dqk_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dk.size(2) // 2, block_m])
+            dv_t_desc = TensorDescriptor.from_tensor(dqkv_t_bits, [dv.size(2) // 2, block_m])
         ProjectHeads.launch(
-            split_heads_grad_kernel, inputs, **ctx.flags, block_m=32 if scales is None else 64,
+            split_heads_grad_kernel, inputs, **ctx.flags, block_m=block_m,
             dq_ptr=dq, dk_ptr=dk, dv_ptr=dv,
             dqkv_ptr=dqkv_bits, dqk_t_desc=dqk_t_desc, dv_t_desc=dv_t_desc, dvalue_ptr=dvalue, dgates_ptr=dgates,
             factor=1.0 if scales is None else 1.0 / scales.grad, ADD=add, PTX=scales is not None and qkv.is_cuda)
@@ -5068,9 +5070,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
     if not fast or device.type != "cuda" or triton is None:
         return reference_ops()
 
-    version = capability(device)
-    hopper_class = (9, 0) <= version < (12, 0)  # has TMA, and 208 KB of shared memory or more
-    fits = {"attention": hopper_class, "head": version >= (8, 9), "mlp": hopper_class}
+    fits = {"attention": hopper_class(device), "head": capability(device) >= (8, 9), "mlp": hopper_class(device)}
     fp8 = [part for part in fp8 if fits[part]]
     precision = {part: "fp8" if part in fp8 else "bf16" for part in FP8_PARTS}
     head_scales = HeadScales() if "head" in fp8 else None
@@ -5597,6 +5597,11 @@ def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
 def capability(device: torch.device) -> tuple[int, int]:
     """CUDA's compute capability (major, minor); (0, 0) on a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def hopper_class(device: torch.device) -> bool:
+    """Whether a GPU has TMA, and 208 KB of shared memory or more."""
+    return (9, 0) <= capability(device) < (12, 0)
 
 
 def multiprocessors(device: torch.device) -> int:
