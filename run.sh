@@ -171,7 +171,6 @@ train() {
   setup requirements.txt numpy torch
   read -r version gpus capability gib tokens <<<"$facts"
   ((gpus)) || cpu_settings
-  case " $* " in *" -h "* | *" --help "*) launch "$python" train_gpt.py "$@"; return ;; esac
   if [[ ! $preset ]]; then
     if [[ ! $folder && " $* " != *" --check "* ]] && ((gpus && capability >= 90 && gib >= SPEEDRUN_GIB && tokens < SPEEDRUN_TOKENS)) &&
       timeout 10 "$python" -c \
@@ -284,25 +283,35 @@ help() { # ARGUMENTS...: run.sh's own options first, then those of the script th
   else echo "Options of $script: docs/options.md, or again ./run.sh --help after the first ./run.sh, which installs what is needed."; fi
 }
 
+asks_help() { # ARGUMENTS...: whether one of them asks for help; words within a prompt do not
+  local argument
+  for argument in "$@"; do
+    if [[ $argument == -h || $argument == --help ]]; then return 0; fi
+  done
+  return 1
+}
+
 from_where_typed() { # ARGUMENTS...: sets arguments, the same with the paths among them absolute
-  local argument previous=''
+  local argument previous='' model=''
   arguments=()
   for argument in "$@"; do
     case $previous in
-      --data | --log-dir | --save | --checkpoint | --resume | --tensorboard) argument=$(absolute "$argument") ;;
+      --data | --log-dir | --save | --checkpoint | --resume | --tensorboard | --export) argument=$(absolute "$argument") ;;
     esac
     case $argument in
-      --data=* | --log-dir=* | --save=* | --checkpoint=* | --resume=* | --tensorboard=*)
+      --data=* | --log-dir=* | --save=* | --checkpoint=* | --resume=* | --tensorboard=* | --export=*)
         argument=${argument%%=*}=$(absolute "${argument#*=}") ;;
     esac
-    # a test file, or the model that a text is sampled from
-    if [[ $1 == test || $1 == sample ]] && [[ -f $typed/${argument%%::*} ]]; then argument=$(absolute "$argument"); fi
+    # Test files, or the model that a text is sampled from: its first operand, as a text may be a file's name too.
+    if [[ $1 == test || $1 == sample && ! $model && $argument != sample && $argument != -* ]]; then
+      if [[ -f $(absolute "${argument%%::*}") ]]; then model=$(absolute "$argument") argument=$model; fi
+    fi
     previous=$argument
     arguments+=("$argument")
   done
 }
 
-case " $* " in *" -h "* | *" --help "*) help "$@"; exit ;; esac
+if asks_help "$@"; then help "$@"; exit; fi
 if [[ ${PYTHON:-} == */* ]]; then PYTHON=$(absolute "$PYTHON"); fi
 from_where_typed "$@"
 set -- ${arguments[@]+"${arguments[@]}"}

@@ -506,8 +506,9 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     Every stage and the extension keep their shares of the schedule, rounded, but take at least one step. Training
     tokens grow by what the schedule takes more, so that enough shards are opened.
     """
-    stages = tuple(replace(stage, steps=max(1, round(length * stage.steps))) for stage in preset.stages)
-    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, preset.stages))
+    used = [stage for stage in preset.stages if stage.steps]  # somebody leaves out those of 0 steps
+    stages = tuple(replace(stage, steps=max(1, round(length * stage.steps))) for stage in used)
+    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, used))
     return replace(preset, stages=stages, train_tokens=preset.train_tokens + more_tokens)
 
 
@@ -5818,6 +5819,41 @@ def check_model_file(path: Path, model: ModelConfig):
         fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
 
 
+def check_preset(preset: Preset):
+    """Fail where a preset that somebody has edited asks for what would hang, crash or be ignored."""
+    def require(good: bool, what: str, expected: str, found: Any):
+        if not good:
+            fail(what, expected, found, f"change the preset {preset.name} in train_gpt.py")
+
+    model = preset.model
+    require(model.key_width % 4 == 0, "key_width", "a multiple of 4", model.key_width)
+    least = model.vocabulary + bool(model.pointer_width)  # the pointer's copy token follows the vocabulary
+    require(model.padded_vocabulary >= least, "padded_vocabulary", f"at least {least}", model.padded_vocabulary)
+    require(model.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", model.dtype)
+    require(not 0 < model.ngram_rows < 4, "ngram_rows", "0, or at least 4", model.ngram_rows)
+    require(any(layer.attention or layer.mlp for layer in model.layers), "layers", "one that is not empty", "none")
+    for index, layer in enumerate(model.layers):
+        require(layer.window in ("short", "long"), f"layer {index}: window", "short or long", layer.window)
+
+    config = preset.optimizer
+    for name in ("cooldown_fraction", "momentum_warmup_fraction", "momentum_cooldown_fraction", "averaging_lookback",
+                 "averaging_interval_steps"):
+        value = getattr(config, name)
+        require(value > 0, name, "above 0; 1e-9 is as good as none", value)
+    missing = dict(OptimizerConfig.rules).keys() - dict(config.rules)
+    require(not missing, "rules", "one for each role", f"none for {', '.join(sorted(missing))}")
+
+    for name in ("steps", "val_tokens", "val_window_tokens", "log_every_steps"):
+        require(getattr(preset, name) >= 1, name, "at least 1", getattr(preset, name))
+    for index, stage in enumerate(preset.stages):
+        tokens = stage.batch_tokens
+        require(tokens > 0 and tokens % CHUNKS == 0, f"stage {index}: batch_tokens", f"a multiple of {CHUNKS}", tokens)
+        for name in ("document_cap_tokens", "short_window_tokens", "long_window_tokens"):
+            require(getattr(stage, name) >= 1, f"stage {index}: {name}", "at least 1", getattr(stage, name))
+        first, last = map(len, stage.targets)
+        require(first == last, f"stage {index}: targets", "as many at its end as at its start", stage.targets)
+
+
 def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
     """Fail if a run cannot begin or keep what it should, as far as that shows before the data are there."""
     check_versions(ranks)
@@ -5859,6 +5895,7 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops):
 def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     """The trainer that the options ask for. Whatever can be checked before the GPU works has then been checked."""
     preset = PRESETS[arguments.preset]
+    ranks.agree("preset", lambda: check_preset(preset), "start every node with the same files")
     folder = arguments.data or Path(preset.data)
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
     ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {files_hash([Path(__file__)])[:8]}",

@@ -58,6 +58,9 @@ import numpy as np
 import torch
 
 SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
+KEYS = frozenset(
+    "name seed length val_tokens fp8 model layers optimizer rules stages averages edits three_stages "
+    "micro_batch_tokens steps watch_every preset data script alone".split())
 sys.path.append(str(SCRIPT.parent / "records"))
 from starts import CPU_SETTINGS
 
@@ -122,6 +125,10 @@ def read_arms(path: Path) -> list[dict]:
     arms = []
     for entry in read_entries(path):
         arms += screening_arms(entry) if "factors" in entry else [entry]
+    for arm in arms:
+        if unknown := arm.keys() - KEYS:
+            known = ", ".join(sorted(KEYS))
+            sys.exit(f"{path}: {arm['name']}: expected only {known}, found {', '.join(sorted(unknown))}")
     return arms
 
 

@@ -44,6 +44,8 @@ def main() -> int:
     if options.stop_after is None:
         fix = "shorten the run, so that its log does not look like a record's"
         sys.exit(f"bench_trace: expected --stop-after N, found none; fix: {fix}")
+    if options.length == "auto":
+        sys.exit("bench_trace: --length: expected a number, found auto; fix: give what --check says it is")
     steps = min(options.stop_after, tg.scaled_preset(tg.PRESETS[options.preset], options.length).steps)
     if not 0 <= first <= last < steps:
         sys.exit(

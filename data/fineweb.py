@@ -415,7 +415,7 @@ def cut_long(documents: Iterable[str], most: int) -> Iterator[str]:
         while most and len(text) - start > most:
             limit = start + most
             ends = (text.rfind(border, start + most // 2, limit) for border in ("\n\n", "\n", " "))
-            end = next((end for end in ends if end > 0), limit)
+            end = next((end for end in ends if end > start), limit)
             yield text[start:end].strip("\n")
             start = end
         yield text[start:].strip("\n") if start else text
@@ -433,7 +433,7 @@ def read_documents(paths: Iterable[Path], separator: str | None, key: str) -> It
             if kind == ".parquet":
                 yield from read_parquet(path, key)
                 continue
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
                 json_lines = kind in (".jsonl", ".ndjson")
                 yield from read_json_lines(file, path, key) if json_lines else read_text(file, separator)
         except UnicodeDecodeError as error:
@@ -626,9 +626,10 @@ def encode_documents(documents: Iterable[str], spec: str, processes: int) -> Ite
 class ShardWriter:
     """Cuts a stream of documents into NAME_val_000000.bin and NAME_train_000001.bin, 000002 ...
 
-    Documents stay whole: the validation shard ends with the document that brings it to `val_tokens`, so that its first
-    `val_tokens` tokens exist and no training document begins in it; a training shard ends before `shard_tokens` would
-    be passed. Everything is written as *.PID.part; finish() gives all files their names, abort() deletes them.
+    Documents stay whole: the validation shard ends with the document that brings it above `val_tokens`, so that its
+    first `val_tokens` tokens and the target of the last one exist, and no training document begins in it; a training
+    shard ends before `shard_tokens` would be passed. Everything is written as *.PID.part; finish() gives all files
+    their names, abort() deletes them.
     """
 
     def __init__(self, folder: Path, name: str, val_tokens: int, shard_tokens: int):
@@ -661,7 +662,7 @@ class ShardWriter:
 
     def add(self, document: np.ndarray) -> None:
         if self.train == 0:
-            full = self.tokens >= self.val_tokens
+            full = self.tokens > self.val_tokens or not self.val_tokens  # the last target follows them
         else:
             full = self.tokens > 0 and self.tokens + len(document) > self.shard_tokens
         if full:

@@ -73,7 +73,9 @@ def command_audit(arguments: argparse.Namespace) -> int:
 
 
 def command_abandon(arguments: argparse.Namespace) -> int:
-    record.abandon(arguments.dir, arguments.why)
+    from runner import only_one
+    with only_one(record.load(arguments.dir).path):  # a `run` under way would write over it
+        record.abandon(arguments.dir, arguments.why)
     print(f"{arguments.dir}: abandoned; it stays where it is, and one restart may name it: new NAME --restart "
           f"{arguments.dir}")
     return 0
@@ -188,7 +190,7 @@ def parser() -> argparse.ArgumentParser:
     audit.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
     audit.add_argument("--seed", type=int, help="one of the plan (default: drawn now)")
     audit.add_argument("--arm", choices=("a", "b"), default="a")
-    audit.add_argument("--steps", type=int, default=50)
+    audit.add_argument("--steps", type=int, choices=range(1, 10_001), default=50, metavar="N")
     abandon = add("abandon", command_abandon, "give a plan up; it stays and is listed with its reason")
     abandon.add_argument("dir", type=Path)
     abandon.add_argument("why", help="a short sentence")

@@ -275,7 +275,8 @@ def compare(a_spec: str, b_spec: str) -> str:
     loss, time = stats.welch(*losses), (stats.paired if pairs else stats.welch)(*times)
     usual = stats.mean(times[1])
     loss_sd = pooled(losses) or 0.0015
-    time_sd = (stats.sd([x - y for x, y in zip(*times)]) if pairs else pooled(times)) or 0.001 * usual
+    several_pairs = pairs and len(times[0]) > 1
+    time_sd = (stats.sd([x - y for x, y in zip(*times)]) if several_pairs else pooled(times)) or 0.001 * usual
     needed = needed_text(loss.difference, loss_sd, 2), needed_text(time.difference, time_sd, 1 if pairs else 2)
     if no_loss:
         conclusion = "none, the losses are not comparable"

@@ -140,6 +140,19 @@ def test_largest_channels():
 
 
 @pytest.mark.fast
+def test_a_misspelt_key_is_no_arm(tmp_path):
+    path = tmp_path / "arms.json"
+    path.write_text('[{"name": "a"}, {"name": "b", "modle": {"heads": 1}}]')
+    with pytest.raises(SystemExit, match="arms.json: b: expected only .*, model, .*, found modle"):
+        arms.read_arms(path)
+
+
+def test_screenings_are_spelt_well():
+    for path in (helpers.ROOT / "benchmarks/screenings").glob("*.json"):
+        assert arms.read_arms(path), path
+
+
+@pytest.mark.fast
 def test_on_a_cpu_arms_train_one_after_the_other(tmp_path, monkeypatch):
     """Two at once take longer there; and each with run.sh's settings, where the user has not set others."""
     path = tmp_path / "arms.json"

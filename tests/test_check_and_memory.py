@@ -254,6 +254,45 @@ def test_what_does_not_fit():
         tg.memory_plan(window, FAST, 38 * GB)
 
 
+EDITS = [
+    ("model", "key_width", 18), ("model", "padded_vocabulary", helpers.VOCABULARY), ("model", "dtype", "float64"),
+    ("model", "ngram_rows", 3), ("model", "layers", (tg.EMPTY,)), ("model", "layers", (tg.Layer(window="medium"),)),
+    ("optimizer", "cooldown_fraction", 0.0), ("optimizer", "averaging_interval_steps", 0),
+    ("optimizer", "rules", tg.OptimizerConfig.rules[1:]),
+    ("preset", "stages", ()), ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
+    ("stage", "batch_tokens", 500), ("stage", "document_cap_tokens", 0), ("stage", "long_window_tokens", 0),
+    ("stage", "targets", ((1.0, 0.5), (1.0,))),
+]
+TOLD = {"layers": "layers|layer 0: window", "stages": "steps"}
+
+
+@pytest.mark.parametrize("part, name, value", EDITS)
+def test_an_edited_preset_gets_a_line(monkeypatch, capsys, part, name, value):
+    """Each of these hung, crashed, or was ignored."""
+    preset = helpers.PRESET
+    change = {name: value}
+    if part == "stage":
+        change = {"stages": tuple(replace(stage, **change) for stage in preset.stages)}
+    elif part != "preset":
+        change = {part: replace(getattr(preset, part), **change)}
+    monkeypatch.setitem(tg.PRESETS, "tiny", replace(preset, **change))
+    assert tg.main(["--preset", "tiny", "--check"]) == 2
+    what = TOLD.get(name, name)
+    pattern = rf"train_gpt: (stage 0: )?({what}): expected .*, found .*; fix: change the preset tiny .*\n"
+    assert re.fullmatch(pattern, capsys.readouterr().err)
+
+
+def test_every_preset_passes():
+    for preset in tg.PRESETS.values():
+        tg.check_preset(preset)
+
+
+def test_a_stage_of_no_steps_is_left_out():
+    stages = helpers.PRESET.stages
+    preset = replace(helpers.PRESET, stages=(*stages[:-1], replace(stages[-1], steps=0)))
+    assert tg.scaled_preset(preset, 1.0).stages == stages[:-1]
+
+
 @pytest.mark.fast
 def test_the_fullest_gpu_decides(monkeypatch):
     """Of all ranks, which then choose alike; without a GPU there is no limit."""

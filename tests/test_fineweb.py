@@ -527,6 +527,7 @@ def test_cuts_where_there_is_no_paragraph():
     assert cut("many words in one line without end") == ["many words in one", " line without end"]
     assert cut("x" * 45) == ["x" * 20, "x" * 20, "x" * 5]
     assert cut("y" * 45, most=0) == ["y" * 45]
+    assert cut("a b\nc", most=1) == ["a", " ", "b", "", "c"], "it comes to an end"
 
 
 @pytest.mark.fast
@@ -634,6 +635,22 @@ def test_bad_input_leaves_nothing(ranks, tmp_path, capsys):
     assert tokenize(ranks, good, out, "--val-tokens", 0, "--procs", 1) == 2
     assert "expected no shards named text, found text_train_000001.bin" in capsys.readouterr().err
     assert (out / "text_train_000001.bin").read_bytes() == b"mine"
+
+
+def test_the_last_validation_token_has_a_target(tmp_path):
+    """A preset's own number is what people give as --val-tokens."""
+    writer = fineweb.ShardWriter(tmp_path, "text", 8, 100)
+    for _ in range(4):
+        writer.add(np.full(4, BOS, "<u2"))
+    writer.finish()
+    assert len(read(tmp_path / "text_val_000000.bin")) == 12
+
+
+@pytest.mark.parametrize("name, text", [("a.txt", "hello\r\n"), ("a.jsonl", '{"text": "hello"}\n')])
+def test_a_byte_order_mark_is_no_text(tmp_path, name, text):
+    """As Windows editors write one."""
+    (tmp_path / name).write_text(text, encoding="utf-8-sig", newline="")
+    assert list(fineweb.read_documents([tmp_path / name], None, "text")) == ["hello"]
 
 
 def test_two_tokenizers_in_one_folder(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import resource
+import runpy
 import shutil
 import signal
 import struct
@@ -495,6 +496,10 @@ def test_one_run_at_a_time(tmp_path):
     with runner.only_one(path), pytest.raises(runlog.Failure, match="expected one `run` at a time, found another") as caught:
         runner.run_plan(path, None)
     assert caught.value.code == 2
+    abandon = runpy.run_path(str(ROOT / "records/__main__.py"), run_name="records")["main"]
+    with runner.only_one(path):
+        assert abandon(["abandon", str(path), "it diverges"]) == 2, "the run would write over it"
+    assert record.load(path).record["abandoned"] is None
     runner.run_plan(path, None)
     assert failed(path) == set()
 

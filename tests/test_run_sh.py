@@ -355,6 +355,7 @@ def test_a_saved_model_is_used_by_one_process(machine):
     machine.write("modules/tiktoken.py", "")
     assert machine.command("sample", "model", "--eval", FAKE_GPUS="8") == "sample.py model --eval"
     assert machine.command("sample", "my model", "Once upon") == "sample.py my model Once upon"
+    assert machine.command("sample", "model", "tar -h shows") == "sample.py model tar -h shows"
 
 
 NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
@@ -525,6 +526,13 @@ def test_paths_mean_the_folder_where_they_were_typed(machine, tmp_path_factory):
     (elsewhere / "env/python").symlink_to(sys.executable)
     out = machine.run("--preset", "smoke", cwd=elsewhere, PYTHON="env/python").stdout
     assert out.split()[0] == f"{elsewhere}/env/python"
+
+    machine.write("modules/tiktoken.py", "")
+    for name in ("model", "once"):
+        (elsewhere / name).touch()
+    typed = "sample", "model", "once", "--export", "copy"
+    expected = ["sample.py", f"{elsewhere}/model", "once", "--export", f"{elsewhere}/copy"]
+    assert machine.run(*typed, cwd=elsewhere).stdout.split()[1:] == expected, "a text may be a file's name too"
 
     (elsewhere / "test_mine.py").write_text("def test_1(): pass\n")
     result = machine.run("test", "test_mine.py::test_1", cwd=elsewhere)
