@@ -418,10 +418,22 @@ def typed_lines() -> Iterator[str]:
             return
 
 
+def encoding_of(content: dict, given: Path | None):
+    """The tokenizer of the training: GPT-2's, or that of the ranks file `given` or, without one, beside the shards."""
+    validation = content["validation"]
+    expected = validation.get("encoding")  # the file's SHA-256
+    ranks = given or expected and tg.ranks_file(Path(validation["data"]))
+    found = hashlib.sha256(ranks.read_bytes()).hexdigest() if ranks else None
+    if found != expected:
+        fail("--encoding", f"the training's, SHA-256 {expected[:16]}" if expected else "none, as in the training",
+             f"{ranks}, {found[:16]}" if found else "none", "give the ranks file of the shards, or leave it out")
+    return load_encoding(str(ranks or "gpt2"))
+
+
 def sample(options: argparse.Namespace, device: torch.device):
     """Continue the text of the options, or each that is typed, all from one generator."""
-    encoding = load_encoding("gpt2")
     model, content = load_model(options.model, device)
+    encoding = encoding_of(content, options.encoding)
     generator = torch.Generator(device).manual_seed(options.seed)
     for prompt in typed_lines() if options.text is None else [options.text]:
         continue_text(model, content, encoding, prompt, options, generator)
@@ -439,11 +451,12 @@ class Samples:
     """What --sample-every of train_gpt.py shows: a document that the model writes by itself, always from one seed."""
     every: int  # steps
     vocabulary: int  # of the model
+    folder: Path  # of the shards
 
     def __post_init__(self):
-        """Load GPT-2's vocabulary, or fail before the training begins."""
+        """Load the tokenizer, or fail before the training begins."""
         try:
-            self.encoding = load_encoding("gpt2")
+            self.encoding = load_encoding(str(tg.ranks_file(self.folder) or "gpt2"))
         except DataError as error:
             fail(*error.parts)
         except ImportError as error:
@@ -496,9 +509,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--dense", action="store_true", help="with --export: without the hashed n-grams")
     add("--megabytes", type=tg.within(float, 0, 1e6), metavar="N",
         help="with --export: at most so many MB, all tables in 4 bits, only the n-gram rows that are used most")
+    add("--encoding", type=Path, metavar="FILE", help="the ranks file of the training's tokenizer, if not GPT-2's")
     options = parser.parse_args(argv)
 
-    given = [name for name in ("text", *SAMPLING) if getattr(options, name) is not None]
+    given = [name for name in ("text", "encoding", *SAMPLING) if getattr(options, name) is not None]
     if options.export and options.eval:
         parser.error("--eval and --export: one at a time")
     if given and (options.export or options.eval):

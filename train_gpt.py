@@ -661,6 +661,11 @@ def find_shards(folder: Path, kind: str) -> list[Path]:
     return paths
 
 
+def ranks_file(folder: Path) -> Path | None:
+    """The tokenizer's ranks, which `data/fineweb.py tokenize --encoding` leaves beside the shards; None: GPT-2's."""
+    return min(folder.glob("*.tiktoken"), default=None)
+
+
 def check_order(path: Path, before: Path | None):
     """Fail unless a training shard follows the one `before` it or, if it is the first, has the number 0 or 1.
 
@@ -2663,7 +2668,7 @@ class Trainer:
         """Open the training stream, and pack this rank's share of the validation windows. Returns the data's hash."""
         preset = self.preset
         self.stream, windows, self.validation_hash, self.data_hash = open_corpus(preset, self.folder)
-        sizes = token_bytes(preset.model.vocabulary)
+        sizes = None if ranks_file(self.folder) else token_bytes(preset.model.vocabulary)
         self.validation_bytes = None
         if sizes is not None:
             self.validation_bytes = sum(int(sizes[piece[1:]].sum()) for piece in itertools.chain(*windows))
@@ -3279,13 +3284,15 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
     """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
+    ranks = ranks_file(trainer.folder)
     content = {
         "model": asdict(preset.model),
         "lookups": LOOKUPS,
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
         "validation": {
             "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
-            "window": preset.val_window_tokens, "loss": loss},
+            "window": preset.val_window_tokens, "loss": loss,
+            "encoding": ranks and hashlib.sha256(ranks.read_bytes()).hexdigest()},
         "provenance": {
             "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]), "data": trainer.data_hash,
             **machine_facts()},
@@ -5938,7 +5945,7 @@ def samples_along(arguments: argparse.Namespace, preset: Preset) -> Any:
     except ImportError as error:
         fail("--sample-every", "sample.py and data/fineweb.py beside train_gpt.py", f"'{error}'",
              "start it in a whole clone, or leave the option out")
-    return sample.Samples(arguments.sample_every, preset.model.vocabulary)
+    return sample.Samples(arguments.sample_every, preset.model.vocabulary, arguments.data or Path(preset.data))
 
 
 @contextlib.contextmanager

@@ -758,6 +758,7 @@ def tokenize(
     chooses. Raises DataError, OSError; on any error or interruption no new file is left under a final name.
     """
     paths = find_inputs(inputs)
+    ranks = None if encoding == "gpt2" else Path(encoding).read_bytes()
     writer = ShardWriter(folder, name, val_tokens or 0, shard_tokens)
     documents = cut_long(read_documents(paths, separator, key), document_characters)
     stream = encode_documents(documents, encoding, processes)
@@ -772,6 +773,8 @@ def tokenize(
     except BaseException:
         writer.abort()
         raise
+    if ranks is not None:  # so that nobody takes the tokens for GPT-2's
+        (folder / f"{name}.tiktoken").write_bytes(ranks)
     tokens = sum(tokens for _, tokens in writer.finished)
     print(f"{len(writer.finished)} shards, {writer.documents:,} documents, {tokens:,} tokens in {folder}")
     return [path for path, _ in writer.finished]

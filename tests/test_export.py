@@ -8,6 +8,7 @@ import json
 import math
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import types
@@ -146,6 +147,14 @@ def test_no_bits_where_nobody_knows_the_bytes(train):
     result = train()
     assert "bits a byte" not in result.out
     assert read_log(result.log)[-1]["val_bytes"] is None
+
+
+def test_no_bits_of_another_tokenizer(train, corpus, monkeypatch, tmp_path):
+    """Whose tokens stand for other bytes than GPT-2's. Its ranks lie beside the shards."""
+    monkeypatch.setattr(tg, "token_bytes", lambda vocabulary: np.ones(helpers.VOCABULARY, int))
+    folder = shutil.copytree(corpus, tmp_path / "corpus")
+    (folder / "text.tiktoken").write_text("YQ== 0\n")
+    assert "bits a byte" not in train("--data", folder).out
 
 
 def test_bytes_of_tokens():

@@ -429,9 +429,10 @@ def test_json_lines_into_shards_any_number_of_processes(ranks, tmp_path, monkeyp
     one = tmp_path / "1"
     three = tmp_path / "3"
     files = names(one)
+    assert (one / files.pop(0)).read_bytes() == ranks.read_bytes(), "so that nobody takes the tokens for GPT-2's"
     assert files[:2] == ["text_train_000001.bin", "text_train_000002.bin"]
     assert files[-1] == "text_val_000000.bin"
-    assert names(three) == files
+    assert names(three) == ["text.tiktoken", *files]
     assert all((one / f).read_bytes() == (three / f).read_bytes() for f in files)
 
     validation, *training = [read(one / f) for f in [files[-1], *files[:-1]]]
@@ -474,7 +475,7 @@ def test_plain_text_and_empty_documents(ranks, tmp_path):
         file.write("fourth\r\nline")
     inputs = [tmp_path / name for name in ("one.txt", "two.txt", "three.txt", "four.txt.gz")]
     assert tokenize(ranks, inputs, tmp_path / "a", "--val-tokens", 0, "--procs", 1) == 0
-    assert names(tmp_path / "a") == ["text_train_000001.bin"]
+    assert names(tmp_path / "a") == ["text.tiktoken", "text_train_000001.bin"]
     assert decode(read(tmp_path / "a/text_train_000001.bin")) == ["first\n\n----\nstays", "fourth\nline"]
 
     arguments = ["--separator=----", "--val-tokens", 1, "--name", "cut", "--procs", 1]
@@ -492,7 +493,7 @@ def test_one_long_text_is_cut_at_paragraphs(ranks, tmp_path, capsys):
     """A book in one file trains and validates, without a word about its documents."""
     (tmp_path / "book.txt").write_text(BOOK)
     assert tokenize(ranks, tmp_path / "book.txt", tmp_path / "out", "--procs", 1) == 0
-    assert names(tmp_path / "out") == ["text_train_000001.bin", "text_val_000000.bin"]
+    assert names(tmp_path / "out") == ["text.tiktoken", "text_train_000001.bin", "text_val_000000.bin"]
 
     validation = read(tmp_path / "out/text_val_000000.bin")
     training = read(tmp_path / "out/text_train_000001.bin")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -79,6 +80,29 @@ def unpacked(rows, scales):
     """What stored bytes mean: numbers of a row's first half, then of its second, times the scale of their group."""
     numbers = np.concatenate([rows.numpy() % 16, rows.numpy() // 16], axis=1).astype("float32") - 8
     return torch.from_numpy(numbers) * scales.float().repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
+
+
+# ---- the tokenizer ---------------------------------------------------------------------------------------------------
+@pytest.mark.fast
+def test_the_tokenizer_is_the_trainings(monkeypatch, tmp_path):
+    """Its ranks lie beside the shards, or are given where these are gone; those of others are refused."""
+    monkeypatch.setattr(sample, "load_encoding", lambda spec: spec)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for path in (shards / "text.tiktoken", tmp_path / "same", tmp_path / "other"):
+        path.write_text(path.name)
+    (tmp_path / "same").write_text("text.tiktoken")
+    validation = {"data": str(shards), "encoding": hashlib.sha256(b"text.tiktoken").hexdigest()}
+    own = {"validation": validation}
+    gone = {"validation": validation | {"data": "gone"}}
+    gpt2 = {"validation": validation | {"encoding": None}}
+    old = {"validation": {"data": "gone"}}  # from before a file said so
+    assert sample.encoding_of(own, None) == str(shards / "text.tiktoken")
+    assert sample.encoding_of(gone, tmp_path / "same") == str(tmp_path / "same")
+    assert sample.encoding_of(gpt2, None) == sample.encoding_of(old, None) == "gpt2"
+    for content, given in ((own, tmp_path / "other"), (gone, None), (gpt2, tmp_path / "same")):
+        with pytest.raises(tg.Failure, match="--encoding: expected .* training.*, found "):
+            sample.encoding_of(content, given)
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------
