@@ -399,7 +399,8 @@ def continue_text(model: tg.GPT, content: dict, encoding, prompt: str, options: 
     On standard error, how many tokens a second that were."""
     ids = [BOS, *encoding.encode_ordinary(prompt)]
     geometry = saved_geometry(content, model, len(ids) + options.length)
-    print(prompt, end="", flush=True)
+    sys.stdout.buffer.write(prompt.encode("utf-8", "surrogateescape"))  # what the terminal's encoding lacks too
+    sys.stdout.flush()
     clock = tg.Clock(model.lm_head.device)
     start = clock.since_start()
     for count, token in enumerate(drawn_tokens(model, geometry, ids, options, generator), 1):

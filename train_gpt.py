@@ -5866,6 +5866,8 @@ def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
     check_versions(ranks)
     if arguments.save:
         check_model_file(arguments.save, preset.model)
+        if arguments.checkpoint and arguments.checkpoint.resolve() == arguments.save.resolve():
+            fail("--save and --checkpoint", "two files", arguments.save, "give them different names")
     if arguments.tensorboard:
         writable_place(arguments.tensorboard)
         summary_writer()

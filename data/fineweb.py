@@ -375,8 +375,8 @@ def verify(folder: Path) -> None:
 
 def kind_of(path: Path) -> str:
     """The suffix that says what a file holds: .jsonl of a.jsonl and of a.jsonl.gz."""
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    return suffixes[-1].lower() if suffixes else ""
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    return suffixes[-1] if suffixes else ""
 
 
 def is_hidden(path: Path, folder: Path) -> bool:
@@ -399,7 +399,9 @@ def find_inputs(paths: Iterable[Path]) -> list[Path]:
         if not texts:
             expected = f"files that end in {', '.join(TEXTS)}"
             raise DataError(path, expected, f"none among {len(files)}", "name the files themselves")
-        print(f"{path}: {len(texts)} files, {len(files) - len(texts)} of other kinds left out", flush=True)
+        links = sum(inner.is_symlink() and inner.is_dir() for inner in path.rglob("*"))
+        linked = f", {links} linked folder(s) not entered" if links else ""
+        print(f"{path}: {len(texts)} files, {len(files) - len(texts)} of other kinds left out{linked}", flush=True)
         found += texts
     return found
 
@@ -433,7 +435,7 @@ def read_documents(paths: Iterable[Path], separator: str | None, key: str) -> It
             if kind == ".parquet":
                 yield from read_parquet(path, key)
                 continue
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
                 json_lines = kind in (".jsonl", ".ndjson")
                 yield from read_json_lines(file, path, key) if json_lines else read_text(file, separator)
         except UnicodeDecodeError as error:

@@ -222,6 +222,13 @@ def test_only_a_checkpoint_is_replaced(run, tmp_path):
     assert result.log is None
 
 
+def test_a_model_does_not_replace_the_checkpoint(run, tmp_path):
+    file = tmp_path / "state"
+    found = run("--save", file, "--checkpoint", tmp_path / "logs/../state", "--checkpoint-every", 2)
+    assert found.code == 2
+    assert found.err.startswith("train_gpt: --save and --checkpoint: expected two files, found ")
+
+
 @pytest.mark.parametrize("options", [["--checkpoint", "a"], ["--checkpoint-every", "2"]])
 def test_a_place_and_a_number_go_together(tiny, capsys, options):
     with pytest.raises(SystemExit) as caught:

@@ -471,9 +471,9 @@ def test_plain_text_and_empty_documents(ranks, tmp_path):
     (tmp_path / "one.txt").write_text("\nfirst\n\n----\nstays\n\n", encoding="utf-8")
     (tmp_path / "two.txt").write_text("", encoding="utf-8")
     (tmp_path / "three.txt").write_text(" \n\t\n", encoding="utf-8")
-    with gzip.open(tmp_path / "four.txt.gz", "wt", encoding="utf-8", newline="") as file:
+    with gzip.open(tmp_path / "four.TXT.GZ", "wt", encoding="utf-8", newline="") as file:
         file.write("fourth\r\nline")
-    inputs = [tmp_path / name for name in ("one.txt", "two.txt", "three.txt", "four.txt.gz")]
+    inputs = [tmp_path / name for name in ("one.txt", "two.txt", "three.txt", "four.TXT.GZ")]
     assert tokenize(ranks, inputs, tmp_path / "a", "--val-tokens", 0, "--procs", 1) == 0
     assert names(tmp_path / "a") == ["text.tiktoken", "text_train_000001.bin"]
     assert decode(read(tmp_path / "a/text_train_000001.bin")) == ["first\n\n----\nstays", "fourth\nline"]
@@ -559,11 +559,13 @@ def test_a_folder_is_searched_for_texts(ranks, tmp_path, capsys):
     as_jsonl(folder / "inner/d.jsonl", ["fourth", "fifth"])
     for left_out in ("picture.png", "inner/e.bin", ".git/config.txt", ".hidden.txt"):
         (folder / left_out).write_text("left out")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
 
     assert tokenize(ranks, folder, tmp_path / "out", "--val-tokens", 0, "--procs", 1) == 0
     assert decode(read(tmp_path / "out/text_train_000001.bin")) == ["first", "second", "third", "fourth", "fifth"]
     out = capsys.readouterr().out
-    assert f"{folder}: 4 files, 2 of other kinds left out" in out
+    assert f"{folder}: 4 files, 2 of other kinds left out, 1 linked folder(s) not entered" in out
     assert "5 documents" in out
 
     assert tokenize(ranks, folder / ".git", tmp_path / "b", "--val-tokens", 0, "--procs", 1) == 0, (

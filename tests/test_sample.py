@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
@@ -186,6 +187,11 @@ def test_sampling(saved, use, bytes_as_tokens, monkeypatch, capsys):
     assert first.out == again.out
     assert re.fullmatch(r"Once( \d+){1,256}\n", first.out)
     assert re.fullmatch(rf"{len(first.out.split()) - 1} tokens, \d+\.\d a second\n", first.err)
+
+    with monkeypatch.context() as patch:  # where the terminal's encoding lacks a character
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+        assert sample.main([str(path), "café"]) == 0
+        assert sys.stdout.buffer.getvalue().startswith("café ".encode())
 
     drawn = iter([5, 6, helpers.BOS, 7])
     shown = []
