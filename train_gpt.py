@@ -2697,8 +2697,8 @@ class Trainer:
                                                   preserve_rng_state=False)
 
     def sizes_of_micro_batches(self) -> str:
-        """Their sizes, in words."""
-        sizes = ", ".join(f"{chunks * stage.chunk_tokens:,}" for stage, chunks in self.micro_chunks.items())
+        """In words, for messages and checkpoints."""
+        sizes = ", ".join(f"{self.micro_chunks[stage] * stage.chunk_tokens:,}" for stage in self.preset.stages)
         return f"{sizes} tokens by stage{', layers recomputed' if self.recompute else ''}"
 
     def _prepare_schedule(self):
