@@ -139,7 +139,7 @@ def sparse_table(trainer):
 def of_the_step(trainer):
     """The gradient of the sums and the ids that were added, of all micro-batches."""
     table = sparse_table(trainer)
-    return table.pending_reduce[0], table.under_way.lookup[0]
+    return table.pending_reduce[1], table.under_way.lookup[0]
 
 
 def dense_gradient(table, grad, ids):
