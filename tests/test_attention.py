@@ -322,7 +322,7 @@ def test_extreme_scores(sign, tiles):
 
 def test_scores_beyond_the_bound_are_refused():
     q, k, v, _ = operands(40)
-    with pytest.raises(ValueError, match=r"expected scale \* head width < 60, found 3.75 \* 16"):
+    with pytest.raises(ValueError, match=r"expected scale \* key width < 60, found 3.75 \* 16"):
         attention(q, k, v, [40], 20, 3.75)
 
 
