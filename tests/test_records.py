@@ -1108,6 +1108,17 @@ def test_diff_by_section_and_code_only():
     assert codediff.summary(changed).splitlines()[-1].split() == ["+1", "-1", "10", "+0", "in", "1", "of", "3", "sections"]
 
 
+def test_one_pair_is_compared_with_the_usual_noise(tmp_path):
+    """It has no standard deviation of its own."""
+    root = make_repository(tmp_path)
+    first = make(root, "first", n=1)
+    runner.run_plan(first, None)
+    (root / "train_gpt.py").write_text(FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 50.0"))
+    second = make(root, "second", n=1, parent=first.name)
+    runner.run_plan(second, None)
+    assert "pairs would show" in report.compare(str(second), f"{second}:b")
+
+
 def test_diff_names_what_it_needs(tmp_path, finished):
     with pytest.raises(runlog.Failure, match="parses"):
         codediff.changes("def f(:", "", code_only=True)
