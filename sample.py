@@ -423,7 +423,7 @@ def encoding_of(content: dict, given: Path | None):
     """The tokenizer of the training: GPT-2's, or that of the ranks file `given` or, without one, beside the shards."""
     validation = content["validation"]
     expected = validation.get("encoding")  # the file's SHA-256
-    ranks = given or expected and tg.ranks_file(Path(validation["data"]))
+    ranks = given or expected and tg.tokenizer_file(Path(validation["data"]))
     found = hashlib.sha256(ranks.read_bytes()).hexdigest() if ranks else None
     if found != expected:
         fail("--encoding", f"the training's, SHA-256 {expected[:16]}" if expected else "none, as in the training",
@@ -457,7 +457,7 @@ class Samples:
     def __post_init__(self):
         """Load the tokenizer, or fail before the training begins."""
         try:
-            self.encoding = load_encoding(str(tg.ranks_file(self.folder) or "gpt2"))
+            self.encoding = load_encoding(str(tg.tokenizer_file(self.folder) or "gpt2"))
         except DataError as error:
             fail(*error.parts)
         except ImportError as error:

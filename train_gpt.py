@@ -661,7 +661,7 @@ def find_shards(folder: Path, kind: str) -> list[Path]:
     return paths
 
 
-def ranks_file(folder: Path) -> Path | None:
+def tokenizer_file(folder: Path) -> Path | None:
     """The tokenizer's ranks, which `data/fineweb.py tokenize --encoding` leaves beside the shards; None: GPT-2's."""
     return min(folder.glob("*.tiktoken"), default=None)
 
@@ -2668,7 +2668,7 @@ class Trainer:
         """Open the training stream, and pack this rank's share of the validation windows. Returns the data's hash."""
         preset = self.preset
         self.stream, windows, self.validation_hash, self.data_hash = open_corpus(preset, self.folder)
-        sizes = None if ranks_file(self.folder) else token_bytes(preset.model.vocabulary)
+        sizes = None if tokenizer_file(self.folder) else token_bytes(preset.model.vocabulary)
         self.validation_bytes = None
         if sizes is not None:
             self.validation_bytes = sum(int(sizes[piece[1:]].sum()) for piece in itertools.chain(*windows))
@@ -3284,7 +3284,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
     """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
     preset = trainer.preset
     frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
-    ranks = ranks_file(trainer.folder)
+    tokenizer = tokenizer_file(trainer.folder)
     content = {
         "model": asdict(preset.model),
         "lookups": LOOKUPS,
@@ -3292,7 +3292,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
         "validation": {
             "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
             "window": preset.val_window_tokens, "loss": loss,
-            "encoding": ranks and hashlib.sha256(ranks.read_bytes()).hexdigest()},
+            "encoding": tokenizer and hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
         "provenance": {
             "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]), "data": trainer.data_hash,
             **machine_facts()},
