@@ -139,10 +139,11 @@ def continuing_model(config: tg.ModelConfig, tensors: dict[str, Tensor]) -> tg.G
     model = tg.GPT(config, replace(tg.reference_ops(), attention=attention), torch.device("meta"))
     if model.ngram is not None:
         tensors = {"ngram": model.ngram.detach()} | tensors
+    parameters = dict(model.named_parameters())
     # assign=True puts these parameters in the place of the model's, so they need its roles.
     model.load_state_dict(
-        {name: tg.make_param(model.get_parameter(name).info.role, tensor) for name, tensor in tensors.items()},
-        assign=True)
+        {name: tg.make_param(parameters[name].info.role, tensor) if name in parameters else tensor
+         for name, tensor in tensors.items()}, assign=True)
     return model.requires_grad_(False)
 
 
@@ -173,9 +174,9 @@ def load_model(path: Path, device: torch.device, rows_too: bool = False) -> tupl
         # A sprint's validation takes 49 s with one thread that looks up rows. With 64, which wait for each other in
         # busy loops, it took 97 s and kept 36 cores busy.
         torch.set_num_threads(1)
-    for parameter in model.parameters():
-        if parameter is not model.ngram:
-            parameter.data = parameter.to(device, copy=True)
+    for tensor in (*model.parameters(), model.inclusion_rates):
+        if tensor is not model.ngram:
+            tensor.data = tensor.to(device, copy=True)
     model.sum_rows = stored.sums
     return model, content
 
@@ -343,7 +344,8 @@ def next_token(model: tg.GPT, documents: tg.Documents, geometry: tg.Geometry) ->
     """Probabilities [padded vocabulary], float32, of what follows a single document, or NewTokens of it."""
     config = model.config
     h = model.features(documents, geometry)
-    p = tg.softcapped(F.linear(h[-1], model.lm_head).float(), config.softcap).softmax(-1)
+    z = tg.softcapped(F.linear(h[-1], model.lm_head).float(), config.softcap)
+    p = (z + model.inclusion_rates.log()).softmax(-1)
     if model.pointer is None:
         return p
 

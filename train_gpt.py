@@ -215,9 +215,6 @@ class ModelConfig:
     attention_scale: float = 0.1
     mlp_taps: bool = False  # whether the two tokens before are mixed into an MLP's input, see `mixed`
     final_values: bool = False  # whether value embeddings enter the final states too, see final_states
-    # Whether sampled classes of the softmax stand for those that are left out, see Targets. Without, all classes have
-    # to take part at the end of the training.
-    importance_weights: bool = True
     longest_suffix_match: bool = True  # also adds a row for what last followed the same tokens, see the function
     pointer_width: int = 128  # of the pointer's queries and keys, see pointer_reference; 0: no pointer
     pointer_scale: float = 0.1  # the factor of products of its normalised queries and keys
@@ -370,21 +367,21 @@ LAYERS = (
 
 # For one pass over 243 M tokens and more (records/LOG.md). A table of 2^25 rows takes 48 GiB.
 GPT_SMALL = ModelConfig(
-    width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2816, layers=LAYERS, value_embeddings=3,
-    ngram_rows=2**25, ngram_pieces=4, mlp_taps=True, final_values=True, importance_weights=False)
+    width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2560, layers=LAYERS, value_embeddings=3,
+    ngram_rows=2**25, ngram_pieces=4, mlp_taps=True, final_values=True)
 
 # One pass over 94 M tokens wants less: half the heads, narrower MLPs, layers 3, 5 and 8 empty. Layer 1 has no
 # attention, which saves the time that 2^25 rows of n-grams cost. A card of 40 GB holds 2^24 rows in four pieces, with
 # the same loss in 1 % more time.
 GPT_SPRINT = replace(
-    GPT_SMALL, heads=3, mlp_width=2304, ngram_pieces=1, final_values=False, importance_weights=True,
+    GPT_SMALL, heads=3, mlp_width=2304, ngram_pieces=1, final_values=False,
     layers=(
         EMPTY, MLP_ONLY, LAYERS[2], EMPTY, LAYERS[4], EMPTY, *LAYERS[6:8], EMPTY,
         replace(LAYERS[9], attention_from=None), EMPTY, replace(LAYERS[11], attention_from=None)))
 
 # Where tokens are free, a narrow model reaches a loss first, with more of them (records/LOG.md).
 GPT_NARROW = replace(
-    GPT_SMALL, width=512, heads=3, mlp_width=2048, ngram_pieces=1, importance_weights=True,
+    GPT_SMALL, width=512, heads=3, mlp_width=2048, ngram_pieces=1,
     layers=(EMPTY, MLP_ONLY, LAYERS[2], EMPTY, LAYERS[4], EMPTY, *LAYERS[6:]))
 
 # The U-Net of the public records up to 2025: the second half of the layers takes what the first half had, in the
@@ -418,21 +415,17 @@ GPT_TINY = ModelConfig(
 
 
 def three_stages(first_steps: int, second_steps: int, third_steps: int, extension_steps: int,
-                 classes: tuple[int, int, int] = (6144, 10_240, 10_240), full_steps: int = 0) -> tuple[Stage, ...]:
+                 classes: Sequence[int | None] = (6144, 10_240, 10_240, None)) -> tuple[Stage, ...]:
     """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
-    targets (record 53). The extension follows (record 35). `classes` are those of each stage's sampled softmax. In the
-    last `full_steps` of the third stage, if any, and then in the extension all classes take part."""
+    targets (record 53). The extension follows (record 35). `classes` are those of each stage's sampled softmax."""
     # In this order: steps, tokens of a batch, cap of a document, short window, long window, learning rate, targets.
     first = Stage(first_steps, 65_536, 3072, 128, 384, 0.75, ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)))
     second = Stage(second_steps, 131_072, 3072, 256, 896, 1.13, ((1.0, 0.3), (1.0, 0.0)))
-    third = Stage(third_steps - full_steps, 196_608, 3072, 256, 1408, 1.45)
-    stages = [replace(stage, sampled_classes=count) for stage, count in zip((first, second, third), classes)]
-
-    if full_steps:
-        stages.append(replace(third, steps=full_steps))
+    third = Stage(third_steps, 196_608, 3072, 256, 1408, 1.45)
     extension = replace(
-        stages[-1], steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True)
-    return *stages, extension
+        third, steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True)
+    stages = first, second, third, extension
+    return tuple(replace(stage, sampled_classes=count) for stage, count in zip(stages, classes, strict=True))
 
 
 def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
@@ -440,7 +433,7 @@ def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
 
     That gains at this length (records/LOG.md) for 0.8 % more time on one GPU. On eight GPUs, whose small steps wait for
     each other, it would be a bad exchange."""
-    first, *others = three_stages(227, 227, 218, 10, (6144, 10_240, third_classes))
+    first, *others = three_stages(227, 227, 218, 10, (6144, 10_240, third_classes, third_classes))
     small = replace(first, steps=150, batch_tokens=32_768, learning_rate_multiplier=0.55,
                     targets=(first.targets[0], (1.0, 13 / 30, 1 / 6)))
     return small, replace(first, steps=152, targets=(small.targets[1], first.targets[1])), *others
@@ -448,12 +441,12 @@ def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
 
 PRESETS = {preset.name: preset for preset in (
     Preset(
-        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40, full_steps=185),
+        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40),
         train_tokens=500_000_000,  # a shard more than the schedule needs, whose length is an estimate
         val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # Nearly one pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
-        "speedrun-webmix", GPT_SMALL, three_stages(587, 587, 562, 24, full_steps=113),
+        "speedrun-webmix", GPT_SMALL, three_stages(598, 598, 572, 24),
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
@@ -771,10 +764,9 @@ def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_numbe
 
     The first num_always classes are always included: the ids in `always` (none of them a target),
     then the targets in ascending order. The others are sampled: they are the next free ones of a
-    strided permutation of the vocabulary, whose offset moves on by CLASS_STEP from chunk to chunk. So
-    the classes take turns; importance weights may make up for those that are left out
-    (log_importance_weights). class_index says where in `classes` each of the targets [T] is, or -1
-    if there was no room for it.
+    strided permutation of the vocabulary, whose offset moves on by CLASS_STEP from chunk to chunk, so
+    the classes take turns. class_index says where in `classes` each of the targets [T] is, or -1 if
+    there was no room for it.
     """
     taken = np.zeros(vocabulary, bool)
     taken[targets] = True
@@ -1035,9 +1027,11 @@ class Targets(NamedTuple):
     sampled, of `classes`.
 
     Sampled softmax: each of the batch's S chunks has P classes of its own. The first num_always are
-    always included: copy token and targets. The others are sampled and carry the importance weight
-    (population - num_always) / (P - num_always). With the vocabulary as the population the partition
-    function is right on average; with P all classes weigh alike.
+    always included: copy token and targets. The others are sampled. A class that takes part in some
+    chunks only, at a rate r, learns a logit that is too large, by -ln r: rare tokens take part when
+    they are sampled, at about P / V, frequent ones always. So where all classes take part, as in the
+    validation, inclusion_rates multiply the exponentials. Importance weights of the sampled classes,
+    the usual correction, make the gradient noisy instead (records/LOG.md).
 
     Copying (pointer sentinel mixture, arXiv 1609.07843): what the softmax gives to the copy token,
     the pointer hands on to tokens that the document holds already, so p[next] gains p[copy_token]
@@ -1047,9 +1041,9 @@ class Targets(NamedTuple):
     weights: Tensor  # float32 [K], of the next token, the one after it, ...
     classes: Tensor | None = None  # int32 [S, P], ids of the sampled softmax; None: all
     num_always: Tensor | None = None  # int32 [S]
-    population: int | None = None  # how many classes those of a sampled softmax stand for; None: all rows of lm_head
     log_copy: Tensor | None = None  # float32 [T], ln of the share that the pointer gives the next token
     copy_token: int = 0  # its class index
+    inclusion_rates: Tensor | None = None  # float32 [V], where all classes take part; None: all were always included
 
     def ahead(self, k: int) -> Tensor:
         """Class index [T] of the token k further than the next, -1 where the document ends before."""
@@ -1205,17 +1199,6 @@ def softcapped(logits, cap):
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
 
 
-def log_importance_weights(num_always, num_classes, population):
-    """Logarithms of the importance weights [P] of a sampled softmax: they make its partition function right on average.
-
-    The first n = num_always classes are always included and weigh 1. The other P - n are sampled
-    from the V - n classes left of the population V: each stands for (V - n) / (P - n) of them.
-    """
-    sampled = torch.arange(num_classes, device=num_always.device) >= num_always
-    weight = (population - num_always) / (num_classes - num_always).clamp_min(1)
-    return torch.where(sampled, weight, 1).log()
-
-
 def head_loss_reference(x, weight, targets, cap, block_rows=4096):
     """Weighted sum of the cross-entropies (nats) of softcapped logits: 0-d float32 (float64 for float64 operands).
 
@@ -1223,10 +1206,10 @@ def head_loss_reference(x, weight, targets, cap, block_rows=4096):
     do, padding too. The backward pass recomputes blocks of rows, so that few logits exist at a
     time.
     """
-    def block_loss(weight, log_weights, x, class_index, log_copy=None):
+    def block_loss(weight, log_rates, x, class_index, log_copy=None):
         logits = x @ weight.T
         logits = softcapped(logits.to(wide_dtype(logits)), cap)
-        log_p = (logits + log_weights).log_softmax(-1)
+        log_p = (logits + log_rates).log_softmax(-1)
         log_p_targets = log_p.gather(1, class_index.clamp_min(0).long())
         if log_copy is not None:
             # The pointer gives a share of the copy token's probability to the next token.
@@ -1239,18 +1222,16 @@ def head_loss_reference(x, weight, targets, cap, block_rows=4096):
     total = 0.0
     for rows, part in targets.parts():
         part_weight = weight
-        log_weights = 0.0
+        log_rates = 0.0 if targets.inclusion_rates is None else targets.inclusion_rates.log()
         if part.classes is not None:
             part_weight = weight[part.classes.long()]
-            population = targets.population or len(weight)
-            log_weights = log_importance_weights(part.num_always, len(part_weight), population)
 
         class_index = torch.stack([part.ahead(k) for k in range(len(targets.weights))], 1)  # [rows, K]
         operands = [x[rows], class_index]
         if part.log_copy is not None:
             operands.append(part.log_copy)
         for block in zip(*(operand.split(block_rows) for operand in operands)):
-            total = total + block_loss(part_weight, log_weights, *block)
+            total = total + block_loss(part_weight, log_rates, *block)
     return total
 
 
@@ -1638,6 +1619,12 @@ class GPT(nn.Module):
         sources = 1 + bool(config.table_rows) + config.final_values * len(self.read_tables())
         self.final_gate = make_param("gate", weight(sources, config.gate_inputs))
 
+        # In how many batch chunks each class took part, of this rank, since a stage sampled as it does now; and, of all
+        # ranks, which part that is of the largest number.
+        self.register_buffer(
+            "inclusion_counts", torch.zeros(config.padded_vocabulary, device=device), persistent=False)
+        self.register_buffer("inclusion_rates", torch.ones(config.padded_vocabulary, device=device))
+
         self.norm = ops.compile(norm)
         self.injections = ops.compile(injections)
         self.final_states = ops.compile(final_states)
@@ -1666,6 +1653,8 @@ class GPT(nn.Module):
         """Draw the initial weights: the same on every rank."""
         for parameter in self.parameters():
             parameter.zero_()  # what is not drawn or set below
+        self.inclusion_counts.zero_()
+        self.inclusion_rates.fill_(1)
 
         generator = torch.Generator(self.lm_head.device).manual_seed(seed)
         self.embedding.normal_(generator=generator)
@@ -1752,16 +1741,20 @@ class GPT(nn.Module):
             log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
 
         # The copy token is the first id past the vocabulary; among sampled classes it comes first.
-        copy_token = config.vocabulary
-        population = None
-        if documents.classes is not None:
+        if documents.classes is None:
+            copy_token = config.vocabulary
+            inclusion_rates = self.inclusion_rates
+        else:
             copy_token = 0
-            population = None if config.importance_weights else documents.classes.size(1)
+            inclusion_rates = None
         targets = Targets(documents.class_index, documents.positions, weights, documents.classes, documents.num_always,
-                          population, log_copy, copy_token)
+                          log_copy, copy_token, inclusion_rates)
         return h, gathered(self.lm_head), targets, config.softcap
 
     def forward(self, documents: Documents, geometry: Geometry, target_weights: Tensor) -> Tensor:
+        if documents.classes is not None:
+            classes = documents.classes.flatten()
+            self.inclusion_counts.index_add_(0, classes, torch.ones_like(classes, dtype=torch.float32))
         return self.ops.head_loss(*self.predictions(documents, geometry, target_weights))
 
     @torch.no_grad()
@@ -2779,13 +2772,34 @@ class Trainer:
             total += self.evaluate(batch, geometry)
         return float(self.ranks.sum(total)) / self.preset.val_tokens
 
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that the training changes."""
+        return self.optimizer.state() | dict(self.model.named_buffers())
+
+    def gather(self):
+        """Give every rank all weights, before anything but a training step reads them."""
+        self.optimizer.gather()
+        self.share_counts()
+
+    def share_counts(self):
+        """Make inclusion rates of what all ranks have counted."""
+        counts = self.ranks.sum(self.model.inclusion_counts.clone()) + 0.5  # a class that never took part may be right
+        self.model.inclusion_rates.copy_(counts / counts.max())
+
+    def change_classes(self, stage: Stage):
+        """Begin a stage whose softmax has other classes than the one before: count anew, or use what was counted."""
+        if stage.sampled_classes is None:
+            self.share_counts()
+        else:
+            self.model.inclusion_counts.zero_()
+
     def initialise(self, seed: int) -> str:
         """Clear all state and draw the weights. Returns the hash of this initial state."""
-        for tensor in self.optimizer.state().values():
+        for tensor in self.state().values():
             tensor.zero_()
         self.model.reset(seed)
         self.model.zero_grad()
-        return state_hash(self.optimizer.state())
+        return state_hash(self.state())
 
     def warm_up(self) -> int:
         """On generated documents, run and capture a step of every stage, and run the validation.
@@ -3032,7 +3046,7 @@ class Checkpoints:
 
     def restore(self, trainer: Trainer):
         """Put the state that was read in the place of the initial one."""
-        state = trainer.optimizer.state()
+        state = trainer.state()
         for name, tensor in state.items():
             tensor.copy_(self.begin["state"][name])
         intact = state_hash(state) == self.begin["hash"]
@@ -3050,7 +3064,7 @@ class Checkpoints:
         `read` refuses."""
         ranks = trainer.ranks
         ranks.heartbeat(f"the checkpoint of step {done}", WARM_UP_PATIENCE)
-        state = trainer.optimizer.state()
+        state = trainer.state()
         content = {"format": CHECKPOINT_FORMAT, "run": self.run_facts(trainer), "seed": self.seed, "step": done,
                    "digest": f"{digest:x}", "hash": state_hash(state), "state": state}
         path = self.own_path(self.path, ranks)
@@ -3071,11 +3085,20 @@ class Checkpoints:
 @contextlib.contextmanager
 def off_the_clock(trainer: Trainer, meter: Meter, reason: str) -> Iterator[None]:
     """A pause between two steps, in which every rank has all weights."""
-    trainer.optimizer.gather()
+    trainer.gather()
     trainer.clock.switch(reason)
     yield
     trainer.clock.switch("training")
     meter.restart()
+
+
+def resamples(preset: Preset, step: int) -> bool:
+    """Whether a step is the first whose softmax samples so many classes for so many tokens."""
+    def sampling(step):
+        stage = preset.stages[stage_index(preset, step)]
+        return stage.sampled_classes, stage.batch_tokens
+
+    return step > 0 and sampling(step) != sampling(step - 1)
 
 
 def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None,
@@ -3102,6 +3125,8 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None,
             stage = preset.stages[index]
             if ends_stage:
                 log.line("stage", step=step, **asdict(stage), micro_batch_chunks=trainer.micro_chunks[stage])
+            if resamples(preset, step):
+                trainer.change_classes(stage)
 
             micro_batches = [next(batches) for _ in range(CHUNKS // ranks.world // trainer.micro_chunks[stage])]
             digest += sum(batch.digest for batch in micro_batches)
@@ -3132,7 +3157,7 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None,
                 with off_the_clock(trainer, meter, "sample"):
                     samples.show(trainer, log, done)
 
-        trainer.optimizer.gather()
+        trainer.gather()
         clock.switch(None)
         meter.flush()
     ranks.stop_together = False
@@ -3228,7 +3253,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
 #
 # Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
 # their numbers, `ngram.ids` [N].
-MODEL_FORMAT = "train_gpt model 4"
+MODEL_FORMAT = "train_gpt model 5"
 # Which rows of the table a text reads follows from these too, and no weight's shape would show it.
 LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
@@ -4361,10 +4386,9 @@ class ProjectHeads(Function):
 
 # ---- head and loss ---------------------------------------------------------------------------------------------------
 #     z[j] = softcap / 2 (1 + t[j]),   t[j] = tanh((logit[j] + shift) / (2 temperature))
-#     lse = softcap + ln sum_j importance[j] exp(z[j] - softcap)
-# The columns j of the logits are classes: all V token ids, or P of them. Of these P, the first num_always (n)
-# are always included, among them every target and the copy token. The others are sampled and carry the
-# importance weight (population - n) / (P - n); see Targets.
+#     lse = softcap + ln sum_j rate[j] exp(z[j] - softcap)
+# The columns j of the logits are classes: all V token ids, each with its inclusion rate, or P of them, where all rates
+# are 1. Of these P, the first num_always are always included, among them every target and the copy token; see Targets.
 
 
 @jit
@@ -4390,30 +4414,22 @@ def load_target(class_index_ptr, positions_ptr, token, tokens, AHEAD):
 
 
 @jit
-def load_importance(num_always_ptr, classes, population):
-    """num_always and the importance weight of the sampled classes. Without num_always_ptr every class takes part, so
-    none is sampled."""
-    num_always = classes if num_always_ptr is None else tl.load(num_always_ptr)
-    return num_always, (population - num_always) / tl.maximum(classes - num_always, 1)
-
-
-@jit
 def row_loss_kernel(
-    logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
+    logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, inclusion_rates_ptr,
     log_copy_ptr, loss_ptr, lse_ptr, copied_ptr,
-    tokens, classes, population, copy_token, softcap, shift, temperature,
+    tokens, classes, copy_token, softcap, shift, temperature,
     TARGETS: constexpr, FAST: constexpr, BLOCK_N: constexpr,
 ):
     """loss = sum_k target_weights[k] (lse - z[target k]), and lse, of one token a program.
 
     With log_copy, target 0 gets `odds` times its own probability from the pointer, where odds =
-    exp(z[copy_token] + log_copy - z[target 0]), and copied = odds / (1 + odds) is that part of the sum.
-    Reads the logits [tokens, classes] once: 2 bytes each in bf16. Reference: head_loss_reference.
+    exp(z[copy_token] + log_copy - z[target 0]), and copied = odds / (1 + odds) is that part of the sum. The logarithms
+    of inclusion_rates, if there are any, are added to z. Reads the logits [tokens, classes] once: 2 bytes each in bf16.
+    Reference: head_loss_reference.
     """
     token = tl.program_id(0)
     logits_ptr += token.to(tl.int64) * classes
     half = 0.5 * softcap
-    num_always, importance = load_importance(num_always_ptr, classes, population)
 
     total = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, classes, BLOCK_N):
@@ -4421,8 +4437,9 @@ def row_loss_kernel(
         logits = load_vector(logits_ptr, column, classes)
         t = tanh_of_softcap(logits, shift, temperature, FAST)
         exponential = tl.exp2(half * LOG2_E * t - half * LOG2_E)
-        weighted = exponential * tl.where(column < num_always, 1.0, importance)
-        total += tl.where(column < classes, weighted, 0.0)
+        if inclusion_rates_ptr is not None:
+            exponential *= load_vector(inclusion_rates_ptr, column, classes)
+        total += tl.where(column < classes, exponential, 0.0)
     lse = softcap + tl.log(tl.sum(total))
 
     loss = 0.0
@@ -4430,9 +4447,13 @@ def row_loss_kernel(
         target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
         logit = tl.load(logits_ptr + tl.maximum(target, 0))
         z = half + half * tanh_of_softcap(logit, shift, temperature, FAST)
+        if inclusion_rates_ptr is not None:
+            z += tl.log(tl.load(inclusion_rates_ptr + tl.maximum(target, 0)))
         if k == 0 and log_copy_ptr is not None:
             copy_logit = tl.load(logits_ptr + copy_token)
             copy_z = half + half * tanh_of_softcap(copy_logit, shift, temperature, FAST)
+            if inclusion_rates_ptr is not None:
+                copy_z += tl.log(tl.load(inclusion_rates_ptr + copy_token))
             log_odds = copy_z + tl.load(log_copy_ptr + token) - z
             odds = tl.where(target >= 0, tl.exp(log_odds), 0.0)
             z += tl.log(1.0 + odds)
@@ -4444,15 +4465,15 @@ def row_loss_kernel(
 
 @jit
 def head_grad_kernel(
-    logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, num_always_ptr,
+    logits_ptr, class_index_ptr, positions_ptr, target_weights_ptr, inclusion_rates_ptr, num_always_ptr,
     lse_ptr, copied_ptr, factor_ptr, out_ptr, out_t_desc,
-    tokens, classes, population, copy_token, softcap, shift, temperature,
+    tokens, classes, copy_token, softcap, shift, temperature,
     TARGETS: constexpr, FAST: constexpr, PTX: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """out = factor * d loss / d logits, [tokens, classes], in tiles of BLOCK_M tokens and BLOCK_N classes.
 
-        d loss / d logit[j] = sum_k target_weights[k] (importance[j] exp(z[j] - lse) - 1[j = target k])
+        d loss / d logit[j] = sum_k target_weights[k] (rate[j] exp(z[j] - lse) - 1[j = target k])
                               * (1 - t[j]^2) / 4 * softcap / temperature
     With a pointer, of the indicator of target 0 the part `copied` [T] moves to the column of the copy token. A
     logit costs 2 bytes read and 2 written: out is bf16, or it is e5m2 and so is its transposed copy, which goes
@@ -4466,27 +4487,21 @@ def head_grad_kernel(
     offsets = token[:, None].to(tl.int64) * classes + column
     half = 0.5 * softcap
     slope = 0.25 * softcap / temperature * tl.load(factor_ptr)
-    num_always, importance = load_importance(num_always_ptr, classes, population)
-
-    # Two kinds of tiles. Some hold sampled classes alone: no target, and one importance for all columns, which costs
-    # nothing as a part of each row's factor. The others begin with classes that are always included, targets among
-    # them, and one of these tiles ends with sampled classes: there each column has its own importance, and rows 1.
-    holds_targets = first_column < num_always
 
     row_weight = tl.zeros([BLOCK_M], tl.float32)
     for k in tl.static_range(TARGETS):
         target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
         row_weight += tl.where(target >= 0, tl.load(target_weights_ptr + k), 0.0)
-    row_importance = tl.where(holds_targets, 1.0, importance)
-    row_weight *= slope * row_importance
+    row_weight *= slope
 
     logits = tl.load(logits_ptr + offsets, inside, other=0.0)
     t = tanh_of_softcap(logits, shift, temperature, FAST)
     lse = load_vector(lse_ptr, token, tokens)
     grad = row_weight[:, None] * tl.exp2(half * LOG2_E * t + (half - lse)[:, None] * LOG2_E)
-    if holds_targets:
-        column_importance = tl.where(column < num_always, 1.0, importance)
-        grad *= column_importance
+    if inclusion_rates_ptr is not None:
+        grad *= load_vector(inclusion_rates_ptr, column, classes)
+    num_always = classes if num_always_ptr is None else tl.load(num_always_ptr)
+    if first_column < num_always:  # the other tiles hold sampled classes alone, none of them a target
         for k in tl.static_range(TARGETS):
             target = load_target(class_index_ptr, positions_ptr, token, tokens, k)
             weight = tl.where(target >= 0, slope * tl.load(target_weights_ptr + k), 0.0)
@@ -4517,18 +4532,18 @@ def add_rows_kernel(rows_ptr, ids_ptr, table_ptr, width, BLOCK_N: constexpr):
     tl.store(table_ptr + column, total, column < width)
 
 
-def head_operands(logits, targets, population, cap, fast):
+def head_operands(logits, targets, cap, fast):
     """What row_loss_kernel and head_grad_kernel both take, by name."""
     tokens, classes = logits.shape
     return dict(
         logits_ptr=logits, class_index_ptr=targets.class_index, positions_ptr=targets.positions,
-        target_weights_ptr=targets.weights, num_always_ptr=targets.num_always,
-        tokens=tokens, classes=classes, population=population, copy_token=targets.copy_token,
+        target_weights_ptr=targets.weights, inclusion_rates_ptr=targets.inclusion_rates,
+        tokens=tokens, classes=classes, copy_token=targets.copy_token,
         softcap=cap.softcap, shift=cap.shift, temperature=cap.temperature,
         TARGETS=len(targets.weights), FAST=fast)
 
 
-def row_losses(logits, targets, population, cap, fast=False):
+def row_losses(logits, targets, cap, fast=False):
     """(losses, lse, copied or None), [T] float32, of contiguous logits [T, classes]; see row_loss_kernel.
 
     `fast` uses the hardware's tanh, for bf16 logits on CUDA.
@@ -4537,13 +4552,13 @@ def row_losses(logits, targets, population, cap, fast=False):
     lse = torch.empty_like(losses)
     copied = None if targets.log_copy is None else torch.empty_like(losses)
     row_loss_kernel[(len(logits),)](
-        **head_operands(logits, targets, population, cap, fast),
+        **head_operands(logits, targets, cap, fast),
         log_copy_ptr=targets.log_copy, loss_ptr=losses, lse_ptr=lse, copied_ptr=copied,
         BLOCK_N=2048, num_warps=4)
     return losses, lse, copied
 
 
-def head_grad(logits, targets, population, lse, copied, factor, cap, dtype, fast=False):
+def head_grad(logits, targets, lse, copied, factor, cap, dtype, fast=False):
     """The gradient [T, classes] of the summed loss times `factor` (0-d, float32), and its transposed copy or None.
 
     The copy is made for e5m2, which saturates and for which T is a multiple of 16.
@@ -4558,8 +4573,9 @@ def head_grad(logits, targets, population, lse, copied, factor, cap, dtype, fast
         out_t = out.new_empty(classes, tokens)
         out_t_desc = TensorDescriptor.from_tensor(out_t.view(torch.int8), [block_n, block_m])
     head_grad_kernel[triton.cdiv(classes, block_n), triton.cdiv(tokens, block_m)](
-        **head_operands(logits, targets, population, cap, fast),
-        lse_ptr=lse, copied_ptr=copied, factor_ptr=factor, out_ptr=out_bits, out_t_desc=out_t_desc,
+        **head_operands(logits, targets, cap, fast),
+        num_always_ptr=targets.num_always, lse_ptr=lse, copied_ptr=copied, factor_ptr=factor,
+        out_ptr=out_bits, out_t_desc=out_t_desc,
         PTX=logits.is_cuda, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4)
     return out, out_t
 
@@ -4580,7 +4596,7 @@ class HeadLoss(Function):
         for rows, part in targets.parts():
             part_weight = weight if part.classes is None else weight[part.classes]
             logits, *operands = linear_forward(x[rows], part_weight, scales)
-            losses, lse, copied = row_losses(logits, part, targets.population or len(weight), cap, fast)
+            losses, lse, copied = row_losses(logits, part, cap, fast)
             total = total + losses.sum()
             saved += [*operands, logits, lse, copied]
         ctx.constants = weight, targets, cap, scales, fast
@@ -4603,10 +4619,9 @@ class HeadLoss(Function):
             factor = scale_tensor(1.0 / scales.grad, weight.device)
             scales = scales._replace(grad=grad_output * scales.grad)
 
-        population = targets.population or len(weight)
         for _, part in targets.parts():
             *operands, logits, lse, copied = itertools.islice(saved, 5)  # as the forward pass saved them for this part
-            grad, grad_t = head_grad(logits, part, population, lse, copied, factor, cap, dtype, fast)
+            grad, grad_t = head_grad(logits, part, lse, copied, factor, cap, dtype, fast)
             dx_part, dweight_part = linear_backward(grad, grad_t, *operands, scales)
             del grad, grad_t  # before those of the next part, which are as large, are made
             dx_parts.append(dx_part)
@@ -4635,7 +4650,7 @@ def head_loss_eval(x, weight, targets, cap, block_rows=8192):
     """
     total = 0.0
     for rows, part in targets.parts(block_rows):
-        losses, *_ = row_losses(x[rows] @ weight.T, part, len(weight), cap)
+        losses, *_ = row_losses(x[rows] @ weight.T, part, cap)
         total = total + losses.sum(dtype=torch.float64)
     return total
 

@@ -13,8 +13,9 @@ arms.json is a list of arms. All keys but the name are optional:
      "stages": {"batch_tokens": [65536, 131072, 196608, 196608]},
      "averages": [[0.03, 0.65]], "edits": [["text of train_gpt.py that occurs once", "what stands there instead"]],
      "three_stages": {"first_steps": 618, "second_steps": 618, "third_steps": 592, "extension_steps": 25,
-                      "classes": [6144, 10240, 14336], "full_steps": 60}, "micro_batch_tokens": 49152,
-     "steps": 1000, "watch_every": 25, "preset": "sprint", "data": "FOLDER", "script": "another/train_gpt.py"}
+                      "classes": [6144, 10240, 14336, null]}, "micro_batch_tokens": 49152,
+     "steps": 1000, "watch_every": 25, "rate_powers": [0, 0.5], "preset": "sprint", "data": "FOLDER",
+     "script": "another/train_gpt.py"}
 
 `preset`, `data` and `script` take the place of the options and of this repository's train_gpt.py. A result has the loss
 on the track's validation tokens, which judge, and as `choose` that on the tokens of the same shard behind them:
@@ -255,13 +256,26 @@ def choosing_windows(tg, trainer) -> tuple[list, int]:
 
 
 @torch.no_grad()
-def both_losses(trainer, windows: list, count: int) -> list[float]:
-    """[loss on the tokens that judge, loss on those behind them]; the latter is left out where there are none."""
+def both_losses(trainer, windows: list, count: int, rate_powers: list[float]) -> list[float]:
+    """[loss on the tokens that judge, loss on those behind them]; the latter is left out where there are none. Then the
+    latter with powers of the inclusion rates in their place."""
     judging = round(trainer.validate(trainer.final_geometry), 5)
     if not count:
         return [judging]
-    total = sum(float(trainer.evaluate(window, trainer.final_geometry)) for window in windows)
-    return [judging, round(total / count, 5)]
+
+    def choosing():
+        return round(sum(float(trainer.evaluate(window, trainer.final_geometry)) for window in windows) / count, 5)
+
+    found = [judging, choosing()]
+    if not rate_powers:
+        return found
+    rates = trainer.model.inclusion_rates
+    counted = rates.clone()
+    for power in rate_powers:
+        rates.copy_(counted ** power)
+        found.append(choosing())
+    rates.copy_(counted)
+    return found
 
 
 def largest_entries(model: torch.nn.Module, kinds: set[str]) -> dict[str, tuple[float, int, int]]:
@@ -375,7 +389,7 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
         finally:
             log.close()
         seconds = clock.milliseconds() / 1e3
-        validate = functools.partial(both_losses, trainer, *choosing_windows(tg, trainer))
+        validate = functools.partial(both_losses, trainer, *choosing_windows(tg, trainer), arm.get("rate_powers", []))
         if steps < preset.steps:
             losses = {"none": validate()}
         else:
@@ -399,6 +413,7 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
         "name": arm["name"],
         "loss": judging,
         "choose": choosing,
+        "rate_powers": {label: found[2:] for label, found in losses.items()},
         "seconds": round(seconds, 2),
         "ms": [round(statistics.median(t), 2) if t else None for t in times],
         "mib": tg.peak_memory_mib(ranks),

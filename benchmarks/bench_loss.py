@@ -80,7 +80,7 @@ def time_pieces(T, x, weight, targets):
     weight = weight.detach()
     one = torch.ones((), device=DEVICE)
     logits = x @ weight.T
-    _, *rows = tg.row_losses(logits, targets, V, CAP)
+    _, *rows = tg.row_losses(logits, targets, CAP)
     table = {}
 
     def piece(name, run, gigabytes=None):
@@ -94,18 +94,18 @@ def time_pieces(T, x, weight, targets):
     piece("logits, fp8", lambda: tg.fp8_matmul_nt(x8, w8, one, 1.0, True))
     piece("logits, bf16", lambda: x @ weight.T)
     if not DRY:  # the interpreter knows no inline assembly
-        piece("row losses, hardware tanh", lambda: tg.row_losses(logits, targets, V, CAP, True), 2 * T * V / 1e9)
-    piece("row losses, exact", lambda: tg.row_losses(logits, targets, V, CAP), 2 * T * V / 1e9)
+        piece("row losses, hardware tanh", lambda: tg.row_losses(logits, targets, CAP, True), 2 * T * V / 1e9)
+    piece("row losses, exact", lambda: tg.row_losses(logits, targets, CAP), 2 * T * V / 1e9)
     pointed = targets._replace(log_copy=torch.full((T,), -2.0, device=DEVICE), copy_token=V - 1)
-    piece("row losses, exact, with a pointer", lambda: tg.row_losses(logits, pointed, V, CAP), 2 * T * V / 1e9)
+    piece("row losses, exact, with a pointer", lambda: tg.row_losses(logits, pointed, CAP), 2 * T * V / 1e9)
     for K in (1, 3):
         several = targets._replace(weights=torch.ones(K, device=DEVICE))
-        grad8 = lambda: tg.head_grad(logits, several, V, *rows, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)
+        grad8 = lambda: tg.head_grad(logits, several, *rows, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)
         piece(f"gradient in FP8, both layouts, K = {K}", grad8, 4 * T * V / 1e9)
-    copied = tg.row_losses(logits, pointed, V, CAP)[1:]
-    grad8 = lambda: tg.head_grad(logits, pointed, V, *copied, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)
+    copied = tg.row_losses(logits, pointed, CAP)[1:]
+    grad8 = lambda: tg.head_grad(logits, pointed, *copied, one / SCALES.grad, CAP, torch.float8_e5m2, not DRY)
     piece("gradient in FP8, both layouts, K = 1, with a pointer", grad8, 4 * T * V / 1e9)
-    grad16 = lambda: tg.head_grad(logits, targets, V, *rows, one, CAP, torch.bfloat16)
+    grad16 = lambda: tg.head_grad(logits, targets, *rows, one, CAP, torch.bfloat16)
     piece("gradient to bf16", grad16, 4 * T * V / 1e9)
 
     def gradients_fp8(g8, g8_t):

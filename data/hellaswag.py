@@ -122,6 +122,7 @@ def ending_losses(
             for name in ("class_index", "positions", "log_copy")
             if (tensor := getattr(targets, name)) is not None
         }
+        own["inclusion_rates"] = model.inclusion_rates
         losses.append(float(tg.head_loss_reference(features[part], head, targets._replace(**own), cap)))
     return losses
 

@@ -157,7 +157,9 @@ def training_objective(run: Run) -> str:
     """What the training loss of a run's last stage is of: the targets, and the classes of the softmax unless they have
     importance weights, as all once had: these make the losses of different samples comparable."""
     preset = run.head.get("preset", {})
-    weighted = preset.get("model", {}).get("importance_weights", True)
+    model = preset.get("model", {})
+    # They were a setting for some days, which began with that of the final values and ended before it.
+    weighted = model.get("importance_weights", "final_values" not in model)
     last = (preset.get("stages") or [{}])[-1]
     return str((weighted or last.get("sampled_classes"), last.get("targets")))
 

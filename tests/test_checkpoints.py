@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def run(corpus, tiny, tmp_path, capsys, monkeypatch):
 
         def train_and_keep(trainer, *arguments):
             loss = train(trainer, *arguments)
-            ends.append((loss, {name: value.clone() for name, value in trainer.optimizer.state().items()}))
+            ends.append((loss, {name: value.clone() for name, value in trainer.state().items()}))
             return loss
 
         with pytest.MonkeyPatch.context() as patch:
@@ -83,6 +84,16 @@ def test_a_resumed_run_ends_as_without_a_stop(run, keep, tmp_path):
         found = {line["step"]: line["train_loss"] for line in only(resumed.log, "step")}
         assert found == {line: losses[line] for line in found}
         assert min(found) == step + 1
+
+
+def test_a_run_resumed_among_steps_with_all_classes(run, keep, tmp_path, monkeypatch):
+    """They go on with the inclusion rates of the stage before."""
+    *sampled, last = helpers.PRESET.stages
+    preset = replace(helpers.PRESET, stages=(*sampled, replace(last, steps=2)))
+    monkeypatch.setitem(tg.PRESETS, preset.name, preset)
+    file = tmp_path / "state"
+    kept = run("--checkpoint", file, "--checkpoint-every", preset.steps - 1)
+    assert same(run("--resume", f"{file}.{preset.steps - 1}").end, kept.end)
 
 
 def test_checkpoints_are_off_the_clock(run, tmp_path):

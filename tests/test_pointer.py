@@ -249,6 +249,7 @@ def test_probabilities_add_up(tiny, window):
     """Over all ids that may come next:
     exp(-loss) is next_token's probability, and these sum to one over the padded vocabulary."""
     model = random_model(replace(DOUBLE, pointer_window_tokens=window))
+    model.inclusion_rates.uniform_(0.01, 1, generator=torch.Generator().manual_seed(1))
     piece = document(30, seed=1)
     for stop in (1, 2, 17, 30):
         p = sample.next_token(model, packed([piece[:stop + 1]]), geometry_of(60))

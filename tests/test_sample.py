@@ -335,7 +335,7 @@ def test_rows_that_were_not_trained_are_not_saved(saved):
     assert (stored.ids.diff() > 0).all()
     assert stored.rows.any(1).all()
     assert model.ngram.is_meta
-    sizes = [p.nbytes for p in model.parameters() if p is not model.ngram]
+    sizes = [p.nbytes for p in (*model.parameters(), model.inclusion_rates) if p is not model.ngram]
     assert len(data) == sum(sizes) + stored.ids.nbytes + stored.rows.nbytes
 
 
@@ -614,11 +614,11 @@ BAD_MODELS = {  # the fault, and what the message tells of it
         another_format("train_gpt model 3"),
         "format train_gpt model 3"),
     "of a newer version": (
-        another_format("train_gpt model 5"),
-        "format train_gpt model 5"),
+        another_format("train_gpt model 6"),
+        "format train_gpt model 6"),
     "a dense part": (
         a_dense_part,
-        "format dense part of train_gpt model 4"),
+        "format dense part of train_gpt model 5"),
     "cut in its header": (
         cut(1000),
         "no whole header"),
@@ -695,7 +695,7 @@ def test_bad_model_files(saved, use, monkeypatch, tmp_path, name):
     assert found.code == 2
     assert found.err.count("\n") == 1
     assert told in found.err
-    assert re.match(r"sample: model file .*: expected train_gpt model 4, .*, found .*; fix: ", found.err)
+    assert re.match(r"sample: model file .*: expected train_gpt model 5, .*, found .*; fix: ", found.err)
     assert not (tmp_path / "executed").exists()
     if name in ("missing", "zeros in lm_head"):
         for arguments in (("Once",), ("--export", tmp_path / "copy")):

@@ -199,13 +199,13 @@ def test_the_speedrun_on_webmix():
     webmix = tg.PRESETS["speedrun-webmix"]
     assert webmix.model == SPEEDRUN.model
     assert webmix.val_attention_windows == SPEEDRUN.val_attention_windows
-    assert [stage.steps for stage in webmix.stages] == [587, 587, 449, 113, 24]
+    assert [stage.steps for stage in webmix.stages] == [598, 598, 572, 24]
     assert [replace(stage, steps=0) for stage in webmix.stages] == [
         replace(stage, steps=0) for stage in SPEEDRUN.stages
     ]
     assert (
         sum(stage.steps * stage.batch_tokens for stage in webmix.stages)
-        == 230_621_184
+        == 234_749_952
         < webmix.train_tokens
         <= 243_200_000
     )
@@ -220,7 +220,6 @@ def test_the_narrow_speedrun_on_webmix():
     narrow = tg.PRESETS["speedrun-webmix-free"]
     assert replace(narrow, name=webmix.name, status=webmix.status, model=webmix.model, stages=webmix.stages) == webmix
     assert narrow.model.width < webmix.model.width
-    assert len(narrow.stages) == 4, "no steps with all classes"
     assert sum(stage.steps * stage.batch_tokens for stage in narrow.stages) <= 243_200_000
     working = [layer for layer in narrow.model.layers if layer != tg.EMPTY]
     assert working and len(working) < sum(layer != tg.EMPTY for layer in webmix.model.layers)
@@ -342,7 +341,7 @@ def yarn(base, turning, windows):
     return frequencies, scale
 
 
-SCALES = {0: 0.1, 1: 0.11695, 2: 0.12752, 3: 0.12752, 4: 0.13178}  # by stage
+SCALES = {0: 0.1, 1: 0.11695, 2: 0.12752, 3: 0.13178}  # by stage
 
 
 @pytest.mark.parametrize("index, scale", SCALES.items())
@@ -351,7 +350,7 @@ def test_rotary_geometry(index, scale):
         SPEEDRUN, model=replace(SPEEDRUN.model, dtype="float64", key_width=128, attention_scale=0.1)
     )
     geometry = tg.rotary_geometry(exact, index, 300, CPU)
-    frequencies, expected_scale = yarn(1024.0, 32, (384, 896, 1408, 1408, 1664)[: index + 1])
+    frequencies, expected_scale = yarn(1024.0, 32, (384, 896, 1408, 1664)[: index + 1])
     assert geometry.scale == pytest.approx(scale, abs=5e-6)
     assert geometry.scale == pytest.approx(expected_scale)
     assert geometry.cos.shape == geometry.sin.shape == (300, 64)

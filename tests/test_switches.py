@@ -27,7 +27,6 @@ SWITCHES = {
     "no pooling": {"ngram_pooling": 0.0},
     "no taps": {"mlp_taps": False},
     "no final values": {"final_values": False},
-    "no importance weights": {"importance_weights": False},
     "Turbo-Muon": {"orthogonalization": "turbo"},
     "five-step Polar Express": {"orthogonalization": "polar-express-5"},
     "first Muon": {"orthogonalization": "quintic", "nesterov": False, "normuon": False, "scale_tall_updates": True},
