@@ -485,7 +485,14 @@ class Samples:
     def text(self, trainer: tg.Trainer, done: int) -> str:
         """With the weights and windows of the moment. Nothing that the training reads is touched."""
         preset = trainer.preset
-        model = continuing_model(preset.model, trainer.model.state_dict())
+        tensors = trainer.model.state_dict()
+        dealt = trainer.ranks.deals_rows and "ngram" in tensors  # so this rank has some of the rows only
+        if dealt:
+            del tensors["ngram"]
+        model = continuing_model(preset.model, tensors)
+        if dealt:  # not by the kernel, which would be compiled for ids of this alignment
+            peers = trainer.model.ngram.info.owner.peers
+            model.sum_rows = lambda ids, _: tg.peer_rows_reference(ids, peers)
         index = tg.stage_index(preset, done - 1)
         geometry = tg.rotary_geometry(preset, index, 1 + ALONG_LENGTH, trainer.device)
         generator = torch.Generator(trainer.device).manual_seed(SAMPLING["seed"])

@@ -250,7 +250,7 @@ class AdamRule:
     betas: tuple[float, float]
     decay: float = 0.0  # share of a weight, times the square of the learning rate
     sharded: bool = False  # large tables: each rank updates a slice of the rows
-    sparse: bool = False  # larger ones: every rank updates the rows that a step has read; no first moment
+    sparse: bool = False  # larger ones: only the rows that a step has read are updated; no first moment
 
 
 @dataclass(frozen=True)
@@ -1194,6 +1194,27 @@ def relu_squared_mlp(x, up, down):
     return F.linear(x, up).relu().square() @ down
 
 
+class PeerRows(NamedTuple):
+    """A table whose rows are dealt out to R ranks: row i is row i // R of the part of rank i % R. So neighbours, of
+    which the longest suffix match reads some often, are with different ranks."""
+    parts: list[Tensor]  # of all ranks, [rows / R, D], in memory that this rank can read
+    addresses: Tensor  # int64 [R], where they begin
+
+
+def dealt_rows(ids: Tensor, parts: list[Tensor]) -> Tensor:
+    """The rows `ids` [N] of a table, given the parts of all ranks, see PeerRows."""
+    rows = parts[0].new_empty(len(ids), parts[0].size(1))
+    for rank, part in enumerate(parts):
+        own = ids % len(parts) == rank
+        rows[own] = part[ids[own] // len(parts)]
+    return rows
+
+
+def peer_rows_reference(ids, peers):
+    """Sums [N, D] of the K rows that `ids` [N, K] names of a table of PeerRows."""
+    return dealt_rows(ids.flatten().long(), peers.parts).view(*ids.shape, -1).sum(1)
+
+
 def softcapped(logits, cap):
     """Logits bounded to (0, softcap) by a sigmoid, see Softcap."""
     return cap.softcap * torch.sigmoid((logits + cap.shift) / cap.temperature)
@@ -1573,8 +1594,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch."""
-    def __init__(self, config: ModelConfig, ops: Ops, device: torch.device):
+    """The language model. `forward` returns the summed cross-entropy (nats) of a packed batch.
+
+    `ngram` holds one of `row_parts` equal parts of the n-gram table's rows, see PeerRows."""
+    def __init__(self, config: ModelConfig, ops: Ops, device: torch.device, row_parts: int = 1):
         super().__init__()
         self.config = config
         self.ops = ops
@@ -1593,7 +1616,8 @@ class GPT(nn.Module):
         self.embedding = make_param("embedding", table(width))
         self.ngram = None
         if config.table_rows:
-            self.ngram = make_param("ngram", weight(pieces * config.table_rows, width // pieces))
+            rows = -(-pieces * config.table_rows // row_parts)
+            self.ngram = make_param("ngram", weight(rows, width // pieces))
 
         self.blocks = nn.ModuleDict()
         for index, layer in enumerate(config.layers):
@@ -1629,7 +1653,8 @@ class GPT(nn.Module):
         self.injections = ops.compile(injections)
         self.final_states = ops.compile(final_states)
         self.pointer_in = ops.compile(pointer_in)
-        # 64-bit ids: the table has more than 2^31 elements.
+        # Where rows are dealt out, the optimizer puts another function here. 64-bit ids: the table has more than 2^31
+        # elements.
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))
 
     def _keep_source(self, block: Block, field: str):
@@ -1672,6 +1697,8 @@ class GPT(nn.Module):
     def in_order(self) -> Iterator[nn.Parameter]:
         """Parameters in the order in which the forward pass reads them, for what ranks gather. Some come twice."""
         yield self.embedding
+        if self.ngram is not None:
+            yield self.ngram
         for block in self.blocks.values():
             table = block.layer.value_embedding
             if table not in (None, NGRAMS):
@@ -1695,7 +1722,7 @@ class GPT(nn.Module):
         # Autograd goes back in the opposite order, so the gradient of this lookup, which takes longest to reach its
         # table, comes before that of the embedding above.
         if self.ngram is not None:
-            ngram = EmbeddingLookup.apply(self.sum_rows, self.ngram, documents.ngrams).view(len(x), -1)
+            ngram = EmbeddingLookup.apply(self.sum_rows, gathered(self.ngram), documents.ngrams).view(len(x), -1)
 
         scalars = self.scalars_by_token(len(x))
         lambdas = [(s.x0_lambda, s.ngram_lambda) for s in scalars]
@@ -1845,7 +1872,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 #   matrices           autograd, FP8 in place      the group's buffer   hook, reduce-scatter  its own
 #   embeddings         EmbeddingLookup.backward    .grad, receive_grad  hook, reduce-scatter  its rows
 #   head               HeadLoss, sampled in place  .grad                hook, reduce-scatter  its rows
-#   rows of n-grams    EmbeddingLookup.backward    a list, receive_grad hook, all-gather      all that the step read
+#   rows of n-grams    EmbeddingLookup.backward    a list, receive_grad hook, all-gather      its own of those read
 #   scalars and gates  autograd                    a flat buffer a role step, all-reduce      all
 
 
@@ -2030,8 +2057,10 @@ def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2,
 
 
 def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, *,
-                          pooling=0.0, cautious=True):
+                          rank=0, parts=1, pooling=0.0, cautious=True):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
+
+    Of PeerRows only the part of `rank` is updated, to which weights, exp_avg_sq and last_step belong.
 
     ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
     and grad [T, D] is that of these sums. g, the gradient of a row, is `scale` times the sum of
@@ -2050,6 +2079,9 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
     wide = wide_dtype(grad)
     wide_grad = grad.to(wide)
     g = scale * embedding_grad_reference(wide_grad.repeat_interleave(ids.size(1), 0), group, len(rows))
+    own = rows % parts == rank % parts
+    rows = rows[own].long() // parts
+    g = g[own]
 
     v = beta2 ** (step - last_step[rows]) * exp_avg_sq[rows] + (1 - beta2) * g.square().mean(1)
     typical = (1 - beta2) * (scale * wide_grad).square().mean()
@@ -2349,16 +2381,21 @@ class SparseStep:
 
 class SparseTable(Adam):
     """One table [rows, columns] of which a step reads few rows, for the n-grams [table_rows * pieces, width / pieces].
-    Every rank has all of it.
 
-    The ranks gather the gradients of all lookups, and each rank updates those rows alike: Adam without a first
-    moment and with a second moment of one number a row (record 92).
+    The ranks gather the gradients of all lookups: Adam without a first moment and with a second moment of one number a
+    row (record 92). Where memory is shared, the rows are dealt out: each rank updates its own, and reads those of
+    others from where they are. Else every rank has all rows and updates them alike.
     """
+    peers = None  # PeerRows, if rows are dealt out
 
     def __post_init__(self):
         ranks = self.ranks
         (parameter,) = self.parameters
         self.weights = parameter.data
+        if ranks.deals_rows:
+            self.weights = parameter.data = ranks.shared(parameter.data)
+            parts = ranks.versions(self.weights)
+            self.peers = PeerRows(parts, torch.tensor([part.data_ptr() for part in parts], device=ranks.device))
         self.exp_avg_sq = torch.zeros(len(parameter), device=ranks.device)
         self.last_step = torch.zeros_like(self.exp_avg_sq)  # the step that last updated each row
 
@@ -2367,6 +2404,14 @@ class SparseTable(Adam):
 
         # Shared memory is never freed, so each size is allocated once. Other memory is given back after a step.
         self.buffer = functools.cache(new_buffer) if ranks.copy_stream else new_buffer
+
+    def gather_(self, barrier: bool = True):
+        """Of rows that are dealt out nothing moves: others may read them once every rank has updated its own."""
+        self.pending_gather = self.ranks.meet(self.weights)
+
+    def sum_rows(self, ids: Tensor, _: Tensor) -> Tensor:
+        """What the model looks up, where rows are dealt out."""
+        return self.ops.peer_rows(ids, self.peers)
 
     def receive_grad(self, grad: Tensor, *_: Tensor):
         self.under_way.grads.append(grad)
@@ -2405,6 +2450,7 @@ class SparseTable(Adam):
         self.ops.sparse_adam(grads, self.under_way.lookup, self.weights, self.exp_avg_sq, self.last_step, rates["step"],
                              rates[self.role], rates[f"{self.role} decay"], self.rule.betas[1],
                              self.config.adam_epsilon, 1 / self.ranks.world,  # the gradient is the mean of the ranks'
+                             rank=self.ranks.rank, parts=self.ranks.row_parts,
                              pooling=self.config.ngram_pooling, cautious=self.config.cautious_decay)
 
 
@@ -2447,7 +2493,10 @@ class Optimizer:
             elif rule.sharded:
                 self.dense.append(AdamTable([parameter], rule, config, ranks, ops))
             elif rule.sparse:
-                self.sparse.append(SparseTable([parameter], rule, config, ranks, ops))
+                table = SparseTable([parameter], rule, config, ranks, ops)
+                self.sparse.append(table)
+                if table.peers:
+                    model.sum_rows = table.sum_rows
             else:
                 scalars[info.role].append(parameter)
         self.banks = [MatrixBank(parameters, rules, config, ranks, ops) for parameters in matrices.values()]
@@ -2467,8 +2516,10 @@ class Optimizer:
 
         # What is gathered, in the order in which the model reads it. Tables that come before any matrix are updated on
         # a stream of their own and gathered at once, because the next step starts with them.
-        self.sharded = list(dict.fromkeys(p.info.owner for p in model.in_order() if p.info.owner))
-        for table in itertools.takewhile(lambda owner: owner in self.dense, self.sharded):
+        in_order = dict.fromkeys(p.info.owner for p in model.in_order() if p.info.owner)
+        self.sharded = [owner for owner in in_order if owner not in self.sparse or owner.peers]
+        dense_and_matrices = [owner for owner in self.sharded if owner not in self.sparse]
+        for table in itertools.takewhile(lambda owner: owner in self.dense, dense_and_matrices):
             table.side = 1
             table.gathers_at_once = True
 
@@ -2590,6 +2641,7 @@ def room_for_activations(ranks: Ranks) -> float:
     """Bytes that are left beside the model and its optimizer on the fullest GPU; infinite without a GPU."""
     if not ranks.on_gpu:
         return math.inf
+    torch.cuda.empty_cache()  # of tensors that have moved to shared memory
     return min(ranks.gather_objects(0.95 * torch.cuda.mem_get_info(ranks.device)[0])) - LATER_BYTES
 
 
@@ -2672,7 +2724,7 @@ class Trainer:
     def _build_model(self):
         """Build the model and its optimizer, then choose micro-batches by the memory that is left."""
         preset = self.preset
-        self.model = GPT(preset.model, self.ops, self.device)
+        self.model = GPT(preset.model, self.ops, self.device, self.ranks.row_parts)
         self.model.reset(seed=0)
         self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
 
@@ -3016,7 +3068,7 @@ class Checkpoints:
             "preset": f"{preset.name}, {preset.steps} steps, {hashlib.sha256(repr(preset).encode()).hexdigest()[:8]}",
             "script": files_hash([Path(__file__)]),
             "data": trainer.data_hash,
-            "processes": str(trainer.ranks.world),
+            "processes": f"{trainer.ranks.world}, n-gram rows in {trainer.ranks.row_parts} parts",
             "operators": str(trainer.ops.names),
             "micro-batches": trainer.sizes_of_micro_batches(),  # follow from the memory that is free at a start
         }
@@ -3188,8 +3240,8 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     ranks = trainer.ranks
     clock = trainer.clock
     table = trainer.model.ngram
-    sparse = 0 if table is None else table.numel()  # of these a step updates a few
-    dense = sum(p.numel() for p in trainer.model.parameters()) - sparse
+    dense = sum(p.numel() for p in trainer.model.parameters() if p is not table)
+    sparse = preset.model.table_rows * preset.model.width  # of these a step updates a few
     log.say(f"{dense:,} dense parameters, {sparse:,} in rows of the n-gram table")
     log.line("head", started=clock.date(), preset=asdict(preset), seed=seed, world=ranks.world,
              nodes=len(set(ranks.nodes)), shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names,
@@ -3324,9 +3376,10 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
     }
     tensors = trainer.model.state_dict()
     table = tensors.pop("ngram", torch.zeros(1, 2))
-    ids = table.any(1).nonzero().flatten()
+    parts = trainer.ranks.versions(table) if trainer.ranks.deals_rows else [table]
+    ids = torch.stack([part.any(1) for part in parts], 1).flatten().nonzero().flatten()  # row i // R of part i % R
     tensors["ngram.ids"] = ids.int()
-    rows = (("ngram.rows", table[part]) for part in ids.split(2**16))
+    rows = (("ngram.rows", dealt_rows(some, parts)) for some in ids.split(2**16))
     like = torch.empty(len(ids), table.size(1), dtype=table.dtype, device="meta")
     write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
 
@@ -4782,8 +4835,8 @@ def sum_rows(x_ptr, order_ptr, begin, end, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
 
 @jit
 def span_sum_kernel(
-    grad_ptr, ids_ptr, order_ptr, partial_ptr, width,
-    IDS_PER_ROW: constexpr, SPAN: constexpr,
+    grad_ptr, ids_ptr, order_ptr, partial_ptr, width, rank,
+    IDS_PER_ROW: constexpr, SPAN: constexpr, PARTS: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """partial[s] = the sum of the gradient rows of span s, [spans, width] float32, if all its positions hold one id.
@@ -4793,6 +4846,8 @@ def span_sum_kernel(
     begin = tl.program_id(0) * SPAN
     first_id = tl.load(ids_ptr + tl.load(order_ptr + begin))
     last_id = tl.load(ids_ptr + tl.load(order_ptr + begin + SPAN - 1))
+    if PARTS > 1:
+        last_id = tl.where(first_id % PARTS == rank, last_id, -1)  # of PeerRows only this rank's
     if first_id == last_id:
         total = sum_rows(grad_ptr, order_ptr, begin, begin + SPAN, width, IDS_PER_ROW, BLOCK_M, BLOCK_N)
         column = tl.arange(0, BLOCK_N)
@@ -4844,7 +4899,7 @@ def embedding_grad_kernel(
         tl.store(row_ptr, total, inside)
 
 
-def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, **options):
+def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, rank=0, parts=1, **options):
     """Launch a kernel that sums the rows of grad [T, D] over each group of equal ids, in a fixed order.
 
     ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are those of the kernel's
@@ -4857,7 +4912,7 @@ def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, B
     shape = dict(IDS_PER_ROW=len(order) // len(grad), SPAN=SPAN, BLOCK_M=BLOCK_M,
                  BLOCK_N=triton.next_power_of_2(width), num_warps=2)
     if spans:
-        span_sum_kernel[(spans,)](grad, ids, order, partial, width, **shape)
+        span_sum_kernel[(spans,)](grad, ids, order, partial, width, rank, PARTS=parts, **shape)
     kernel[(triton.cdiv(len(starts) - 1, per_program),)](
         grad, order, starts, partial, *arguments, width=width, **shape, **options)
 
@@ -4869,6 +4924,35 @@ def embedding_grad(grad, lookup, dense, add=False):
     """
     launch_groups(embedding_grad_kernel, grad, *lookup, vocab_rows=len(dense), dense_ptr=dense, ADD=add)
     return dense
+
+
+@jit
+def peer_rows_kernel(
+    ids_ptr, addresses_ptr, out_ptr, width, IDS_PER_ROW: constexpr, PARTS: constexpr, BLOCK_N: constexpr,
+):
+    """out[n] = the sum of the rows ids[n] of PeerRows in PARTS parts; one program a row of out [N, width].
+
+    Rows come through NVLink, but for one in PARTS: 2 K N D (PARTS - 1) / PARTS bytes in bf16. Reference:
+    peer_rows_reference.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for k in tl.static_range(IDS_PER_ROW):
+        row = tl.load(ids_ptr + number * IDS_PER_ROW + k).to(tl.int64)
+        part_ptr = tl.multiple_of(tl.load(addresses_ptr + row % PARTS).to(out_ptr.dtype), 16)
+        total += load_vector(part_ptr, column, width, row // PARTS).to(tl.float32)
+    tl.store(out_ptr + number * width + column, total, column < width)
+
+
+def peer_rows(ids, peers):
+    """peer_rows_reference in a kernel."""
+    width = peers.parts[0].size(1)
+    out = peers.parts[0].new_empty(len(ids), width)
+    peer_rows_kernel[(len(ids),)](
+        ids, peers.addresses, out, width, IDS_PER_ROW=ids.size(1), PARTS=len(peers.parts),
+        BLOCK_N=triton.next_power_of_2(width))
+    return out
 
 
 @jit
@@ -4921,11 +5005,12 @@ def adam(weights, received, *arguments, cautious=True):
 @jit
 def sparse_adam_kernel(
     grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
-    step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, width,
-    IDS_PER_ROW: constexpr, SPAN: constexpr, CAUTIOUS: constexpr,
+    step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, rank, width,
+    IDS_PER_ROW: constexpr, SPAN: constexpr, CAUTIOUS: constexpr, PARTS: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
+    Of PeerRows in several PARTS it is idle, too, unless the row is one of this rank's.
 
     It moves 2 K T D + 4 U D bytes in bf16, for U rows and K ids a token. Formula and reference: sparse_adam_reference.
     """
@@ -4934,6 +5019,9 @@ def sparse_adam_kernel(
     begin = tl.load(starts_ptr + index)
     end = tl.load(starts_ptr + index + 1)
     row = tl.load(sorted_ids_ptr + index).to(tl.int64)
+    if PARTS > 1:
+        end = tl.where(row % PARTS == rank, end, begin)
+        row //= PARTS
     if begin < end:
         weights_ptr += row * width
         # The weights, and what the second moment needs, are loaded before the sum: there is one wait for all.
@@ -4969,7 +5057,7 @@ def group_ids(ids):
     return ids, order, F.pad(starts, (0, 1), value=len(sorted_ids)), sorted_ids
 
 
-def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True):
+def sparse_adam(grad, lookup, *state, rank=0, parts=1, pooling=0.0, cautious=True):
     """sparse_adam_reference in kernels. A BLOCK_M above 1 is slower.
 
     For 65,536 | 131,072 | 196,608 tokens, in four pieces, it takes 0.83 | 1.58 | 2.31 ms on an H200, with group_ids,
@@ -4977,8 +5065,8 @@ def sparse_adam(grad, lookup, *state, pooling=0.0, cautious=True):
     once more, it took 0.33 | 0.56 | 0.78.
     """
     mean_square = torch.linalg.vector_norm(grad, dtype=torch.float32).square() / grad.numel()
-    launch_groups(sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling, per_program=1, BLOCK_M=1,
-                  CAUTIOUS=cautious)
+    launch_groups(sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling, rank, rank=rank, parts=parts,
+                  per_program=1, BLOCK_M=1, CAUTIOUS=cautious, PARTS=parts)
 
 
 # ==== 8. Operator selection ===========================================================================================
@@ -4998,6 +5086,7 @@ class Ops:
     adam: Callable  # see adam_reference
     group_ids: Callable  # (ids [T, K]) -> what sparse_adam takes as its lookup: the ids, and what sorting them gave
     sparse_adam: Callable  # see sparse_adam_reference
+    peer_rows: Callable  # (ids [N, K], PeerRows) -> [N, D]: see peer_rows_reference
     project_heads: Callable  # (NormedInput, weight, value, ...) -> q, k, v, value: see split_heads_reference
     mlp: Callable  # (NormedInput, up, down [mlp_width, width]) -> [T, width]
     orthogonalize: Callable  # (matrices [N, rows, columns], Orthogonalization) -> the same shape
@@ -5067,6 +5156,7 @@ def reference_ops() -> Ops:
         adam=adam_reference,
         group_ids=group_ids,
         sparse_adam=sparse_adam_reference,
+        peer_rows=peer_rows_reference,
         project_heads=project_heads,
         mlp=mlp,
         orthogonalize=orthogonalize_reference,
@@ -5140,6 +5230,7 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         adam=adam,
         group_ids=group_ids,
         sparse_adam=sparse_adam,
+        peer_rows=peer_rows,
         project_heads=project_heads,
         mlp=mlp,
         orthogonalize=orthogonalize,
@@ -5278,6 +5369,16 @@ class Ranks:
             ranks._share_memory()
         return ranks
 
+    @property
+    def deals_rows(self) -> bool:
+        """Whether each rank has a part of a sparse table, and reads the others' from where they are, see PeerRows."""
+        return bool(self.copy_stream)
+
+    @property
+    def row_parts(self) -> int:
+        """In how many parts rows of sparse tables are dealt out."""
+        return self.world if self.deals_rows else 1
+
     def _share_memory(self):
         """Set `copy_stream`, and keep it if a first shared tensor works on every rank."""
         self.copy_stream = torch.cuda.Stream()
@@ -5307,6 +5408,19 @@ class Ranks:
             versions = [handle.get_buffer(rank, *place).view(self.world, -1) for rank in range(self.world)]
             self.peers[part.data_ptr()] = handle, versions
         return memory
+
+    def versions(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's version of a shared tensor, in the order of the ranks."""
+        _, versions = self.peers[tensor.data_ptr()]
+        return [version.view_as(tensor) for version in versions]
+
+    def meet(self, tensor: Tensor) -> Callable:
+        """Returns the wait until every rank is where this one is now on the current stream; `tensor` is shared."""
+        handle, _ = self.peers[tensor.data_ptr()]
+        self.copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copy_stream):
+            handle.barrier()
+        return self.copy_stream.record_event().wait
 
     def fetch(self, full: Tensor, received: Tensor | None, barrier: bool = True) -> Callable:
         """Copy from other ranks' versions of a shared tensor. Returns the wait, which blocks the stream, not the host.
@@ -6050,8 +6164,10 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.gpu_hour_price is not None:
                 log.say(costs(ranks, trainer.clock, arguments.gpu_hour_price))
 
-        if arguments.save and ranks.rank == 0:
-            save_model(arguments.save, trainer, loss, seed)
+        if arguments.save:
+            save = functools.partial(save_model, arguments.save, trainer, loss, seed)
+            # The others wait, since the first rank reads their rows, and end with it if it fails.
+            ranks.agree("saved model", save if ranks.rank == 0 else lambda: None, "see what the first rank says")
         trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses
     return ending.code
 

@@ -19,7 +19,15 @@ import train_gpt as tg
 
 
 class LoneRank(tg.Ranks):
-    """Rank 0 of `world`, without the others."""
+    """Rank 0 of `world`, without the others. Rows of sparse tables are dealt out, as on GPUs that share memory; those
+    of the other ranks are read here too, without NVLink."""
+    deals_rows = True
+
+    def versions(self, tensor):
+        return [tensor] * self.world
+
+    def meet(self, tensor):
+        return lambda: None
 
     def all_gather(self, full, barrier=True):
         return lambda: None
@@ -45,7 +53,7 @@ def fill(table, full, wait):
     for rank, other in enumerate(others, 1):
         torch.add(own, 0 if full.is_floating_point() else 7919 * rank, out=other)
     if not full.is_floating_point():
-        full.remainder_(len(table.weights))
+        full.remainder_(len(table.weights) * table.ranks.row_parts)
     return full, wait
 
 

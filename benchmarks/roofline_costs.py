@@ -189,6 +189,12 @@ def sparse_adam(a):
     return Cost(size + a["sorted_ids_ptr"].nbytes + groups * 2 * (a["width"] * a["weights_ptr"].itemsize + 8))
 
 
+def peer_rows(a):
+    row_bytes = a["width"] * a["out_ptr"].itemsize
+    ids = a["ids_ptr"]
+    return Cost(ids.nbytes + ids.nbytes // ids.itemsize * row_bytes + a["out_ptr"].nbytes)
+
+
 OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "gram_kernel": gram,
     "polynomial_kernel": polynomial,
@@ -208,6 +214,7 @@ OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "embedding_grad_kernel": embedding_grad,
     "adam_kernel": adam,
     "sparse_adam_kernel": sparse_adam,
+    "peer_rows_kernel": peer_rows,
 }
 
 

@@ -394,7 +394,8 @@ def start_world(world, *arguments):
 def fork_worlds(corpus, folder, share, worlds):
     for name in worlds:
         nodes, world = nodes_and_world(name)
-        ranks = start_world(world, corpus, folder, ("--val-every", "3"), None, bool(share), nodes)
+        options = "--val-every", "3", "--save", str(folder / f"{name}.safetensors")
+        ranks = start_world(world, corpus, folder, options, None, bool(share), nodes)
         for process in ranks:
             process.join(600)  # a busy machine takes many times as long as a quiet one
         if codes := [process.exitcode for process in ranks if process.exitcode != 0]:

@@ -151,6 +151,8 @@ BAD_FILES = {
                           r"checkpoint .*: processes: expected 2, found 1"),
     "other micro-batches": (lambda file: None, ("--micro-batch-tokens", "64"),
                             r"checkpoint .*: micro-batches: expected [\d, ]+ tokens by stage, found 64, 128, 128 "),
+    "rows dealt out": (edited(lambda content: content["run"].update(processes="1, n-gram rows in 2 parts")), (),
+                       r"checkpoint .*: processes: expected 1, n-gram rows in 2 parts, found .* 1 parts"),
     "another length": (lambda file: None, ("--length", "2"),
                        r"checkpoint .*: preset: expected tiny, 5 steps, \w+, found tiny, 10 steps, \w+"),
     "another seed": (lambda file: None, ("--seed", "4"), r"checkpoint .*: seed: expected 3, found 4"),

@@ -994,6 +994,44 @@ def sparse_steps():
     }
 
 
+@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("update", SPARSE.values(), ids=SPARSE)
+@pytest.mark.fast
+def test_ranks_update_their_own_rows(update, parts):
+    """Together what one rank with all rows does, to the bit; 90 rows are no multiple of 8."""
+    rows, (ids, _) = sparse_steps()["hundreds of one"]
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(96, 20, generator=generator), torch.rand(96, generator=generator), torch.zeros(96)]
+    grad = guarded(torch.randn(len(ids), 20, generator=generator))
+    lookup = tg.group_ids(on_device(ids))
+    numbers = [torch.tensor(x, device=DEVICE) for x in (3.0, 0.1, 0.3)]
+
+    def updated(state, **options):
+        state = list(map(guarded, state))
+        update(grad, lookup, *state, *numbers, 0.9, 1e-8, 0.25, pooling=0.5, **options)
+        return state
+
+    dealt = [updated([tensor[rank::parts] for tensor in whole], rank=rank, parts=parts) for rank in range(parts)]
+    for own, want in zip(zip(*dealt), updated(whole)):
+        assert torch.stack(own, 1).flatten(0, 1).equal(want)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize("dtype, width", [(torch.float32, 20), (torch.bfloat16, 192)])
+@pytest.mark.fast
+def test_sums_of_rows_of_all_ranks(dtype, width, parts):
+    """Read from where they are; in bfloat16 a sum is rounded once by the kernel, twice by the reference."""
+    generator = torch.Generator().manual_seed(parts)
+    table = torch.randn(12 * parts, width, generator=generator).to(dtype)
+    ids = torch.randint(len(table), (7, 3), generator=generator)
+    own = [guarded(table[rank::parts]) for rank in range(parts)]
+    peers = tg.PeerRows(own, torch.tensor([part.data_ptr() for part in own], device=DEVICE))
+    want = table.double()[ids].sum(1).to(DEVICE)
+    read = guarded(ids.int())
+    assert relative(tg.peer_rows(read, peers), want) < torch.finfo(dtype).eps / 2
+    assert relative(tg.peer_rows_reference(read, peers), want) < torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("name", sparse_steps())
 @each_decay
 @pytest.mark.parametrize("update", SPARSE.values(), ids=SPARSE)

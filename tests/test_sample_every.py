@@ -209,9 +209,12 @@ def test_a_script_has_one_trainer():
 
 
 # ---- two processes ---------------------------------------------------------------------------------------------------
+SAMPLED = "--sample-every", "2"
+
+
 def two_processes(corpus, folder):
-    """The run without samples and with some, each by two processes that fork from here. They note heartbeats and texts.
-    """
+    """The run without samples, with some, and with some where ranks share memory and each holds a part of the rows, by
+    two processes each that fork from here. They note heartbeats and texts."""
     def write(samples, trainer, done):
         (folder / f"text-{trainer.ranks.rank}-{done}").touch()
         return text_of(samples, trainer, done)
@@ -228,10 +231,10 @@ def two_processes(corpus, folder):
     sample.BOS = helpers.BOS
     sample.load_encoding = lambda spec: Stub()
     codes = {}
-    for name, options in {"plain": (), "sampled": ("--sample-every", "2")}.items():
+    for name, options in {"plain": (), "sampled": SAMPLED, "sharing": SAMPLED}.items():
         place = folder / name
         place.mkdir()
-        ranks = helpers.start_world(2, corpus, place, ("--eager", *options))
+        ranks = helpers.start_world(2, corpus, place, ("--eager", *options), None, name == "sharing")
         for process in ranks:
             process.join(300)
         codes[name] = [process.exitcode for process in ranks]
@@ -243,16 +246,19 @@ def test_one_of_two_processes_writes(corpus, tmp_path):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__, str(corpus), str(tmp_path)], env=environment, timeout=900, check=True)
     said = {rank: (tmp_path / "sampled" / f"2-{rank}.out").read_text() for rank in range(2)}
-    assert json.loads((tmp_path / "codes.json").read_text()) == {"plain": [0, 0], "sampled": [0, 0]}, said
+    codes = json.loads((tmp_path / "codes.json").read_text())
+    assert codes == {name: [0, 0] for name in ("plain", "sampled", "sharing")}, said
     assert said[0].count(" writes ") == 2
     assert said[1] == ""
     assert {path.name for path in tmp_path.glob("text-*")} == {"text-0-2", "text-0-4"}
-    (path,) = (tmp_path / "sampled").glob("logs-2/*.jsonl")
-    assert list(texts(read_log(path))) == [2, 4]
+    written, shared = (
+        texts(read_log(next((tmp_path / name).glob("logs-2/*.jsonl")))) for name in ("sampled", "sharing"))
+    assert list(written) == [2, 4]
+    assert shared == written
     for rank in range(2):
         beats = (tmp_path / f"beats-{rank}").read_text().splitlines()
         assert [beat for beat in beats if "sample" in beat] == [
-            f"the sample of step {step}: {tg.WARM_UP_PATIENCE}" for step in (2, 4)]
+            f"the sample of step {step}: {tg.WARM_UP_PATIENCE}" for step in (2, 4, 2, 4)]
         plain, sampled = (
             torch.load(tmp_path / name / f"2-{rank}.pt", weights_only=True) for name in ("plain", "sampled"))
         assert plain["loss"] == sampled["loss"]

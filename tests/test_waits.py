@@ -78,7 +78,7 @@ class Later:
         self.plain = tg.Ranks(ranks.rank, ranks.world, CPU)
         self.plain.peers = ranks.peers
         self.plain.copy_stream = ranks.copy_stream
-        for name in ("on_side_stream", "all_gather", "reduce_scatter", "all_reduce_mean"):
+        for name in ("on_side_stream", "all_gather", "reduce_scatter", "all_reduce_mean", "meet"):
             setattr(ranks, name, getattr(self, name))
 
     def later(self, name, work):
@@ -123,6 +123,13 @@ class Later:
             "reduce_scatter", [full, received], [written], lambda: self.plain.reduce_scatter(full, received)
         )
 
+    def meet(self, tensor):
+        return self.later("meet", lambda: self.plain.meet(tensor)())
+
+    def rows_of_all(self, *operands):
+        assert "meet" not in self.open, "rows of other ranks were read before these had updated them"
+        return tg.peer_rows_reference(*operands)
+
     def all_reduce_mean(self, tensor):
         return self.exchange("all_reduce_mean", [tensor], [tensor], lambda: self.plain.all_reduce_mean(tensor))
 
@@ -136,7 +143,9 @@ def checked_adam(grad, lookup, *state, **options):
 def train(corpus, ranks, double=None):
     """STEPS steps of two micro-batches from random weights, averages between them.
     Returns all losses and the state and, in words, what a step left under way: a captured one must not."""
-    trainer = helpers.make_trainer(corpus, WAITING, replace(tg.select_ops(CPU), sparse_adam=checked_adam), ranks)
+    rows_of_all = double.rows_of_all if double else tg.peer_rows_reference
+    ops = replace(tg.select_ops(CPU), sparse_adam=checked_adam, peer_rows=rows_of_all)
+    trainer = helpers.make_trainer(corpus, WAITING, ops, ranks)
     trainer.micro_chunks = {stage: tg.CHUNKS // ranks.world // 2 for stage in WAITING.stages}
     helpers.randomise(trainer.model)
     losses = []
@@ -238,6 +247,11 @@ MUTANTS = {
         {"barrier)": "barrier); self.ranks.shard(self.weights).mul_(2)"},
     ),
 }
+# The same, where memory is shared.
+MUTANTS_OF_SHARED_MEMORY = {
+    "rows of other ranks": ("GPT.features", {"gathered(self.ngram)": "self.ngram"}),
+    "rows of other ranks at the validation": ("Optimizer.gather", {"owner.gather_()": "pass"}),
+}
 # The one call that waits for nothing: Optimizer.step has waited for the embedding, which gathers at once.
 NEEDLESS = "GPT.features", "gathered(self.embedding)"
 
@@ -271,17 +285,21 @@ def run_rank(rank, corpus, folder):
     ranks = tg.Ranks(rank, 2, CPU)
     want, _ = train(corpus, ranks)
     found = {"two ranks": differences(corpus, ranks, want)}
-    for name, (function, edits) in MUTANTS.items():
-        holder, last, original = find(function)
-        setattr(holder, last, mutated(function, edits))
-        found[name] = differences(corpus, tg.Ranks(rank, 2, CPU), want)
-        setattr(holder, last, original)
 
+    def try_mutants(mutants, start):
+        for name, (function, edits) in mutants.items():
+            holder, last, original = find(function)
+            setattr(holder, last, mutated(function, edits))
+            found[name] = differences(corpus, start(), want)
+            setattr(holder, last, original)
+
+    try_mutants(MUTANTS, lambda: tg.Ranks(rank, 2, CPU))
     found["one rank"] = differences(corpus, tg.Ranks(0, 1, CPU), train(corpus, tg.Ranks(0, 1, CPU))[0])
     tg.Ranks.start = staticmethod(lambda: tg.Ranks(rank, 2, CPU))
     helpers.FileMemory(folder, rank).install()
     want, _ = train(corpus, tg.Ranks.start())
     found["two ranks that share memory"] = differences(corpus, tg.Ranks.start(), want)
+    try_mutants(MUTANTS_OF_SHARED_MEMORY, tg.Ranks.start)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
 
@@ -309,7 +327,7 @@ def test_late_is_early(found, case):
     assert found[case] == ""
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [*MUTANTS, *MUTANTS_OF_SHARED_MEMORY])
 def test_a_missing_wait_is_seen(found, name):
     assert found[name]
 
@@ -325,7 +343,8 @@ def test_every_wait_has_a_mutant():
             if not isinstance(function, ast.FunctionDef) or getattr(top, "name", "") in ("Ranks", "Watchdog"):
                 continue
             name = function.name if function is top else f"{top.name}.{function.name}"
-            replaced = " ".join(old for place, edits in MUTANTS.values() if place == name for old in edits)
+            mutants = (MUTANTS | MUTANTS_OF_SHARED_MEMORY).values()
+            replaced = " ".join(old for place, edits in mutants if place == name for old in edits)
             calls = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Call)]
             missing += [(name, call) for call in calls if waits.fullmatch(call) and call not in replaced]
     assert missing == [NEEDLESS]
