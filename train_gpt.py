@@ -2624,7 +2624,7 @@ PEAK_TOKEN_BYTES = {"fp8": 220_000, "bf16": 359_000, "reference": 849_000}
 RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
 VALIDATION_TOKEN_BYTES = 39_000  # the same for a validation window, with its logits
 LATER_BYTES = 3 * 2**29  # for gradients, averages and exchanges, which are not there yet when the room is measured
-USEFUL_MICRO_BATCH_TOKENS = 196_608  # the largest batch of a step; half of it takes 2 % longer
+USEFUL_MICRO_BATCH_TOKENS = 196_608  # the largest batch of a step; half of it takes 1 % longer
 
 
 def micro_batch_chunks(stage: Stage, ranks: Ranks, most_tokens: int) -> int:
