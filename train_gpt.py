@@ -2395,7 +2395,6 @@ class SparseTable(Adam):
         if ranks.deals_rows:
             # Rows are zero until a run trains or resumes. Beside their shared memory there may be no room for another.
             parameter.data = parameter.data.new_zeros(()).expand_as(parameter)
-            torch.cuda.empty_cache()
             self.weights = parameter.data = ranks.shared(parameter.data)
             parts = ranks.versions(self.weights)
             self.peers = PeerRows(parts, torch.tensor([part.data_ptr() for part in parts], device=ranks.device))
@@ -5400,6 +5399,7 @@ class Ranks:
         # torch (to 2.13; its issue 181086) clears this memory, and writes the addresses that barriers read, on a stream
         # for which no other stream waits. So all queued work must end first, as it may still write to where the
         # addresses will be; then torch's own work must end, before any rank uses the memory or a barrier.
+        torch.cuda.empty_cache()  # this memory is not the allocator's
         memory = symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         torch.cuda.synchronize(self.device)
         handle = symmetric_memory.rendezvous(memory, dist.group.WORLD.group_name)
