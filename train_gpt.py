@@ -2620,8 +2620,9 @@ def state_hash(state: dict) -> str:
 
 
 # ---- memory and data -------------------------------------------------------------------------------------------------
-# Memory of training in bytes a token of a micro-batch, by the operators of the MLP, measured on one H200 with room for
-# larger models: with FP8 the speedrun takes 161,000. Logits are not included: a stage's classes give their size.
+# Memory of training in bytes a token of a micro-batch, by the operators of the MLP. With FP8 the speedrun takes 161,000
+# on one H200, and the rest is for larger models; the other two were measured for one. Logits are not included: a
+# stage's classes give their size.
 PEAK_TOKEN_BYTES = {"fp8": 220_000, "bf16": 359_000, "reference": 849_000}
 RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
 VALIDATION_TOKEN_BYTES = 39_000  # the same for a validation window, with its logits
@@ -5396,10 +5397,10 @@ class Ranks:
         """
         if not self.copy_stream:
             return tensor
+        torch.cuda.empty_cache()  # what torch's allocator holds is not to be had here
         # torch (to 2.13; its issue 181086) clears this memory, and writes the addresses that barriers read, on a stream
         # for which no other stream waits. So all queued work must end first, as it may still write to where the
         # addresses will be; then torch's own work must end, before any rank uses the memory or a barrier.
-        torch.cuda.empty_cache()  # this memory is not the allocator's
         memory = symmetric_memory.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         torch.cuda.synchronize(self.device)
         handle = symmetric_memory.rendezvous(memory, dist.group.WORLD.group_name)
