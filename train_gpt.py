@@ -4902,22 +4902,20 @@ def embedding_grad_kernel(
         tl.store(row_ptr, total, inside)
 
 
-def launch_groups(kernel, grad, ids, order, starts, *arguments, per_program=8, BLOCK_M=4, rank=0, parts=1, **options):
-    """Launch a kernel that sums the rows of grad [T, D] over each group of equal ids, in a fixed order.
+def sum_spans(grad, ids, order, rank=0, parts=1):
+    """(the sums of whole spans, options for kernels that call sum_group) of grad [T, D], whose rows belong to ids.
 
-    ids are [T] or [T, K]; order and starts are those of sort_ids or group_ids. `arguments` are those of the kernel's
-    own that follow, `options` others by name. A program gets `per_program` groups.
+    ids are [T] or [T, K]; order is that of sort_ids or group_ids. Of PeerRows in several parts, only those of `rank`.
     """
     spans = len(order) // SPAN
-    grad = grad.contiguous()
     width = grad.size(1)
+    shape = dict(width=width, IDS_PER_ROW=len(order) // len(grad), SPAN=SPAN, BLOCK_N=triton.next_power_of_2(width))
     partial = grad.new_empty(max(spans, 1), width, dtype=torch.float32)
-    shape = dict(IDS_PER_ROW=len(order) // len(grad), SPAN=SPAN, BLOCK_M=BLOCK_M,
-                 BLOCK_N=triton.next_power_of_2(width), num_warps=2)
     if spans:
-        span_sum_kernel[(spans,)](grad, ids, order, partial, width, rank, PARTS=parts, **shape)
-    kernel[(triton.cdiv(len(starts) - 1, per_program),)](
-        grad, order, starts, partial, *arguments, width=width, **shape, **options)
+        span_sum_kernel[(spans,)](
+            grad, ids, order, partial, rank=rank, PARTS=parts, BLOCK_M=triton.cdiv(4096, shape["BLOCK_N"]), num_warps=2,
+            **shape)
+    return partial, shape
 
 
 def embedding_grad(grad, lookup, dense, add=False):
@@ -4925,36 +4923,46 @@ def embedding_grad(grad, lookup, dense, add=False):
 
     lookup: the ids [T] that the rows of grad belong to, and their order and starts, see sort_ids.
     """
-    launch_groups(embedding_grad_kernel, grad, *lookup, vocab_rows=len(dense), dense_ptr=dense, ADD=add)
+    ids, order, starts = lookup
+    grad = grad.contiguous()
+    partial, shape = sum_spans(grad, ids, order)
+    embedding_grad_kernel[(triton.cdiv(len(dense), 8),)](
+        grad, order, starts, partial, len(dense), dense, BLOCK_M=4, ADD=add, num_warps=2, **shape)
     return dense
 
 
 @jit
 def peer_rows_kernel(
-    ids_ptr, addresses_ptr, out_ptr, width, IDS_PER_ROW: constexpr, PARTS: constexpr, BLOCK_N: constexpr,
+    ids_ptr, addresses_ptr, out_ptr, size, width,
+    IDS_PER_ROW: constexpr, PARTS: constexpr, ROWS: constexpr, BLOCK_N: constexpr,
 ):
-    """out[n] = the sum of the rows ids[n] of PeerRows in PARTS parts; one program a row of out [N, width].
+    """out[n] = the sum of the rows ids[n] of PeerRows in PARTS parts; a program has ROWS rows of out [size, width].
 
     Rows come through NVLink, but for one in PARTS: 2 K N D (PARTS - 1) / PARTS bytes in bf16. Reference:
     peer_rows_reference.
     """
-    number = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_N)
-    total = tl.zeros([BLOCK_N], tl.float32)
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = number < size
+    number = number.to(tl.int64)
+    column = tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for k in tl.static_range(IDS_PER_ROW):
-        row = tl.load(ids_ptr + number * IDS_PER_ROW + k).to(tl.int64)
-        part_ptr = tl.multiple_of(tl.load(addresses_ptr + row % PARTS).to(out_ptr.dtype), 16)
-        total += load_vector(part_ptr, column, width, row // PARTS).to(tl.float32)
-    tl.store(out_ptr + number * width + column, total, column < width)
+        row = tl.load(ids_ptr + number * IDS_PER_ROW + k, valid, other=0).to(tl.int64)
+        part_ptr = tl.load(addresses_ptr + row % PARTS).to(out_ptr.dtype)
+        part_ptr = tl.multiple_of(part_ptr[:, None], [16, 16])
+        total += load_vector(part_ptr, column, width, (row // PARTS)[:, None]).to(tl.float32)
+    tl.store(out_ptr + number[:, None] * width + column, total, valid[:, None] & (column < width))
 
 
 def peer_rows(ids, peers):
     """peer_rows_reference in a kernel."""
     width = peers.parts[0].size(1)
     out = peers.parts[0].new_empty(len(ids), width)
-    peer_rows_kernel[(len(ids),)](
-        ids, peers.addresses, out, width, IDS_PER_ROW=ids.size(1), PARTS=len(peers.parts),
-        BLOCK_N=triton.next_power_of_2(width))
+    block = triton.next_power_of_2(width)
+    rows = max(2048 // block, 1)
+    peer_rows_kernel[(triton.cdiv(len(ids), rows),)](
+        ids, peers.addresses, out, len(ids), width, IDS_PER_ROW=ids.size(1), PARTS=len(peers.parts), ROWS=rows,
+        BLOCK_N=block)
     return out
 
 
@@ -5006,49 +5014,79 @@ def adam(weights, received, *arguments, cautious=True):
 
 
 @jit
-def sparse_adam_kernel(
-    grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, weights_ptr, exp_avg_sq_ptr, last_step_ptr,
-    step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale, mean_square_ptr, pooling, rank, width,
-    IDS_PER_ROW: constexpr, SPAN: constexpr, CAUTIOUS: constexpr, PARTS: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr,
+def list_groups_kernel(
+    starts_ptr, sorted_ids_ptr, places_ptr, counts_ptr, size, rank,
+    PARTS: constexpr, BLOCK: constexpr,
 ):
-    """One Adam step of the rows that occur, a program a sorted id, idle unless that is the last of its group.
-    Of PeerRows in several PARTS it is idle, too, unless the row is one of this rank's.
+    """Lists where groups of ids end, by sorted place: those of one position in places[0], longer ones in places[1],
+    [2, size], as many as `counts` [2], which is 0 before, says. Of PeerRows in several PARTS, only this rank's.
 
+    Blocks append in any order. That changes no result, for every group has a row of its own.
+    """
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin = load_vector(starts_ptr, place, size)
+    end = tl.load(starts_ptr + 1 + place, place < size, other=0)
+    length = tl.where(place < size, end - begin, 0)  # 0: another member follows
+    if PARTS > 1:
+        length = tl.where(load_vector(sorted_ids_ptr, place, size) % PARTS == rank, length, 0)
+    for longer in tl.static_range(2):
+        member = length > 1 if longer else length == 1
+        number = tl.cumsum(member.to(tl.int32), 0)
+        first = tl.atomic_add(counts_ptr + longer, tl.max(number, 0), sem="relaxed")
+        tl.store(places_ptr + longer * tl.cast(size, tl.int64) + first + number - 1, place, member)
+
+
+@jit
+def sparse_adam_kernel(
+    grad_ptr, order_ptr, starts_ptr, partial_ptr, sorted_ids_ptr, places_ptr, count_ptr,
+    weights_ptr, exp_avg_sq_ptr, last_step_ptr, step_ptr, lr_ptr, wd_ptr, beta2, epsilon, grad_scale,
+    mean_square_ptr, pooling, width,
+    IDS_PER_ROW: constexpr, SPAN: constexpr, CAUTIOUS: constexpr, PARTS: constexpr,
+    ROWS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+):
+    """One Adam step of the rows whose groups are listed in `places`: see list_groups_kernel.
+
+    ROWS > 0: all listed groups have one position, and a program takes so many at a time, with all their loads under
+    way together. ROWS = 0: they have more, and a program sums one after the other.
     It moves 2 K T D + 4 U D bytes in bf16, for U rows and K ids a token. Formula and reference: sparse_adam_reference.
     """
-    index = tl.program_id(0)
-    column = tl.arange(0, BLOCK_N)
-    begin = tl.load(starts_ptr + index)
-    end = tl.load(starts_ptr + index + 1)
-    row = tl.load(sorted_ids_ptr + index).to(tl.int64)
-    if PARTS > 1:
-        end = tl.where(row % PARTS == rank, end, begin)
-        row //= PARTS
-    if begin < end:
-        weights_ptr += row * width
+    TILE: constexpr = max(ROWS, 1)
+    column = tl.arange(0, BLOCK_N)[None, :]
+    count = tl.load(count_ptr)
+    for begin_listed in range(tl.program_id(0) * TILE, count, tl.num_programs(0) * TILE):
+        listed = begin_listed + tl.arange(0, TILE)
+        valid = listed < count
+        place = tl.load(places_ptr + listed, valid, other=0)
+        row = tl.load(sorted_ids_ptr + place).to(tl.int64) // PARTS
         # The weights, and what the second moment needs, are loaded before the sum: there is one wait for all.
-        weights = load_vector(weights_ptr, column, width)
+        weights = load_vector(weights_ptr, column, width, row[:, None])
         step = tl.load(step_ptr)
         last_step = tl.load(last_step_ptr + row)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + row)
-        grad = sum_group(
-            grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N)
+        if ROWS:
+            position = tl.load(order_ptr + place).to(tl.int64) // IDS_PER_ROW
+            grad = load_vector(grad_ptr, column, width, position[:, None]).to(tl.float32)
+        else:
+            last = tl.load(places_ptr + begin_listed)
+            begin = tl.load(starts_ptr + last)
+            grad = sum_group(
+                grad_ptr, order_ptr, partial_ptr, begin, last + 1, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N)[None, :]
         grad = grad_scale * grad
 
         beta2_power = tl.exp2((step - last_step) * tl.log2(beta2))  # makes up for the steps that did not read the row
-        exp_avg_sq = beta2_power * exp_avg_sq + (1 - beta2) * tl.sum(grad * grad) / width
+        exp_avg_sq = beta2_power * exp_avg_sq + (1 - beta2) * tl.sum(grad * grad, 1) / width
         typical = (1 - beta2) * grad_scale * grad_scale * tl.load(mean_square_ptr)
         pooled = (1 - pooling) * exp_avg_sq + pooling * typical
-        weights = adam_step_tile(weights, grad, pooled, lr_ptr, wd_ptr, epsilon, CAUTIOUS)
+        weights = adam_step_tile(weights, grad, pooled[:, None], lr_ptr, wd_ptr, epsilon, CAUTIOUS)
 
-        tl.store(weights_ptr + column, weights, column < width)
-        tl.store(exp_avg_sq_ptr + row, exp_avg_sq)
-        tl.store(last_step_ptr + row, step)
+        inside = valid[:, None] & (column < width)
+        tl.store(weights_ptr + row[:, None] * width + column, weights, inside)
+        tl.store(exp_avg_sq_ptr + row, exp_avg_sq, valid)
+        tl.store(last_step_ptr + row, tl.zeros_like(last_step) + step, valid)
 
 
 def group_ids(ids):
-    """(ids, order, starts, sorted ids) for launch_groups, of ids [T, K]. `starts` is by sorted place, not by id.
+    """(ids, order, starts, sorted ids) for sparse_adam, of ids [T, K]. `starts` is by sorted place, not by id.
 
     `order` sorts the flat ids. searchsorted gives every member of a group of equal ids the place of the first one, so
     starts[i] < starts[i + 1] holds for its last member alone: that one has the group, the others have an empty
@@ -5060,16 +5098,30 @@ def group_ids(ids):
     return ids, order, F.pad(starts, (0, 1), value=len(sorted_ids)), sorted_ids
 
 
-def sparse_adam(grad, lookup, *state, rank=0, parts=1, pooling=0.0, cautious=True):
-    """sparse_adam_reference in kernels. A BLOCK_M above 1 is slower.
+UPDATE_PROGRAMS = 2**14  # several times as many as a GPU holds at once; they share out the rows
 
-    For 65,536 | 131,072 | 196,608 tokens, in four pieces, it takes 0.83 | 1.58 | 2.31 ms on an H200, with group_ids,
-    which alone takes 0.11 | 0.17 | 0.23. In whole rows, and before there was a `pooling`, which reads the gradient
-    once more, it took 0.33 | 0.56 | 0.78.
+
+def sparse_adam(grad, lookup, *state, rank=0, parts=1, pooling=0.0, cautious=True):
+    """sparse_adam_reference in kernels.
+
+    When each row had a program of its own, it took 0.83 | 1.58 | 2.31 ms for 65,536 | 131,072 | 196,608 tokens in four
+    pieces on an H200, with group_ids, which alone takes 0.11 | 0.17 | 0.23.
     """
+    ids, order, starts, sorted_ids = lookup
+    grad = grad.contiguous()
+    partial, shape = sum_spans(grad, ids, order, rank, parts)
     mean_square = torch.linalg.vector_norm(grad, dtype=torch.float32).square() / grad.numel()
-    launch_groups(sparse_adam_kernel, grad, *lookup, *state, mean_square, pooling, rank, rank=rank, parts=parts,
-                  per_program=1, BLOCK_M=1, CAUTIOUS=cautious, PARTS=parts)
+    size = len(order)
+    places = order.new_empty(2, size, dtype=torch.int32)
+    counts = order.new_zeros(2, dtype=torch.int32)
+    list_groups_kernel[(triton.cdiv(size, 1024),)](
+        starts, sorted_ids, places, counts, size, rank, PARTS=parts, BLOCK=1024)
+    tile_rows = max(2048 // shape["BLOCK_N"], 1)
+    for longer, rows, num_warps in ((0, tile_rows, 4), (1, 0, 2)):
+        programs = min(triton.cdiv(size, rows or 2), UPDATE_PROGRAMS)
+        sparse_adam_kernel[(programs,)](
+            grad, order, starts, partial, sorted_ids, places[longer], counts[longer:], *state, mean_square, pooling,
+            CAUTIOUS=cautious, PARTS=parts, ROWS=rows, BLOCK_M=4, num_warps=num_warps, **shape)
 
 
 # ==== 8. Operator selection ===========================================================================================

@@ -157,36 +157,44 @@ def span_sum(a):
     return Cost(whole * (span * (a["width"] * a["grad_ptr"].itemsize + order.itemsize) + a["width"] * 4) + 16 * spans)
 
 
-def group_sums(a) -> tuple[int, int]:
-    """(bytes that the sums of all groups read, number of groups), where span_sum_kernel has summed the whole spans.
+def groups(a, chosen: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+    """(bytes that the sums of the groups read whose lengths are `chosen`, their number), where span_sum_kernel has
+    summed the whole spans.
 
     A row of the gradient counts once for each of its ids: they are far apart, so no cache keeps it.
     """
-    starts = a["starts_ptr"]
+    starts = a["starts_ptr"].values.long()
     span = a["SPAN"]
     order = a["order_ptr"]
-    begin = starts.values[:-1].long()
-    end = starts.values[1:].long()
+    lengths = starts.diff()
+    begin = starts[:-1][chosen(lengths)]
+    end = starts[1:][chosen(lengths)]
     whole = int((end // span - (begin + span - 1) // span).clamp(min=0).sum())
-    rows = order.shape[0] - whole * span
-    size = rows * (a["width"] * a["grad_ptr"].itemsize + order.itemsize) + whole * a["width"] * 4 + starts.nbytes
+    rows = int((end - begin).sum()) - whole * span
+    size = rows * (a["width"] * a["grad_ptr"].itemsize + order.itemsize) + whole * a["width"] * 4
     return size, int((begin < end).sum())
 
 
 def embedding_grad(a):
-    size, groups = group_sums(a)
+    size, count = groups(a, lambda lengths: lengths >= 0)
     dense = a["dense_ptr"]
-    return Cost(size + (2 * groups * a["width"] * dense.itemsize if a["ADD"] else dense.nbytes))
+    size += a["starts_ptr"].nbytes
+    return Cost(size + (2 * count * a["width"] * dense.itemsize if a["ADD"] else dense.nbytes))
 
 
 def adam(a):
     return Cost(moved(a) + moved(a, "weights_ptr", "exp_avg_ptr", "exp_avg_sq_ptr"))  # these are read and written
 
 
+def list_groups(a):
+    listed = int((a["starts_ptr"].values.diff() > 0).sum())
+    return Cost(a["starts_ptr"].nbytes + 4 * listed)
+
+
 def sparse_adam(a):
-    size, groups = group_sums(a)
-    # Weights, second moment and last step of each row are read and written.
-    return Cost(size + a["sorted_ids_ptr"].nbytes + groups * 2 * (a["width"] * a["weights_ptr"].itemsize + 8))
+    size, count = groups(a, lambda lengths: lengths == 1 if a["ROWS"] else lengths > 1)
+    # Of each group its place, id and start are read; weights, second moment and last step are read and written.
+    return Cost(size + count * (12 + 2 * (a["width"] * a["weights_ptr"].itemsize + 8)))
 
 
 def peer_rows(a):
@@ -213,6 +221,7 @@ OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "span_sum_kernel": span_sum,
     "embedding_grad_kernel": embedding_grad,
     "adam_kernel": adam,
+    "list_groups_kernel": list_groups,
     "sparse_adam_kernel": sparse_adam,
     "peer_rows_kernel": peer_rows,
 }

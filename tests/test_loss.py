@@ -772,10 +772,6 @@ def test_classes_take_turns_at_full_size(count, tokens):
 
 
 # ---- embedding gradient ----------------------------------------------------------------------------------------------
-def embedding_grad(grad, lookup, dense, add=False):
-    tg.launch_groups(tg.embedding_grad_kernel, grad, *lookup, len(dense), dense, ADD=add)
-    return dense
-
 def token_cases():
     """name: (tokens, vocab_rows)."""
     rng = np.random.default_rng(0)
@@ -816,7 +812,7 @@ def test_sort_ids(name):
 def test_embedding_grad(name, D=24):
     ids, order, starts = lookup = embedding_inputs(name)
     grad = guarded(torch.randn(len(ids), D, generator=torch.Generator().manual_seed(D)))
-    run = lambda: embedding_grad(grad, lookup, grad.new_full((len(starts) - 1, D), torch.nan))
+    run = lambda: tg.embedding_grad(grad, lookup, grad.new_full((len(starts) - 1, D), torch.nan))
     got = run()
     want = tg.embedding_grad_reference(grad.double(), ids, len(starts) - 1)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
@@ -828,7 +824,7 @@ def test_embedding_grad(name, D=24):
             0, empty.nonzero()[:1, 0].cpu(), torch.nan
         )
     )
-    added = embedding_grad(grad, lookup, before.clone(), add=True)
+    added = tg.embedding_grad(grad, lookup, before.clone(), add=True)
     torch.testing.assert_close(
         added[~empty].double(), (before.double() + want)[~empty], rtol=1e-5, atol=1e-5
     )
@@ -887,7 +883,7 @@ def test_embedding_grad_full_size(T):
         for array in (tokens, *tg.sort_ids(tokens, V))
     ]
     grad = torch.randn(T, D, device=DEVICE, dtype=torch.bfloat16)
-    got = embedding_grad(grad, lookup, grad.new_empty(V, D))
+    got = tg.embedding_grad(grad, lookup, grad.new_empty(V, D))
     torch.testing.assert_close(
         got.double(), tg.embedding_grad_reference(grad.double(), lookup[0], V), rtol=2.0**-8, atol=1e-3
     )
@@ -971,6 +967,32 @@ def test_each_row_has_one_group_of_its_positions(name):
     assert starts[-1] == len(flat)
     assert (starts.diff() >= 0).all()
     assert int((starts.diff() > 0).sum()) == len(groups), "one group each"
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize("name", token_cases())
+@pytest.mark.fast
+def test_groups_are_listed_by_length(name, parts):
+    """Every group of one position once, and every longer one, by its last place: of this rank's rows alone."""
+    _, _, starts, found = tg.group_ids(on_device(token_cases()[name][0][:, None]))
+    size = len(found)
+    rank = parts // 2
+    places = torch.full((2, size), -1, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    tg.list_groups_kernel[(tg.triton.cdiv(size, 64),)](
+        starts,
+        found,
+        places,
+        counts,
+        size,
+        rank,
+        PARTS=parts,
+        BLOCK=64,
+    )
+    lengths = starts.diff() * (found % parts == rank)
+    for listed, count, wanted in zip(places, counts, (lengths == 1, lengths > 1)):
+        assert listed[:count].sort().values.tolist() == wanted.nonzero().flatten().tolist()
+        assert (listed[count:] == -1).all()
 
 
 def sparse_steps():
@@ -1095,6 +1117,34 @@ def test_sparse_adam(update, cautious, name):
         rest = torch.ones(rows, dtype=torch.bool, device=DEVICE).index_fill(0, touched, False)
         assert torch.equal(weights[rest], untouched[rest]), "rows that the step did not read"
         untouched = weights.clone()
+
+
+def test_more_groups_than_programs(monkeypatch):
+    """Programs share out the rows, so fewer of them do the same to the bit."""
+    rows, (ids, _) = sparse_steps()["hundreds of one"]
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(rows, 20, generator=generator)
+    grad = guarded(torch.randn(len(ids), 20, generator=generator))
+    numbers = [torch.tensor(x, device=DEVICE) for x in (3.0, 0.1, 0.3)]
+    ends = []
+    for programs in (tg.UPDATE_PROGRAMS, 2):
+        monkeypatch.setattr(tg, "UPDATE_PROGRAMS", programs)
+        state = [
+            guarded(start),
+            guarded(torch.zeros(rows)),
+            guarded(torch.zeros(rows)),
+        ]
+        tg.sparse_adam(
+            grad,
+            tg.group_ids(on_device(ids)),
+            *state,
+            *numbers,
+            0.9,
+            1e-8,
+            0.25,
+        )
+        ends.append(state)
+    assert all(map(torch.equal, *ends))
 
 
 @each_decay
