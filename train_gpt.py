@@ -3588,11 +3588,11 @@ def orthogonalize(matrices, method, dtype=torch.bfloat16):
 # 248 without spills, and so two programs a multiprocessor, for the backward. The backward computes p twice
 # (7 products instead of 5), so that every output has one writer: no atomics, bitwise reproducible. dq is a
 # launch of its own, since it needs half the registers of dk and dv (122 and 232 with keys of 64): over the
-# speedrun's layers one launch for all takes 1 % longer (98,304 tokens, windows of 256 and 1408: delta and
-# gradients 625 and 1008 us in three launches, 636 and 1001 in two).
+# speedrun's layers one launch for all takes 1 % longer. It comes first and makes delta, of tiles that it has anyway.
 #
-# Operands of T H D values moved: forward 4, delta 2, gradients 11 in two launches. With six heads of 128, gates and a
-# window of 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us, and delta and gradients 168 | 298 | 460 us.
+# Operands of T H D values moved: forward 4, gradients 12 in two launches. With six heads of 128, gates and a window of
+# 384, T = 16,384 | 32,768 | 49,152 take 52 | 93 | 143 us. When delta had a launch of its own, that and the gradients
+# took 168 | 298 | 460 us.
 
 
 @jit
@@ -3693,39 +3693,18 @@ def attention_forward_kernel(
 
 
 @jit
-def attention_delta_kernel(
-    out_ptr, dout_ptr, gates_ptr, delta_ptr, dgates_ptr, tokens, stride_dout_row,
-    HEAD_DIM_V: constexpr, BLOCK_M: constexpr,
-):
-    """delta[h, i] = out[i, h] . dout[i, h] / gates[i, h] for BLOCK_M queries of one head.
-
-    out, dout [T, H, HEAD_DIM_V], delta [H, T]. It is also the gradient of gates [T, H], dgates [T, H].
-    The grid is [heads, tiles]. Reference: the gradients of attention_reference.
-    """
-    head = tl.program_id(0)
-    start = tl.program_id(1) * BLOCK_M
-    heads = tl.num_programs(0)
-    queries = start + tl.arange(0, BLOCK_M)
-    out = load_tile(out_ptr, start, head, heads * HEAD_DIM_V, tokens, HEAD_DIM_V, BLOCK_M).to(tl.float32)
-    dout = load_tile(dout_ptr, start, head, stride_dout_row, tokens, HEAD_DIM_V, BLOCK_M)
-    delta = tl.sum(out * dout, 1)
-
-    inside = queries < tokens
-    delta /= tl.load(gates_ptr + queries * heads + head, inside, other=1.0)
-    tl.store(dgates_ptr + queries * heads + head, delta, inside)
-    tl.store(delta_ptr + head * tokens + queries, delta, inside)
-
-
-@jit
 def attention_backward_kernel(
     own_qk_ptr, own_v_ptr, other_qk_desc, other_v_desc,
     stride_own_qk_row, stride_own_v_row, stride_other_qk_row, stride_other_v_row,
-    own_dqk_ptr, own_dv_ptr, lse_ptr, delta_ptr, distances_ptr,
+    own_dqk_ptr, own_dv_ptr, lse_ptr, delta_ptr, distances_ptr, out_ptr, gates_ptr, dgates_ptr,
     window, tokens, scale, scale_log2,
     HEAD_DIM_QK: constexpr, HEAD_DIM_V: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
     """dq of the BLOCK_M queries, or dk and dv of the BLOCK_M keys, that a program owns in one head.
+
+    Queries come first, for they write what keys read: delta[h, i] = out[i, h] . dout[i, h] / gates[i, h], [H, T], which
+    is the gradient of gates [T, H], too.
 
     Names with qk stand for tensors [T, H, HEAD_DIM_QK], names with v for tensors [T, H, HEAD_DIM_V]:
 
@@ -3746,6 +3725,13 @@ def attention_backward_kernel(
     own_v = load_tile(own_v_ptr, start, head, stride_own_v_row, tokens, HEAD_DIM_V, BLOCK_M)
     own_dqk = tl.zeros(own_qk.shape, tl.float32)
     own_dv = tl.zeros(own_v.shape, tl.float32)
+    heads = tl.num_programs(0)
+    if not KEYS:
+        inside = own < tokens
+        out = load_tile(out_ptr, start, head, heads * HEAD_DIM_V, tokens, HEAD_DIM_V, BLOCK_M).to(tl.float32)
+        own_delta = tl.sum(out * own_v, 1) / tl.load(gates_ptr + own * heads + head, inside, other=1.0)
+        tl.store(dgates_ptr + own * heads + head, own_delta, inside)
+        tl.store(delta_ptr + head * tokens + own, own_delta, inside)
 
     first, stop = visible_range(distances_ptr, start, tokens, window, BLOCK_M, KEYS)
     for step in tl.range(first, stop, BLOCK_N):
@@ -3761,10 +3747,12 @@ def attention_backward_kernel(
         p = tl.where(visible, tl.exp2(scores * scale_log2 - lse), 0.0)
         if KEYS:
             own_dv = tl.dot(p.to(other_v.dtype), other_v, own_dv)
-        ds = p * (dp - load_vector(delta_ptr, query, tokens, head))
+            delta = load_vector(delta_ptr, query, tokens, head)
+        else:
+            delta = own_delta[:, None]
+        ds = p * (dp - delta)
         own_dqk = tl.dot(ds.to(other_qk.dtype), other_qk, own_dqk)
 
-    heads = tl.num_programs(0)
     store_tile(own_dqk_ptr, own_dqk * scale, start, head, heads, tokens)
     if KEYS:
         store_tile(own_dv_ptr, own_dv, start, head, heads, tokens)
@@ -3847,14 +3835,10 @@ class PackedAttention(Function):
         dout = with_aligned_rows(dout)  # it may be the expanded gradient of a sum
         delta = torch.empty_like(lse)
         dgates = torch.empty_like(gates)
-        attention_delta_kernel[heads, triton.cdiv(tokens, 64)](
-            out, dout, gates, delta, dgates, tokens, dout.stride(0),
-            HEAD_DIM_V=value_width, BLOCK_M=64)
-
         _, tile = attention_tiles(out.device)
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        rows = (k, v, q, dout, dk, dv, remaining), (q, dout, k, v, dq, None, positions)
-        for own_qk, own_v, other_qk, other_v, own_dqk, own_dv, distances in rows:  # as in the kernel's table
+
+        def launch(own_qk, own_v, other_qk, other_v, own_dqk, own_dv, distances, **for_delta):
             attention_backward_kernel[heads, triton.cdiv(tokens, tile["BLOCK_M"])](
                 own_qk_ptr=own_qk, own_v_ptr=own_v,
                 other_qk_desc=tile_descriptor(other_qk, tile), other_v_desc=tile_descriptor(other_v, tile),
@@ -3862,7 +3846,10 @@ class PackedAttention(Function):
                 stride_other_qk_row=other_qk.stride(0), stride_other_v_row=other_v.stride(0),
                 own_dqk_ptr=own_dqk, own_dv_ptr=own_dv, lse_ptr=lse, delta_ptr=delta, distances_ptr=distances,
                 window=ctx.window, tokens=tokens, scale=ctx.scale, scale_log2=ctx.scale * LOG2_E.value,
-                HEAD_DIM_QK=q.size(2), HEAD_DIM_V=value_width, **tile)
+                HEAD_DIM_QK=q.size(2), HEAD_DIM_V=value_width, **for_delta, **tile)
+
+        launch(q, dout, k, v, dq, None, positions, out_ptr=out, gates_ptr=gates, dgates_ptr=dgates)
+        launch(k, v, q, dout, dk, dv, remaining, out_ptr=None, gates_ptr=None, dgates_ptr=None)
         return dq, dk, dv, None, None, None, None, dgates
 
 

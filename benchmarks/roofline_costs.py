@@ -207,7 +207,6 @@ OWN: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "gram_kernel": gram,
     "polynomial_kernel": polynomial,
     "attention_forward_kernel": attention_forward,
-    "attention_delta_kernel": once,
     "attention_backward_kernel": attention_backward,
     "pointer_forward_kernel": pointer_forward,
     "pointer_backward_kernel": pointer_backward,

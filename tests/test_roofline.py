@@ -95,7 +95,7 @@ def test_rules_fit_the_launches_of_a_step(tiny, corpus, monkeypatch):
     heads = model.heads
     pairs = costs.visible_pairs(documents.positions, helpers.PRESET.stages[0].short_window_tokens)
     assert found["attention_forward_kernel"][0].operations == 4 * heads * pairs * 16
-    keys, queries = found["attention_backward_kernel"][-2:]
+    queries, keys = found["attention_backward_kernel"][-2:]
     assert (keys.operations, queries.operations) == (
         8 * heads * pairs * 16,
         6 * heads * pairs * 16,
