@@ -351,7 +351,7 @@ def next_token(model: tg.GPT, documents: tg.Documents, geometry: tg.Geometry) ->
 
     if isinstance(documents, NewTokens):  # of all tokens: a pointer's key reads the state after its own, too
         h = documents.cache.extended("final states", h)
-    q, k = tg.pointer_in(h[-1 - config.pointer_window_tokens:], model.pointer).unbind(1)
+    q, k = tg.pointer_in(F.linear(h[-1 - config.pointer_window_tokens:], model.pointer)).unbind(1)
     k = k.float()
     scores = config.pointer_scale * (k[:-1] @ q[-1].float())
     shares = F.pad(scores, (0, 1)).softmax(-1)  # the last one points nowhere: it stays with the copy token

@@ -1442,12 +1442,28 @@ def final_states(x, mlp_out, sources, gate):
     return norm(x)
 
 
-def pointer_in(h, weight):
-    """The pointer's queries and keys [T, 2, W], normalised, from final states h; weight [3 W, width].
+class PointerProjection(Function):
+    """`PointerProjection.apply(h, weight)`: h [T, width] itself, and h times weight [3 W, width] transposed.
+
+    The head reads the first. So its gradient comes back through here, and the product's is added to it by the product
+    itself, in place: nothing else holds the gradient of what was handed on."""
+    @staticmethod
+    def forward(ctx, h, weight):
+        ctx.save_for_backward(h, weight)
+        return h.view_as(h), F.linear(h, weight)
+
+    @staticmethod
+    def backward(ctx, dh, grad):
+        h, weight = ctx.saved_tensors
+        return dh.addmm_(grad, weight), grad.T @ h
+
+
+def pointer_in(projected):
+    """The pointer's queries and keys [T, 2, W], normalised, from the projection [T, 3 W] of the final states.
 
     A key also reads the state after the token that would be copied. It may: token t points at earlier ones only. The
     last key has none after it, and that of a document's last token reads the next document's: nothing points there."""
-    queries, states, next_states = F.linear(h, weight).view(len(h), 3, -1).unbind(1)
+    queries, states, next_states = projected.view(len(projected), 3, -1).unbind(1)
     keys = states + F.pad(next_states[1:], (0, 0, 0, 1))
     return norm(torch.stack((queries, keys), 1))
 
@@ -1764,7 +1780,8 @@ class GPT(nn.Module):
         h = self.features(documents, geometry)
         log_copy = None
         if self.pointer is not None:
-            qk = self.pointer_in(h, gathered(self.pointer))
+            h, projected = PointerProjection.apply(h, gathered(self.pointer))
+            qk = self.pointer_in(projected)
             log_copy = self.ops.pointer(qk, documents, config.pointer_window_tokens, config.pointer_scale)
 
         # The copy token is the first id past the vocabulary; among sampled classes it comes first.
@@ -4141,15 +4158,16 @@ def linear_forward(x, weight, scales, copies=None):
     return fp8_matmul_nt(x8, weight8, scales.x, scales.weight, fast_accum=True), x8_t, weight8_t
 
 
-def linear_backward(grad, grad_t, x, weight, scales, out=None):
+def linear_backward(grad, grad_t, x, weight, scales, out=None, dx=None):
     """(dx, dweight) of linear_forward, from the gradient of its first result and from the other two.
 
-    With `scales` the gradient is e5m2, in both layouts; dweight goes to `out` if given. These products do not
-    accumulate fast, because fast accumulation in all of the backward pass raises the sprint's loss by .035.
+    dx is written to `dx` if given. With `scales` the gradient is e5m2, in both layouts; dweight goes to `out` if
+    given. These products do not accumulate fast, because fast accumulation in all of the backward pass raises the
+    sprint's loss by .035.
     """
     if scales is None:
-        return grad @ weight, grad.T @ x
-    dx = fp8_matmul_nt(grad, weight, scales.grad, scales.weight, fast_accum=False)
+        return torch.mm(grad, weight, out=dx), grad.T @ x
+    dx = fp8_matmul_nt(grad, weight, scales.grad, scales.weight, fast_accum=False, out=dx)
     dweight = fp8_matmul_nt(grad_t, x, scales.grad, scales.x, fast_accum=False, out=out)
     return dx, dweight
 
@@ -4650,7 +4668,7 @@ class HeadLoss(Function):
     def backward(ctx, grad_output):
         weight, targets, cap, scales, fast = ctx.constants
         saved = iter(ctx.saved_tensors)
-        dx_parts = []
+        dx = weight.new_empty(len(targets.class_index), weight.size(1))
         copied_parts = []
         dweight = None
         if scales is None:
@@ -4662,12 +4680,11 @@ class HeadLoss(Function):
             factor = scale_tensor(1.0 / scales.grad, weight.device)
             scales = scales._replace(grad=grad_output * scales.grad)
 
-        for _, part in targets.parts():
+        for rows, part in targets.parts():
             *operands, logits, lse, copied = itertools.islice(saved, 5)  # as the forward pass saved them for this part
             grad, grad_t = head_grad(logits, part, lse, copied, factor, cap, dtype, fast)
-            dx_part, dweight_part = linear_backward(grad, grad_t, *operands, scales)
+            _, dweight_part = linear_backward(grad, grad_t, *operands, scales, dx=dx[rows])
             del grad, grad_t  # before those of the next part, which are as large, are made
-            dx_parts.append(dx_part)
             copied_parts.append(copied)
 
             if part.classes is None:
@@ -4682,7 +4699,7 @@ class HeadLoss(Function):
         dlog_copy = None
         if targets.log_copy is not None:
             dlog_copy = -targets.weights[0] * grad_output * torch.cat(copied_parts)
-        return torch.cat(dx_parts), dweight, dlog_copy, None, None, None
+        return dx, dweight, dlog_copy, None, None, None
 
 
 @torch.no_grad()

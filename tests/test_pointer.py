@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 import helpers
@@ -359,9 +360,26 @@ def test_a_key_reads_its_state_and_the_next_one():
     weight = torch.randn(3 * 16, 32, dtype=torch.float64, generator=generator)
     queries, states, next_states = weight.chunk(3)
     expected = [states @ h[t] + (next_states @ h[t + 1] if t < 8 else 0.0) for t in range(9)]
-    q, k = tg.pointer_in(h, weight).unbind(1)
+    q, k = tg.pointer_in(F.linear(h, weight)).unbind(1)
     assert q.allclose(tg.norm(h @ queries.T))
     assert k.allclose(tg.norm(torch.stack(expected)))
+
+
+def test_the_projection_adds_its_gradient_to_the_heads():
+    generator = torch.Generator().manual_seed(3)
+    h, weight, head, other = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((9, 32), (48, 32), (32, 32), (9, 48))
+    )
+    h.requires_grad_()
+    weight.requires_grad_()
+
+    def found(handed_on, projected):
+        return torch.autograd.grad((handed_on @ head).square().sum() + (projected * other).sum(), (h, weight))
+
+    plain = found(h, h @ weight.T)
+    for got, want in zip(found(*tg.PointerProjection.apply(h, weight)), plain, strict=True):
+        assert got.allclose(want)
 
 
 # ---- on a GPU, in bf16 -----------------------------------------------------------------------------------------------
