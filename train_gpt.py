@@ -3470,10 +3470,11 @@ def product_tile(
 @jit
 def gram_kernel(
     x_ptr, out_ptr, rows, depth, stride_x_batch, stride_x_row, stride_x_col,
-    stride_out_batch, stride_out_row, stride_out_col, scale, x_scale,
+    stride_out_batch, stride_out_row, stride_out_col, scale, x_scale, factors_ptr,
     ADD_X: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
 ):
-    """out = scale X X^T, for each X of [batch, rows, depth]; with ADD_X, for symmetric X, plus x_scale X.
+    """out = scale X X^T, for each X of [batch, rows, depth]; with ADD_X, for symmetric X, plus x_scale X. Given factors
+    [batch], each X counts times its own.
 
     It takes rows (rows + BLOCK_M) depth flops a matrix, half of a full product: the grid has only the tiles on and
     below the diagonal, and those below are stored twice. Sums are float32; out is not X. Reference: the first two
@@ -3491,6 +3492,10 @@ def gram_kernel(
     j = tile - i * (i + 1) // 2
     row = (i * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     column = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    if factors_ptr is not None:
+        factor = tl.load(factors_ptr + batch)
+        scale *= factor * factor
+        x_scale *= factor
     accumulator = scale * product_tile(
         x_ptr, x_ptr, row, column, rows, rows, depth,
         stride_x_row, stride_x_col, stride_x_col, stride_x_row, BLOCK_K)
@@ -3512,10 +3517,11 @@ def gram_kernel(
 @jit
 def polynomial_kernel(
     p_ptr, x_ptr, out_ptr, rows, columns, stride_p_batch, stride_p_row, stride_p_col,
-    stride_x_batch, stride_x_row, stride_x_col, stride_out_batch, stride_out_row, stride_out_col, x_scale,
+    stride_x_batch, stride_x_row, stride_x_col, stride_out_batch, stride_out_row, stride_out_col, x_scale, factors_ptr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
 ):
-    """out = P X + x_scale X, for P [batch, rows, rows] and X [batch, rows, columns].
+    """out = P X + x_scale X, for P [batch, rows, rows] and X [batch, rows, columns]. Given factors [batch], each X
+    counts times its own.
 
     It takes 2 rows^2 columns flops a matrix. Row tiles of one column panel are neighbours in the grid, so that panel
     of X comes from memory once, and P stays in the L2 cache. Sums are float32; out is not X. Reference: the last
@@ -3537,52 +3543,70 @@ def polynomial_kernel(
     inside = (row < rows) & (column < columns)
     x_ptrs = x_ptr + row * stride_x_row + column * stride_x_col
     accumulator += x_scale * tl.load(x_ptrs, inside, other=0.0).to(tl.float32)
+    if factors_ptr is not None:
+        accumulator *= tl.load(factors_ptr + batch)
     tl.store(out_ptr + row * stride_out_row + column * stride_out_col, accumulator, inside)
 
 
-def gram(X, out, scale=1.0, x_scale=None, tiles=None):
-    """out = scale X X^T [+ x_scale X, if X is symmetric]; X [batch, n, k], any strides. Returns out, which is not X."""
+def gram(X, out, scale=1.0, x_scale=None, tiles=None, factors=None):
+    """out = scale X X^T [+ x_scale X, if X is symmetric]; X [batch, n, k], any strides. Returns out, which is not X.
+
+    Given factors [batch] in float32, each X counts times its own."""
     batch, rows, depth = X.shape
     tiles = tiles or product_tiles(batch, rows, rows, X.dtype, symmetric=True)
     side = triton.cdiv(rows, tiles["BLOCK_M"])
     gram_kernel[side * (side + 1) // 2, batch](
-        X, out, rows, depth, *X.stride(), *out.stride(), scale, x_scale or 0.0, ADD_X=x_scale is not None, **tiles)
+        X, out, rows, depth, *X.stride(), *out.stride(), scale, x_scale or 0.0, factors,
+        ADD_X=x_scale is not None, **tiles)
     return out
 
 
-def add_product(P, X, x_scale, out, tiles=None):
-    """out = P X + x_scale X; P [batch, n, n], X [batch, n, k], any strides. Returns out, which is not X."""
+def add_product(P, X, x_scale, out, tiles=None, factors=None):
+    """out = P X + x_scale X; P [batch, n, n], X [batch, n, k], any strides. Returns out, which is not X.
+
+    Given factors [batch] in float32, each X counts times its own."""
     batch, rows, columns = X.shape
     tiles = tiles or product_tiles(batch, rows, columns, X.dtype, symmetric=False)
     count = triton.cdiv(rows, tiles["BLOCK_M"]) * triton.cdiv(columns, tiles["BLOCK_N"])
     polynomial_kernel[count, batch](
-        P, X, out, rows, columns, *P.stride(), *X.stride(), *out.stride(), x_scale, **tiles)
+        P, X, out, rows, columns, *P.stride(), *X.stride(), *out.stride(), x_scale, factors, **tiles)
     return out
+
+
+def frobenius_factors(A, safety):
+    """1 / (safety ||X||_F) for each X, given A = X X^T [batch, M, M], whose trace is the square of that norm; [batch]
+    in float32. frobenius_scale without a pass over X: products take the factors. A norm below 1e-9 counts as 1e-9."""
+    squared = A.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32)
+    return (safety * squared.sqrt()).clamp_min(1e-9).reciprocal()
 
 
 def orthogonalize(matrices, method, dtype=torch.bfloat16):
     """Near-orthogonal factor of each matrix of [batch, M, N] (float32 or bf16), computed in dtype.
 
-    It agrees with orthogonalize_reference up to rounding, and leaves the input as it is. AOL's scale squares unscaled
-    entries in dtype, so in float16, whose range is small, they must not be tiny.
+    It agrees with orthogonalize_reference up to rounding, and leaves the input as it is. The first Gram matrix is of
+    unscaled entries in dtype, so in float16, whose range is small, they must be neither tiny nor large.
     """
     batch, rows, columns = matrices.shape
     if rows > columns:
         return orthogonalize(matrices.mT, method, dtype).mT
     A, P = matrices.new_empty((2, batch, rows, rows), dtype=dtype)  # A = X X^T and P = b A + c A A
 
-    X = matrices.to(dtype) if method.safety is None else frobenius_scale(matrices, method.safety, dtype)
+    X = matrices.to(dtype)
+    factors = squares = None  # of X and of A, in the first round
     gram(X, out=A)
     if method.safety is None:
         X, A = aol_scale(X, A)
+    else:
+        factors = frobenius_factors(A, method.safety)
+        squares = factors.square()
 
-    next_X = torch.empty_like(X)
+    buffers = torch.empty_like(X), torch.empty_like(X)
     for number, (a, b, c) in enumerate(method.coefficients):
         if number:
             gram(X, out=A)
-        gram(A, out=P, scale=c, x_scale=b)
-        add_product(P, X, a, out=next_X)
-        X, next_X = next_X, X
+        gram(A, out=P, scale=c, x_scale=b, factors=squares)
+        X = add_product(P, X, a, out=buffers[number % 2], factors=factors)
+        factors = squares = None
     return X
 
 

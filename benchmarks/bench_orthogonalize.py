@@ -161,7 +161,8 @@ def main():
     timing.require_gpu()
     torch.manual_seed(0)
     if options.compile:
-        tg.frobenius_scale = torch.compile(tg.frobenius_scale, dynamic=False)
+        for name in ("frobenius_scale", "frobenius_factors"):
+            setattr(tg, name, torch.compile(getattr(tg, name), dynamic=False))
     with torch.no_grad():
         sweep() if options.sweep else bench_shapes(tg.ORTHOGONALIZATIONS[options.method])
     print(f"\n{timing.machine()}, {timing.seconds():.0f} s in all")

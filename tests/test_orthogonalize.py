@@ -123,6 +123,51 @@ def test_product(shape, dtype, tiles):
 
 @needs_kernels
 @pytest.mark.fast
+def test_each_matrix_counts_times_its_factor():
+    """In the products of a round, as if it had been multiplied before."""
+    factors = torch.tensor([0.5, 3.0])
+    X = gaussian(2, 20, 40)
+    A = X @ X.mT
+    scaled = factors[:, None, None] * X
+    squares = factors[:, None, None] ** 2 * A
+    on_device = lambda values: values.float().to(DEVICE)
+    polynomial = tg.gram(
+        on_device(A),
+        out=torch.empty(2, 20, 20).to(DEVICE),
+        scale=0.3,
+        x_scale=-0.7,
+        factors=on_device(factors.square()),
+    )
+    exact = 0.3 * squares @ squares - 0.7 * squares
+    assert (polynomial.double().cpu() - exact).norm() < 1e-5 * exact.norm()
+    product = tg.add_product(
+        on_device(A),
+        on_device(X),
+        0.4,
+        out=torch.empty(2, 20, 40).to(DEVICE),
+        factors=on_device(factors),
+    )
+    exact = A @ scaled + 0.4 * scaled
+    assert (product.double().cpu() - exact).norm() < 1e-5 * exact.norm()
+
+
+@needs_kernels
+@pytest.mark.parametrize("method", ["polar-express", "quintic"])
+@pytest.mark.fast
+def test_the_size_of_a_matrix_is_of_no_account(method):
+    """From gradients of 1e-6 to 1e6, in one batch; a zero matrix stays zero."""
+    method = tg.ORTHOGONALIZATIONS[method]
+    sizes = torch.tensor([0.0, 1e-6, 1.0, 1e6])
+    values = gaussian(1, 24, 48).float()
+    out = tg.orthogonalize((sizes[:, None, None] * values).to(DEVICE), method, torch.float32)
+    assert not out[0].any()
+    expected = tg.orthogonalize_reference(values.to(DEVICE), method)
+    for found in out[1:]:
+        assert (found - expected[0]).norm() < 1e-4 * expected.norm()
+
+
+@needs_kernels
+@pytest.mark.fast
 def test_symmetric_output_from_asymmetric_input():
     """Rounding must not break the symmetry of a tile on the diagonal: its upper half is a copy."""
     out = tg.gram(
