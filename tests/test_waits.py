@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import json
 import multiprocessing
@@ -520,3 +521,46 @@ if __name__ == "__main__":
         process.start()
     for process in processes:
         process.join()
+
+
+# ---- batches from the host -------------------------------------------------------------------------------------------
+def test_batches_arrive_beside_the_last_step(monkeypatch):
+    """Streams that run as late as they may: a copy from the host happens when the step's stream waits for it, and by
+    then nothing may still have to read the memory that it writes."""
+    queue = []  # what the upload stream has still to do
+    unread = set()  # buffers that the step's stream was given and has not read
+
+    def wait_event(event):
+        queue.append(lambda: unread.difference_update(event.read))
+
+    def wait_stream(stream):
+        while queue:
+            queue.pop(0)()
+
+    class Event:
+        read = frozenset()
+
+        def record(self):
+            self.read = frozenset(unread)
+
+    class Buffer:
+        def copy_(self, source, non_blocking):
+            assert non_blocking
+            queue.append(functools.partial(self.write, source))
+
+        def write(self, source):
+            assert self not in unread, "the step before has not read it yet"
+            self.values = source
+            unread.add(self)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_event=wait_event))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=wait_stream))
+    monkeypatch.setattr(torch, "empty_like", lambda like: Buffer())
+    uploads = tg.Uploads()
+    uploads.allocate(0, ["first", "second"])
+    for batch in ("ab", "cd", "ef"):
+        buffers = uploads.bring(0, list(batch))
+        assert "".join(buffer.values for buffer in buffers) == batch
+        uploads.done()
