@@ -1361,10 +1361,16 @@ class NormedInput(NamedTuple):
     inverse_rms: Tensor | None  # of x, [T]; None: h is written
     positions: Tensor | None = None  # [T]
     taps: Tensor | None = None  # of `mixed`, [K, width]
+    made: list | None = None  # where several products read it: the copies, once they are made
 
     def fp8_copies(self, quantize: Callable, scale: float) -> tuple[Tensor, Tensor]:
         """The product's input divided by `scale`, in e4m3 and in both layouts; `quantize` is quantize_both."""
-        return quantize(self.x, scale, E4M3, self.inverse_rms, self.positions, self.taps)
+        if self.made:
+            return self.made[0]
+        copies = quantize(self.x, scale, E4M3, self.inverse_rms, self.positions, self.taps)
+        if self.made is not None:
+            self.made.append(copies)
+        return copies
 
 
 def product_input(x, h, positions=None, taps=None, *, fp8):
@@ -1386,18 +1392,12 @@ def product_input(x, h, positions=None, taps=None, *, fp8):
     return Deferred.apply(h, sample), inverse_rms
 
 
-def attention_in(entry, source, value, gate, attn_scale, fp8):
-    """A layer up to the projection of queries, keys and values. Returns the stream, the two results of product_input,
-    the gates [T, H] of the heads' outputs, and those of the value embedding, which are None without one.
+def head_gates(h, value, gate, attn_scale):
+    """The gates [T, H] of the heads' outputs, and those of the value embedding, which are None without one.
 
-    Attention reads the norm of `source` [T, width], an earlier state of the stream; None: of the present one. gate is
-    [H, inputs], or [2 H, inputs] with a value embedding. attn_scale [T] multiplies the gates of the outputs: multiplied
-    with weights, as in record 47, it would take passes over them. Attention's backward pass divides by these gates, so
-    they are kept from zero."""
-    x = enter_layer(entry)
-    source = x if source is None else source
-    h = norm(source)
-
+    They read the first channels of h, the norm of what attention reads. gate is [H, inputs], or [2 H, inputs] with a
+    value embedding. attn_scale [T] multiplies the gates of the outputs: multiplied with weights, as in record 47, it
+    would take passes over them. Attention's backward pass divides by these gates, so they are kept from zero."""
     inputs = gate.size(1)
     if value is None:
         gate_inputs = h[:, :inputs]
@@ -1410,7 +1410,33 @@ def attention_in(entry, source, value, gate, attn_scale, fp8):
         gates, value_gates = gates.chunk(2, dim=1)
         value_gates = 4 * value_gates  # 2 as long as `gate` is zero
     gates = scaled(attn_scale.abs(), gates).clamp(min=2.0 ** -20)
-    return x, *product_input(source, h, fp8=fp8), gates, value_gates
+    return gates, value_gates
+
+
+def attention_in(entry, value, gate, attn_scale, fp8):
+    """A layer up to the projection of queries, keys and values: the stream, the two results of product_input, and those
+    of head_gates."""
+    x = enter_layer(entry)
+    h = norm(x)
+    return x, *product_input(x, h, fp8=fp8), *head_gates(h, value, gate, attn_scale)
+
+
+class AttentionSource(NamedTuple):
+    """An earlier state of the stream, for the layers whose attention reads it instead of the present one: normed once,
+    and summed once are the gradients of its norm."""
+    product: NormedInput
+    gate_inputs: Tensor  # the norm's first channels, [T, inputs]
+
+
+def attention_source(x, inputs, fp8):
+    """The two results of product_input, and the gates' inputs, of an AttentionSource."""
+    h = norm(x)
+    return *product_input(x, h, fp8=fp8), h[:, :inputs].clone()  # a view would keep all of h
+
+
+def attention_in_from(entry, gate_inputs, value, gate, attn_scale):
+    """attention_in where attention reads an AttentionSource, without what that has made already."""
+    return enter_layer(entry), *head_gates(gate_inputs, value, gate, attn_scale)
 
 
 def attention_out(x, y, out, positions, taps, fp8):
@@ -1551,6 +1577,7 @@ class Block(nn.Module):
                 self.mlp_taps = make_param("gate", empty(2, width))
 
         self.attention_in = ops.compile(attention_in, entry_tokens)
+        self.attention_in_from = ops.compile(attention_in_from, entry_tokens)
         self.attention_out = ops.compile(attention_out)
         self.mlp_in = ops.compile(mlp_in, entry_tokens)
 
@@ -1570,33 +1597,36 @@ class Block(nn.Module):
             self.skip_weight.fill_(-1.5)  # σ(-1.5) = 0.18 (record 32)
 
     def forward(self, x: Tensor, mlp_out: Tensor | None, injected: Tensor, scalars: LayerScalars,
-                kept: dict[int | None, Tensor | None], value: Tensor | None, documents: Documents,
+                skip: Tensor | None, source: AttentionSource | None, value: Tensor | None, documents: Documents,
                 geometry: Geometry) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The stream x [T, width] after attention and, apart, the MLP's output, which the next
         region adds:
 
             x = resid_lambda (x + mlp_out + σ(skip_weight) skip + injected)
-            x = x + |attn_scale| gates attention(norm(source)) out
+            x = x + |attn_scale| gates attention(norm(x)) out
             mlp_out = mlp(mixed(norm(x)))
 
-        `kept` are states of the stream by the layers that left them: `skip` is one, and `source` may be another; else
-        it is x.
+        `skip` is an earlier state of the stream. Where attention reads another one and not x, that is the `source`.
         `value` [T, attention_width or more] is what attention adds to V, if anything. It is handed on: see
         ProjectHeads.
         """
         layer = self.layer
         ops = self.ops
         positions = documents.positions
-        entry = LayerEntry(x, mlp_out, injected, kept[layer.skip_from], self.skip_weight, scalars.resid_lambda)
+        entry = LayerEntry(x, mlp_out, injected, skip, self.skip_weight, scalars.resid_lambda)
 
         if layer.attention:
-            source = kept[layer.attention_from]
-            x, h, inverse_rms, gates, value_gates = self.attention_in(
-                entry, source, value, self.gate, scalars.attn_scale, ops.attention_fp8)
-            source = x if source is None else source
+            if source is None:
+                x, h, inverse_rms, gates, value_gates = self.attention_in(
+                    entry, value, self.gate, scalars.attn_scale, ops.attention_fp8)
+                product = NormedInput(h, x.detach(), inverse_rms)
+            else:
+                x, gates, value_gates = self.attention_in_from(
+                    entry, source.gate_inputs, value, self.gate, scalars.attn_scale)
+                product = source.product
             q, k, v, value = ops.project_heads(
-                NormedInput(h, source.detach(), inverse_rms), gathered(self.qkv), value, value_gates,
-                positions, geometry.cos, geometry.sin, heads=self.heads, key_offset=layer.key_offset)
+                product, gathered(self.qkv), value, value_gates, positions, geometry.cos, geometry.sin,
+                heads=self.heads, key_offset=layer.key_offset)
             y = ops.attention(q, k, v, documents, geometry.windows[layer.window], geometry.scale, gates)
             x, h, inverse_rms = self.attention_out(x, y, gathered(self.out), positions, self.mlp_taps, ops.mlp_fp8)
         else:
@@ -1641,10 +1671,11 @@ class GPT(nn.Module):
                 layer = replace(layer, value_embedding=None)
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
-        self.kept_layers = set()  # whose output a later layer reads
+        self.skip_layers = set()  # whose output a later layer adds
+        self.source_layers = set()  # whose output a later layer's attention reads
         for block in self.blocks.values():
-            self._keep_source(block, "skip_from")
-            self._keep_source(block, "attention_from")
+            self._check_source(block, "skip_from", self.skip_layers)
+            self._check_source(block, "attention_from", self.source_layers)
             value = block.layer.value_embedding
             if value not in (None, NGRAMS, *range(config.value_embeddings)):
                 fail(f"layer {block.index}: value_embedding", f"None, NGRAMS or below {config.value_embeddings}", value,
@@ -1667,14 +1698,15 @@ class GPT(nn.Module):
 
         self.norm = ops.compile(norm)
         self.injections = ops.compile(injections)
+        self.attention_source = ops.compile(attention_source)
         self.final_states = ops.compile(final_states)
         self.pointer_in = ops.compile(pointer_in)
         # Where rows are dealt out, the optimizer puts another function here. 64-bit ids: the table has more than 2^31
         # elements.
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))
 
-    def _keep_source(self, block: Block, field: str):
-        """Note the earlier layer that a layer names in `field`. Fails unless there is such a layer."""
+    def _check_source(self, block: Block, field: str, named: set[int]):
+        """Note the earlier layer that a layer names in `field` among those `named`. Fails unless there is one."""
         source = getattr(block.layer, field)
         if source is None:
             return
@@ -1682,7 +1714,7 @@ class GPT(nn.Module):
         if source not in earlier:
             fail(f"layer {block.index}: {field}", "an earlier layer with attention or an MLP", source,
                  f"one of {', '.join(map(str, earlier)) or 'none'}")
-        self.kept_layers.add(source)
+        named.add(source)
 
     def read_tables(self) -> list[int]:
         """The value embeddings that attention reads, in the order of the layers."""
@@ -1748,7 +1780,8 @@ class GPT(nn.Module):
             injected = (self.injections(x0, ngram, *pair)[0] for pair in lambdas)
 
         mlp_out = None
-        kept = {None: None}  # states of the stream by the index of the layer that left them
+        skips = {None: None}  # states of the stream by the index of the layer that left them
+        sources = {None: None}
         values = []  # what attention has read of value embeddings, for final_states
         for block, own_injected, own_scalars in zip(self.blocks.values(), injected, scalars):
             layer = block.layer
@@ -1760,15 +1793,21 @@ class GPT(nn.Module):
             elif layer.value_embedding is not None:
                 value = self.ops.embed(gathered(self.value_embeddings[layer.value_embedding]), documents)
 
-            x, mlp_out, value = block(x, mlp_out, own_injected, own_scalars, kept, value, documents, geometry)
+            x, mlp_out, value = block(x, mlp_out, own_injected, own_scalars, skips[layer.skip_from],
+                                      sources[layer.attention_from], value, documents, geometry)
             if layer.value_embedding == NGRAMS:
                 ngram = value  # handed on to the next reader, see ProjectHeads
             elif value is not None and layer.attention and self.config.final_values:
                 values.append(value)
-            if block.index in self.kept_layers:  # several will read the sum, so it and its gradient are made once
-                x = add_mlp(x, mlp_out)
+            if block.index in self.skip_layers | self.source_layers:
+                x = add_mlp(x, mlp_out)  # several will read the sum, so it and its gradient are made once
                 mlp_out = None
-                kept[block.index] = x
+                skips[block.index] = x
+            if block.index in self.source_layers:
+                h, inverse_rms, gate_inputs = self.attention_source(
+                    x, self.config.gate_inputs, self.ops.attention_fp8)
+                product = NormedInput(h, x.detach(), inverse_rms, made=[])
+                sources[block.index] = AttentionSource(product, gate_inputs)
 
         embeddings = (x0,) if ngram is None else (x0, ngram)
         return self.final_states(x, mlp_out, (*embeddings, *values), self.final_gate)

@@ -36,8 +36,8 @@ from types import SimpleNamespace
 # The regions that each process compiles, by the names of their functions. norm and the sum of n-gram rows are not among
 # them: the trainer needs them first, and compiles them meanwhile.
 REGIONS = [
-    {"attention_in"}, {"mlp_in"}, {"attention_out"}, {"injections", "final_states"}, {"pointer_in", "relu_squared_mlp"},
-    {"normuon_update"}, {"nesterov_momentum"}]
+    {"attention_in"}, {"mlp_in", "attention_source"}, {"attention_out"}, {"injections", "final_states"},
+    {"pointer_in", "relu_squared_mlp", "attention_in_from"}, {"normuon_update"}, {"nesterov_momentum"}]
 TRAINER = Path(__file__).parent.parent / "train_gpt.py"
 
 

@@ -267,7 +267,7 @@ def test_the_layers_gates_are_positive(embedded, scale):
         x, None, injected=x, skip=None, skip_weight=None, resid_lambda=torch.ones(tokens)
     )
     *_, gates, value_gates = tg.attention_in(
-        entry, None, value if embedded else None, gate, torch.full((tokens,), scale), fp8=False
+        entry, value if embedded else None, gate, torch.full((tokens,), scale), fp8=False
     )
     assert gates.shape == (tokens, heads)
     assert (gates >= 2.0**-20).all()

@@ -662,6 +662,19 @@ def test_choice_of_operators(monkeypatch):
     assert tg.parse_arguments(["--no-fp8"]).no_fp8 == "all"
 
 
+def test_copies_that_several_products_read_are_made_once():
+    made = []
+
+    def quantize(*operands):
+        made.append(operands)
+        return len(made), -len(made)
+
+    alone = tg.NormedInput(torch.zeros(1), torch.ones(1), torch.ones(1))
+    assert [alone.fp8_copies(quantize, 1.0) for _ in range(2)] == [(1, -1), (2, -2)]
+    shared = alone._replace(made=[])
+    assert [shared.fp8_copies(quantize, 1.0) for _ in range(2)] == [(3, -3)] * 2
+
+
 def test_model_with_fp8_projections():
     """Loss and gradients of the tiny network, whose layers have every shape,
     beside those with the reference operators."""

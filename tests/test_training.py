@@ -767,8 +767,8 @@ def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
     assert max(differences.values()) < 1e-5, differences
     # N-grams; norm at the start and, of a sum, at the end; layer inputs; before attention: with a value embedding after
     # a stream with and without an update, with a skip besides, and with nothing; after it, with an MLP's taps and
-    # without; into the MLP without it; MLP; pointer.
-    model = 1 + 2 + 1 + 4 + 2 + 1 + 1 + 1
+    # without; into the MLP without it; MLP; pointer; the earlier state that attention reads.
+    model = 1 + 2 + 1 + 4 + 2 + 1 + 1 + 1 + 1
     optimizer = 3 + 2  # momentum and NorMuon, by the shapes of the matrices
     assert counts == [model + optimizer, 0, 0]
 
