@@ -1285,6 +1285,13 @@ def injections(x0, ngram, *lambdas):
     return injected
 
 
+def entrance(rows, ngram, *lambdas):
+    """The normed embedding x0, of its rows, and what `injections` makes of it. In one region, so that the gradients of
+    all that enters the layers are summed within."""
+    x0 = norm(rows)
+    return x0, *injections(x0, ngram, *lambdas)
+
+
 class EnterStream(Function):
     """resid_lambda (x + injected), in the dtype of `injected`.
 
@@ -1428,10 +1435,11 @@ class AttentionSource(NamedTuple):
     gate_inputs: Tensor  # the norm's first channels, [T, inputs]
 
 
-def attention_source(x, inputs, fp8):
-    """The two results of product_input, and the gates' inputs, of an AttentionSource."""
+def attention_source(x, mlp_out, inputs, fp8):
+    """The stream after a layer, and for an AttentionSource the two results of product_input and the gates' inputs."""
+    x = add_mlp(x, mlp_out)
     h = norm(x)
-    return *product_input(x, h, fp8=fp8), h[:, :inputs].clone()  # a view would keep all of h
+    return x, *product_input(x, h, fp8=fp8), h[:, :inputs].clone()  # a view would keep all of h
 
 
 def attention_in_from(entry, gate_inputs, value, gate, attn_scale):
@@ -1698,6 +1706,7 @@ class GPT(nn.Module):
 
         self.norm = ops.compile(norm)
         self.injections = ops.compile(injections)
+        self.entrance = ops.compile(entrance)
         self.attention_source = ops.compile(attention_source)
         self.final_states = ops.compile(final_states)
         self.pointer_in = ops.compile(pointer_in)
@@ -1765,20 +1774,22 @@ class GPT(nn.Module):
 
     def features(self, documents: Documents, geometry: Geometry) -> Tensor:
         """Normalised final states [T, width], ready for the head."""
-        x = x0 = self.norm(self.ops.embed(gathered(self.embedding), documents))
+        rows = self.ops.embed(gathered(self.embedding), documents)
         ngram = None
         # Autograd goes back in the opposite order, so the gradient of this lookup, which takes longest to reach its
         # table, comes before that of the embedding above.
         if self.ngram is not None:
-            ngram = EmbeddingLookup.apply(self.sum_rows, gathered(self.ngram), documents.ngrams).view(len(x), -1)
+            ngram = EmbeddingLookup.apply(self.sum_rows, gathered(self.ngram), documents.ngrams).view(len(rows), -1)
 
-        scalars = self.scalars_by_token(len(x))
+        scalars = self.scalars_by_token(len(rows))
         lambdas = [(s.x0_lambda, s.ngram_lambda) for s in scalars]
         if torch.is_grad_enabled():
-            injected = self.injections(x0, ngram, *itertools.chain(*lambdas))
+            x0, *injected = self.entrance(rows, ngram, *itertools.chain(*lambdas))
         else:  # one layer at a time: windows of the validation are long
+            x0 = self.norm(rows)
             injected = (self.injections(x0, ngram, *pair)[0] for pair in lambdas)
 
+        x = x0
         mlp_out = None
         skips = {None: None}  # states of the stream by the index of the layer that left them
         sources = {None: None}
@@ -1799,15 +1810,19 @@ class GPT(nn.Module):
                 ngram = value  # handed on to the next reader, see ProjectHeads
             elif value is not None and layer.attention and self.config.final_values:
                 values.append(value)
-            if block.index in self.skip_layers | self.source_layers:
-                x = add_mlp(x, mlp_out)  # several will read the sum, so it and its gradient are made once
-                mlp_out = None
-                skips[block.index] = x
+            if block.index not in self.skip_layers | self.source_layers:
+                continue
+
+            # Several will read the sum, so it and its gradient are made once.
             if block.index in self.source_layers:
-                h, inverse_rms, gate_inputs = self.attention_source(
-                    x, self.config.gate_inputs, self.ops.attention_fp8)
+                x, h, inverse_rms, gate_inputs = self.attention_source(
+                    x, mlp_out, self.config.gate_inputs, self.ops.attention_fp8)
                 product = NormedInput(h, x.detach(), inverse_rms, made=[])
                 sources[block.index] = AttentionSource(product, gate_inputs)
+            else:
+                x = add_mlp(x, mlp_out)
+            mlp_out = None
+            skips[block.index] = x
 
         embeddings = (x0,) if ngram is None else (x0, ngram)
         return self.final_states(x, mlp_out, (*embeddings, *values), self.final_gate)

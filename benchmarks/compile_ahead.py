@@ -33,10 +33,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-# The regions that each process compiles, by the names of their functions. norm and the sum of n-gram rows are not among
-# them: the trainer needs them first, and compiles them meanwhile.
+# The regions that each process compiles, by the names of their functions. The sum of n-gram rows is not among them,
+# which the trainer needs first and compiles meanwhile, nor is norm, which only the validation needs.
 REGIONS = [
-    {"attention_in"}, {"mlp_in", "attention_source"}, {"attention_out"}, {"injections", "final_states"},
+    {"attention_in"}, {"mlp_in", "attention_source"}, {"attention_out"}, {"entrance", "injections", "final_states"},
     {"pointer_in", "relu_squared_mlp", "attention_in_from"}, {"normuon_update"}, {"nesterov_momentum"}]
 TRAINER = Path(__file__).parent.parent / "train_gpt.py"
 

@@ -63,8 +63,8 @@ THEMES = {
     "n-grams": ("sum_rows", "SparseTable", "sparse_adam"),
     "optimizer: matrices": ("MatrixBank", "MatrixGroup", "orthogonalize", "nesterov_momentum", "normuon_update"),
     "optimizer: Adam of tables and scalars": ("adam", "AdamScalars"),
-    "elementwise": ("attention_in", "attention_in_from", "attention_source", "attention_out", "mlp_in", "injections",
-                    "final_states", "norm"),
+    "elementwise": ("attention_in", "attention_in_from", "attention_source", "attention_out", "mlp_in", "entrance",
+                    "injections", "final_states", "norm"),
     "copies": (),  # memcpy and memset
     "other": (),
 }
