@@ -446,7 +446,7 @@ PRESETS = {preset.name: preset for preset in (
         val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # Nearly one pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
-        "speedrun-webmix", GPT_SMALL, three_stages(595, 595, 569, 24),
+        "speedrun-webmix", GPT_SMALL, three_stages(601, 601, 575, 24),
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
