@@ -1470,8 +1470,10 @@ def final_states(x, mlp_out, sources, gate):
     weight that the first channels of the stream give each token. gate is [sources, inputs]; a source that is narrower
     than the stream enters its first channels."""
     x = add_mlp(x, mlp_out)
-    weights = F.linear(norm(x)[:, :gate.size(1)], gate.to(x.dtype))
-    for weight, source in zip(weights.split(1, dim=1), sources, strict=True):
+    # Of an odd number of weights, cuBLAS makes the gate's gradient in .3 ms for 8192 tokens, else in .02.
+    gate = F.pad(gate.to(x.dtype), (0, 0, 0, len(sources) % 2))
+    weights = F.linear(norm(x)[:, :gate.size(1)], gate)
+    for weight, source in zip(weights.split(1, dim=1), sources):
         x = x + weight * F.pad(source, (0, x.size(1) - source.size(1)))
     return norm(x)
 

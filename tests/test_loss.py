@@ -1020,7 +1020,8 @@ def sparse_steps():
 @pytest.mark.parametrize("update", SPARSE.values(), ids=SPARSE)
 @pytest.mark.fast
 def test_ranks_update_their_own_rows(update, parts):
-    """Together what one rank with all rows does, to the bit; 90 rows are no multiple of 8."""
+    """Together what one rank with all rows does, to the bit (but the reference's sums on a GPU, which come in any order);
+    90 rows are no multiple of 8."""
     rows, (ids, _) = sparse_steps()["hundreds of one"]
     generator = torch.Generator().manual_seed(1)
     whole = [torch.randn(96, 20, generator=generator), torch.rand(96, generator=generator), torch.zeros(96)]
@@ -1034,8 +1035,9 @@ def test_ranks_update_their_own_rows(update, parts):
         return state
 
     dealt = [updated([tensor[rank::parts] for tensor in whole], rank=rank, parts=parts) for rank in range(parts)]
+    tolerance = 1e-5 if DEVICE == "cuda" and update is tg.sparse_adam_reference else 0.0
     for own, want in zip(zip(*dealt), updated(whole)):
-        assert torch.stack(own, 1).flatten(0, 1).equal(want)
+        torch.testing.assert_close(torch.stack(own, 1).flatten(0, 1), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
