@@ -2467,7 +2467,7 @@ class SparseTable(Adam):
         self.weights = parameter.data
         if ranks.deals_rows:
             # Rows are zero until a run trains or resumes. Beside their shared memory there may be no room for another.
-            parameter.data = parameter.data.new_zeros(()).expand_as(parameter)
+            self.weights = parameter.data = parameter.data.new_zeros(()).expand_as(parameter)
             self.weights = parameter.data = ranks.shared(parameter.data)
             parts = ranks.versions(self.weights)
             self.peers = PeerRows(parts, torch.tensor([part.data_ptr() for part in parts], device=ranks.device))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -648,3 +650,26 @@ def test_sparse_table():
     assert relative(parameter, want[0]) < 1e-5
     assert table.exp_avg_sq.allclose(want[1])
     assert table.last_step.equal(want[2])
+
+
+@pytest.mark.fast
+def test_rows_that_are_dealt_out_are_not_there_twice(monkeypatch):
+    """When their shared memory is made, that of the model's start is free: a rank's part takes most of a GPU."""
+    start = np.zeros((8, 4), np.float32)
+    reference = weakref.ref(start)
+    parameter = tg.make_param("ngram", torch.from_numpy(start))
+    del start
+    ranks = tg.Ranks(0, 2, CPU)
+    ranks.copy_stream = object()
+    alive = []
+
+    def shared(tensor):
+        alive.append(reference() is not None)
+        return torch.zeros(tensor.shape)
+
+    monkeypatch.setattr(ranks, "shared", shared)
+    monkeypatch.setattr(ranks, "versions", lambda tensor: [tensor, tensor])
+    config = tg.OptimizerConfig()
+    table = tg.SparseTable([parameter], dict(config.rules)["ngram"], config, ranks, tg.select_ops(CPU))
+    assert alive == [False]
+    assert table.weights.data_ptr() == parameter.data_ptr()
