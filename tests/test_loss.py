@@ -1020,7 +1020,7 @@ def sparse_steps():
 @pytest.mark.parametrize("update", SPARSE.values(), ids=SPARSE)
 @pytest.mark.fast
 def test_ranks_update_their_own_rows(update, parts):
-    """Together what one rank with all rows does, to the bit (but the reference's sums on a GPU, which come in any order);
+    """Together what one rank with all rows does, to the bit (but for the reference's sums on a GPU, in any order);
     90 rows are no multiple of 8."""
     rows, (ids, _) = sparse_steps()["hundreds of one"]
     generator = torch.Generator().manual_seed(1)
