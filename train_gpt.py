@@ -1473,7 +1473,7 @@ def final_states(x, mlp_out, sources, gate):
     # Of an odd number of weights, cuBLAS makes the gate's gradient in .3 ms for 8192 tokens, else in .02.
     gate = F.pad(gate.to(x.dtype), (0, 0, 0, len(sources) % 2))
     weights = F.linear(norm(x)[:, :gate.size(1)], gate)
-    for weight, source in zip(weights.split(1, dim=1), sources):
+    for weight, source in zip(weights.split(1, dim=1)[:len(sources)], sources, strict=True):
         x = x + weight * F.pad(source, (0, x.size(1) - source.size(1)))
     return norm(x)
 
@@ -2464,13 +2464,13 @@ class SparseTable(Adam):
     def __post_init__(self):
         ranks = self.ranks
         (parameter,) = self.parameters
-        self.weights = parameter.data
         if ranks.deals_rows:
             # Rows are zero until a run trains or resumes. Beside their shared memory there may be no room for another.
-            self.weights = parameter.data = parameter.data.new_zeros(()).expand_as(parameter)
-            self.weights = parameter.data = ranks.shared(parameter.data)
-            parts = ranks.versions(self.weights)
+            parameter.data = parameter.data.new_zeros(()).expand_as(parameter)
+            parameter.data = ranks.shared(parameter.data)
+            parts = ranks.versions(parameter.data)
             self.peers = PeerRows(parts, torch.tensor([part.data_ptr() for part in parts], device=ranks.device))
+        self.weights = parameter.data
         self.exp_avg_sq = torch.zeros(len(parameter), device=ranks.device)
         self.last_step = torch.zeros_like(self.exp_avg_sq)  # the step that last updated each row
 
