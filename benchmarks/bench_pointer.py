@@ -30,6 +30,10 @@ SCALE = SPRINT.pointer_scale
 DTYPE = torch.float32 if DRY else torch.bfloat16
 
 
+def pointer_in(h, weight):
+    return tg.pointer_in(F.linear(h, weight))
+
+
 class Cell:
     """Operands of one size: states h and the pointer's matrix, from them qk; ids, documents, incoming gradient."""
 
@@ -98,11 +102,6 @@ def sweep(cell):
             print(f"{len(cell.qk):7d} {word:>12} forward {forward:7.3f}  backward {backward:7.3f}", flush=True)
         except Exception as error:  # e.g. too much shared memory
             print(f"left out: {word}: {type(error).__name__}")
-
-
-
-def pointer_in(h, weight):
-    return tg.pointer_in(F.linear(h, weight))
 
 
 def main():

@@ -514,15 +514,6 @@ def test_the_host_reads_what_the_device_has_finished(corpus, tiny, monkeypatch):
     assert clock.intervals[0]["start_ms"] == 1000.0
 
 
-if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=run_rank, args=(rank, *map(Path, sys.argv[1:]))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-
-
 # ---- batches from the host -------------------------------------------------------------------------------------------
 def test_batches_arrive_beside_the_last_step(monkeypatch):
     """Streams that run as late as they may: a copy from the host happens when the step's stream waits for it, and by
@@ -564,3 +555,12 @@ def test_batches_arrive_beside_the_last_step(monkeypatch):
         buffers = uploads.bring(0, list(batch))
         assert "".join(buffer.values for buffer in buffers) == batch
         uploads.done()
+
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=run_rank, args=(rank, *map(Path, sys.argv[1:]))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
