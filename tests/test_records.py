@@ -283,6 +283,7 @@ def test_new_takes_the_best_record_of_the_hardware_as_parent(finished, copy, mon
     assert record.load(make(root, "fifth")).record["parent"] == copy.name  # the third is newer, but slower
     monkeypatch.setitem(record.TRACKS, "smoke", record.TRACKS["smoke"]._replace(target_loss=4.99))
     lowest = min((copy, slow, copy.parent / finished[1].name), key=lambda path: record.load(path).record["means"]["a"]["loss"])
+    (root / "train_gpt.py").write_text(FAKE + "# another script\n")  # whichever of them is the lowest
     assert record.load(make(root, "sixth")).record["parent"] == lowest.name  # where none meets the target, the lowest loss
 
 
