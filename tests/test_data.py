@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -249,7 +250,7 @@ def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
     assert documents.num_always.tolist() == [max(lengths) + 1]
     assert documents.classes.shape == (1, 11)
     assert documents.starts[-1] == len(flat)
-    assert documents.ngrams.shape == (2 * len(flat), 3)
+    assert documents.ngrams.shape == (2 * len(flat), len(tg.NGRAM_MULTIPLIERS) + 1)
 
 
 @pytest.mark.parametrize("rows", [1, 300, 65_536])
@@ -262,23 +263,27 @@ def test_sorted_ids(rows):
 
 def ngram_rows_of(piece, rows, pieces):
     """Rows of a piece's tokens by Python's integers, which cannot overflow."""
-    half = rows // 2
-    last = half - 1
+    orders = len(tg.NGRAM_MULTIPLIERS)
+    part = rows // orders
+    last = part - 1
     modulus = max(odd for odd in (last - 1, last) if odd % 2)
     x = [int(token) for token in piece]
     for i in range(len(x)):
         for n, multiplier in enumerate((1, 2654435761, 2246822519, 3266489917)[:pieces]):
-            pair = (36313 * x[i] ^ 27191 * x[i - 1]) * multiplier % 2**32 % modulus if i > 0 else last
-            triple = (
-                (17351 * x[i] ^ 60961 * x[i - 1] ^ 45259 * x[i - 2]) * multiplier % 2**32 % modulus
-                if i > 1
-                else last
-            )
-            yield [2 * half * n + pair, 2 * half * n + half + triple]
+            keys = [
+                reduce(int.__xor__, (factor * x[i - distance] for distance, factor in enumerate(factors)))
+                if i >= len(factors) - 1
+                else None
+                for factors in tg.NGRAM_MULTIPLIERS
+            ]
+            yield [
+                part * (orders * n + order) + (last if key is None else key * multiplier % 2**32 % modulus)
+                for order, key in enumerate(keys)
+            ]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
-@pytest.mark.parametrize("rows", [6, 1024, 140_002, 2**19, 2**23])
+@pytest.mark.parametrize("rows", [12, 1024, 140_002, 2**19, 2**23])
 def test_ngrams(rows, pieces):
     """The formula, across documents of all lengths, with the largest tokens there are."""
     random = np.random.default_rng(rows)
@@ -294,21 +299,24 @@ def test_ngrams(rows, pieces):
 
 def test_ngrams_depend_on_their_tokens_alone():
     """The same rows for the same tokens anywhere, others for other or swapped ones;
-    evenly spread over both halves, whose last rows are for starts."""
+    evenly spread over all parts, whose last rows are for starts."""
     tokens = np.array([7, 50_000, 8, 50_000, 8, 7, 50_000, 8])
     positions = np.array([0, 1, 2, 0, 1, 2, 3, 4])
-    pair, triple = tg.hash_ngrams(tokens.astype(np.uint16), positions, 2**21, 1).T
-    assert pair[0] == pair[3] == 2**20 - 1
+    orders = len(tg.NGRAM_MULTIPLIERS)
+    part = 2**20
+    pair, triple, *_ = tg.hash_ngrams(tokens.astype(np.uint16), positions, orders * part, 1).T
+    assert pair[0] == pair[3] == part - 1
     assert pair[1] == pair[6]
     assert pair[2] == pair[4] == pair[7]
     assert len(set(pair)) == 4
-    assert triple[0] == triple[1] == triple[3] == triple[4] == 2**21 - 1
+    assert triple[0] == triple[1] == triple[3] == triple[4] == 2 * part - 1
     assert triple[2] == triple[7]
     assert len(set(triple)) == 4
     random_tokens = np.random.default_rng(0).integers(0, 50_257, 100_000).astype(np.uint16)
-    for column, rows in enumerate(tg.hash_ngrams(random_tokens, np.arange(100_000), 2004, 1).T):
+    columns = tg.hash_ngrams(random_tokens, np.arange(100_000), orders * 1002, 1).T
+    for column, (rows, multipliers) in enumerate(zip(columns, tg.NGRAM_MULTIPLIERS)):
         spread = np.bincount(rows - 1002 * column, minlength=1002)
-        assert spread[1001] == column + 1
+        assert spread[1001] == len(multipliers) - 1
         assert spread[:1001].min() > 50
         assert spread[:1001].max() < 200
 
@@ -317,9 +325,9 @@ def test_ngrams_depend_on_their_tokens_alone():
 def test_ngrams_that_share_one_piece_share_no_other():
     """The chance that a second one is the same too is that of any two n-grams: one in a thousand here."""
     tokens = np.random.default_rng(1).integers(0, 50_257, 40_000).astype(np.uint16)
-    for order, rows in enumerate(
-        tg.hash_ngrams(tokens, np.arange(len(tokens)), 2004, 4).reshape(-1, 4, 2)[2:].transpose(2, 0, 1)
-    ):
+    orders = len(tg.NGRAM_MULTIPLIERS)
+    found = tg.hash_ngrams(tokens, np.arange(len(tokens)), orders * 1002, 4).reshape(-1, 4, orders)
+    for order, rows in enumerate(found[3:].transpose(2, 0, 1)):
         some = rows[:400]
         for first in range(4):
             shared = some[:, None, first] == rows[None, 400:, first]
@@ -328,15 +336,15 @@ def test_ngrams_that_share_one_piece_share_no_other():
             assert (others.mean(0) < 3 / 1000).all(), (order, first)
 
 
-def test_a_third_order_takes_one_more_row_of_multipliers(corpus, tiny, monkeypatch):
-    """A third of the table each, and the model trains with them."""
-    monkeypatch.setattr(tg, "NGRAM_MULTIPLIERS", (*tg.NGRAM_MULTIPLIERS, (40_503, 30_011, 52_711, 61_979)))
+def test_a_further_order_takes_one_more_row_of_multipliers(corpus, tiny, monkeypatch):
+    """All have an equal part of the table, and the model trains with them. A multiplier of 0 leaves its token out."""
+    monkeypatch.setattr(tg, "NGRAM_MULTIPLIERS", (*tg.NGRAM_MULTIPLIERS[:2], (40_503, 0, 52_711, 61_979)))
     x = [7, 50_000, 8, 65_535, 9]
     columns = tg.hash_ngrams(np.array(x, np.uint16), np.arange(5), 3000, 1).T
     assert columns.shape == (3, 5)
     assert all((columns[n] // 1000 == n).all() and (columns[n, :n + 1] == 1000 * n + 999).all() for n in range(3))
     assert columns[2, 3:].tolist() == [
-        2000 + (40_503 * x[i] ^ 30_011 * x[i - 1] ^ 52_711 * x[i - 2] ^ 61_979 * x[i - 3]) % 999
+        2000 + (40_503 * x[i] ^ 52_711 * x[i - 2] ^ 61_979 * x[i - 3]) % 999
         for i in (3, 4)
     ]
     trainer = helpers.make_trainer(corpus)
