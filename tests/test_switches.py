@@ -184,15 +184,18 @@ def test_parameters_and_state_are_gone(name):
 def test_the_loader_prepares_only_what_is_read(name):
     off = SWITCHES[name]
     full, part = [packed(preset, sampled_classes=128) for preset in (PRESET, switched(name))]
-    kept = [column for column in range(3) if ("ngram_rows" if column < 2 else "longest_suffix_match") not in off]
+    contexts = full.ngrams.shape[1] - 1  # in the columns before that of the longest suffix match
+    kept = [] if "ngram_rows" in off else list(range(contexts))
+    kept += [] if "longest_suffix_match" in off else [contexts]
     pieces = off.get("ngram_pieces", 2)
     shift = 1024 if "ngram_rows" in off else 0
     assert part.ngrams.shape == (pieces * 40, len(kept))
     for column, at in enumerate(kept):
         # of a hashed row, the first piece lies among the first pieces of others
-        first = full.ngrams[::2, at] // (2 if at == 2 else 1)
+        match = at == contexts
+        first = full.ngrams[::2, at] // (2 if match else 1)
         found = part.ngrams[::pieces, column]
-        assert (found // pieces if at == 2 else found).equal(first - shift * (at == 2))
+        assert (found // pieces if match else found).equal(first - shift * match)
     assert (int(part.classes[0, 0]) == MODEL.vocabulary) == ("pointer_width" not in off), (
         "the copy token is a class only for a pointer"
     )

@@ -92,14 +92,15 @@ REACHES = {  # how far a table of layers sees with windows of 3 and 7
 @pytest.mark.parametrize("layers, reach", REACHES.values(), ids=REACHES)
 @pytest.mark.fast
 def test_windows_bound_what_is_seen(tiny, layers, reach, monkeypatch):
-    """The reach of the network is the sum of its layers', two for the token triples and the taps of each MLP;
+    """The reach of the network is the sum of its layers', that of the longest n-grams and of the taps of each MLP;
     what is recalled may lie anywhere before."""
     monkeypatch.setattr(tg, "longest_suffix_match", lambda tokens, positions, vocabulary: 0 * positions)
     distance = torch.arange(40)[:, None] - torch.arange(40)[None]
-    # no two triples in one row
+    # no two n-grams in one row
     seen = influence(replace(DOUBLE, layers=layers, value_embeddings=1, ngram_rows=2**16), [40], windows=(3, 7))
     taps = 2 * sum(layer.mlp for layer in layers)
-    assert seen.equal((distance >= 0) & (distance <= reach + 2 + taps))
+    longest = max(map(len, tg.NGRAM_MULTIPLIERS)) - 1
+    assert seen.equal((distance >= 0) & (distance <= reach + longest + taps))
 
 
 @pytest.mark.fast
@@ -280,7 +281,7 @@ def test_features_and_gradients_by_their_formulas(tiny, key_width):
             # Gates and scalars are float32, and so is what each token adds to their gradients.
             assert (
                 relative(found[name], parameter.grad)
-                < {torch.float64: 1e-12, torch.float32: 1e-6}[parameter.dtype]
+                < {torch.float64: 1e-12, torch.float32: 4e-6}[parameter.dtype]
             ), name
 
 
