@@ -283,7 +283,7 @@ def ngram_rows_of(piece, rows, pieces):
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
-@pytest.mark.parametrize("rows", [12, 1024, 140_002, 2**19, 2**23])
+@pytest.mark.parametrize("rows", [3 * len(tg.NGRAM_MULTIPLIERS), 1024, 140_002, 2**19, 2**23])
 def test_ngrams(rows, pieces):
     """The formula, across documents of all lengths, with the largest tokens there are."""
     random = np.random.default_rng(rows)
@@ -295,6 +295,14 @@ def test_ngrams(rows, pieces):
     found = tg.hash_ngrams(tokens, positions, rows, pieces)
     assert found.dtype == np.int32
     assert found.tolist() == [row for text in texts for row in ngram_rows_of(text[:-1], rows, pieces)]
+
+
+def test_multipliers_are_different_odd_numbers():
+    """Even ones would lose a token's highest bits, equal ones the order of tokens, larger ones overflow."""
+    multipliers = [number for row in tg.NGRAM_MULTIPLIERS for number in row if number]
+    assert all(number % 2 and 1 < number < 2**16 for number in multipliers)
+    assert len(set(multipliers)) == len(multipliers)
+    assert all(row[0] and row[-1] for row in tg.NGRAM_MULTIPLIERS)
 
 
 def test_ngrams_depend_on_their_tokens_alone():

@@ -184,15 +184,15 @@ def test_parameters_and_state_are_gone(name):
 def test_the_loader_prepares_only_what_is_read(name):
     off = SWITCHES[name]
     full, part = [packed(preset, sampled_classes=128) for preset in (PRESET, switched(name))]
-    contexts = full.ngrams.shape[1] - 1  # in the columns before that of the longest suffix match
-    kept = [] if "ngram_rows" in off else list(range(contexts))
-    kept += [] if "longest_suffix_match" in off else [contexts]
+    orders = full.ngrams.shape[1] - 1  # in the columns before that of the longest suffix match
+    kept = [] if "ngram_rows" in off else list(range(orders))
+    kept += [] if "longest_suffix_match" in off else [orders]
     pieces = off.get("ngram_pieces", 2)
     shift = 1024 if "ngram_rows" in off else 0
     assert part.ngrams.shape == (pieces * 40, len(kept))
     for column, at in enumerate(kept):
         # of a hashed row, the first piece lies among the first pieces of others
-        match = at == contexts
+        match = at == orders
         first = full.ngrams[::2, at] // (2 if match else 1)
         found = part.ngrams[::pieces, column]
         assert (found // pieces if match else found).equal(first - shift * match)
