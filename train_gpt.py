@@ -15,7 +15,7 @@ Model card: GPT-2-small class, 768 wide, ten working layers, GPT-2's 50,257 toke
     layer   x   <- r (x + mlp + σ(s) skip + a x0 + b g)         r, s, a, b are scalars, skip is an earlier layer's x
             x   <- x + |c| gate attention(norm(x)) W_out        q and k normed, half of them rotary; v += gate value
             mlp <- relu(taps(norm(x)) W_up)^2 W_down            taps mix in the two tokens before, by channel
-    output  h = norm(x + mlp + w0 x0 + w1 g + ...)              w are linear in x; in the speedrun all values follow
+    output  h = norm(x + mlp + w0 x0 + w1 g + ...)              w: linear in norm(x); in the speedrun all values follow
             p = softmax(23 σ((h W_head + 5) / 7.5)), where the share of one class goes where a pointer points
     sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2560; sprint: 3 heads, MLPs of 2304; 2^25 rows each
     train   matrices by Muon and NorMuon, bf16 with 16 more bits; tables and scalars by Adam, rows by Adam without a
@@ -137,7 +137,7 @@ NEG_INF = -1e4  # as a logarithm: exp gives 0, and differences stay finite
 LENGTHS = 0.001, 100  # what --length may be
 
 EXIT_BUG, EXIT_USAGE, EXIT_NUMERICS, EXIT_HARDWARE = 1, 2, 3, 4
-WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles
+WARM_UP_PATIENCE = 5.0  # times the stall limit may pass between heartbeats where the host compiles or saves
 STOP_LIMIT_S = 4.5  # within which ranks agree to stop: docker kills ten seconds after its signal, Slurm after thirty
 
 
@@ -260,15 +260,16 @@ class OptimizerConfig:
     orthogonalization: str = "polar-express"
     nesterov: bool = True  # orthogonalise the momentum with the gradient once more, or the momentum itself
     normuon: bool = True
-    # NorMuon keeps a variance for each row of a tall matrix and each column of a wide one; False: the other way round.
-    normuon_long_lines: bool = True
+    # NorMuon keeps a variance for each row of a tall matrix and each column of a wide one, so along the long side;
+    # False: the other way round.
+    normuon_long_side: bool = True
     scale_tall_updates: bool = False  # Muon's first rule: times max(1, rows / columns)^0.5
     # Decay a weight only where its update shrinks it too (records 43, 50); False: always, as AdamW. Of matrices and
     # tables alike.
     cautious_decay: bool = True
 
     muon_learning_rate: float = 0.023
-    muon_weight_decay: float = 2.4  # times the square of the learning rate, so it fades early (record 43)
+    muon_weight_decay: float = 2.4  # times the squared learning rate and the role's multiplier, so it fades early
     # Momentum warms up from the first value to the second (record 9) and cools down at the end (record 39).
     muon_momentum: tuple[float, float] = (0.85, 0.93)
     momentum_warmup_fraction: float = 0.42  # of all steps
@@ -287,7 +288,7 @@ class OptimizerConfig:
     # A running average of matrices and dense tables over the last steps (record 92); it wants the high final rate.
     averaging_fraction: float = 0.25  # of all steps
     averaging_interval_steps: int = 4
-    averaging_lookback: float = 0.074  # the share of all steps that it looks back over, which is interval / rate
+    averaging_lookback: float = 0.074  # the share of all steps that it looks back over: interval / rate steps
     averaged_share: float = 0.65  # of the final weights; 0: no averages are kept
 
     # Multipliers and betas by role. Those of scalars and gates are record 52's, the first betas of tables the public
@@ -660,9 +661,11 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def check_order(path: Path, before: Path | None):
-    """Fail unless a training shard follows the one `before` it or, if it is the first, has the number 0 or 1.
+    """Fail unless a training shard follows the one `before` it or, if it is the first, has the number 0 or 1, of six
+    digits.
 
-    With other shards the tokens would not be those that a track fixes. Names without a number may follow anything."""
+    With other shards the tokens would not be those that a track fixes. After a name without a number, and if the first
+    has none, anything goes."""
     name, _, number = (before or path).stem.rpartition("_")
     if not number.isdecimal():
         return
@@ -1467,8 +1470,8 @@ def entry_tokens(entry, *_):
 
 def final_states(x, mlp_out, sources, gate):
     """Normalised final states [T, width]. The `sources`, embeddings that layers have read, enter once more: each by a
-    weight that the first channels of the stream give each token. gate is [sources, inputs]; a source that is narrower
-    than the stream enters its first channels."""
+    weight that the first channels of the normed stream give each token. gate is [sources, inputs]; a source that is
+    narrower than the stream enters its first channels."""
     x = add_mlp(x, mlp_out)
     # Of an odd number of weights, cuBLAS makes the gate's gradient in .3 ms for 8192 tokens, else in .02.
     gate = F.pad(gate.to(x.dtype), (0, 0, 0, len(sources) % 2))
@@ -1992,7 +1995,7 @@ ORTHOGONALIZATIONS = {
 def frobenius_scale(X, safety, dtype):
     """X / (safety ||X||_F) for each matrix of [..., M, N], cast to dtype last; a zero matrix stays zero.
 
-    The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-9 does no
+    The norm is summed in float32 but divides in X's dtype: a common factor of 1 + 2^-8 does no
     harm, while a float32 copy of X would cost two passes over it.
     """
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=wide_dtype(X))
@@ -2011,7 +2014,7 @@ def aol_scale(X, A):
 
 
 def orthogonalize_reference(matrices, method):
-    """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in that dtype."""
+    """Near-orthogonal factor U V^T of each U S V^T in [..., M, N]; any device, computed and returned in their dtype."""
     if matrices.size(-2) > matrices.size(-1):  # then the other Gram matrix is the small one
         return orthogonalize_reference(matrices.mT, method).mT
 
@@ -2073,7 +2076,7 @@ def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weig
 
     NorMuon divides each line of a matrix by the running root mean square of its updates, then restores the norm of the
     whole matrix. The lines are the rows if second_moment is [..., rows, 1], the columns if it is [..., 1, columns].
-    Without a second moment this is Muon. Decay, if cautious, shrinks a weight only where the update shrinks it too.
+    Without a second moment this is Muon. Decay, if cautious, shrinks no weight that the update makes larger.
     Sources: Muon, Keller Jordan 2024-10; NorMuon, arXiv 2510.05491; public records 41-43 and 48.
     """
     update = update.float()
@@ -2354,7 +2357,7 @@ class MatrixBank(Updated):
         self.momentum = torch.zeros_like(self.shard, dtype=torch.float32)
         self.second_moment = None
         if config.normuon:
-            by_row = (rows >= columns) == config.normuon_long_lines
+            by_row = (rows >= columns) == config.normuon_long_side
             lines = (rows, 1) if by_row else (1, columns)
             self.second_moment = torch.zeros(*self.shard.shape[:2], *lines, device=ranks.device)
         self.look_ahead = ops.compile(nesterov_momentum if config.nesterov else plain_momentum)
@@ -2408,8 +2411,8 @@ class Adam(Owner, Updated):
 class AdamTable(Adam):
     """One large table [rows, width]; each rank updates a slice of its rows.
 
-    The moments have the dtype of the weights: bfloat16's rounding, 2^-9, is small against the 2 % and more by
-    which a step moves them, and an update moves 14 bytes a weight instead of 22.
+    The moments have the dtype of the weights: bfloat16's rounding, 2^-8, is small against the 2 % and more of the
+    way to a gradient, or its square, that a step moves them. So an update moves 14 bytes a weight instead of 22.
     """
     grads = received = None  # places in shared memory, if there is any
 
@@ -2676,9 +2679,8 @@ class Optimizer:
 
 # ==== 6. Training =====================================================================================================
 def state_hash(state: dict) -> str:
-    """A checksum of named tensors, most of it computed on the device. It depends on every value and on its place.
-
-    It serves only to tell whether two states are equal."""
+    """A checksum of named tensors, most of it computed on the device. It tells whether two states are equal: any change
+    of one value shows, and so do two exchanged ones, but not changes that cancel in every sum of a row or a column."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         words = tensor.detach().reshape(-1).view(torch.uint8)
@@ -2774,7 +2776,7 @@ class Uploads:
 
     def allocate(self, index: int, likes: list[Tensor]):
         self.buffers[index] = [torch.empty_like(like) for like in likes]
-        self.done()  # or whoever had this memory before
+        self.done()  # what is queued already may still use this memory, which had another owner
 
     def bring(self, index: int, sources: list[Tensor]) -> list[Tensor]:
         """Copies of `sources` for the current stream to read; then call `done`."""
@@ -2806,7 +2808,7 @@ class Trainer:
         self._prepare_schedule()
 
         # By index of the stage: (buffers on the device, the micro-batches in them), and (captured step, its loss).
-        # The pool of the graphs' memory is the last attribute of the three because it must outlive the graphs.
+        # The pool of the graphs' memory comes after these because it must outlive the graphs.
         self.inputs = {}
         self.graphs = {}
         self.uploads = Uploads() if self.ranks.on_gpu else None
@@ -2868,7 +2870,8 @@ class Trainer:
     def training_step(self, step: int, batches: list[HostBatch]) -> Tensor:
         """Forward, backward and update over this rank's micro-batches; a replay where the stage's step is captured.
 
-        Returns their summed loss in nats, a scalar on the device that the next step may overwrite."""
+        Returns their summed loss in nats, each target times its weight: a scalar on the device that the next step may
+        overwrite."""
         index = stage_index(self.preset, step)
         self._bring_inputs(index, batches, self.rates[step], self.target_weights[step])
         if index not in self.graphs:
@@ -2948,7 +2951,7 @@ class Trainer:
 
     def share_counts(self):
         """Make inclusion rates of what all ranks have counted."""
-        counts = self.ranks.sum(self.model.inclusion_counts.clone()) + 0.5  # a class that never took part may be right
+        counts = self.ranks.sum(self.model.inclusion_counts.clone()) + 0.5  # a rate of 0 would make the loss infinite
         self.model.inclusion_rates.copy_(counts / counts.max())
 
     def change_classes(self, stage: Stage):
@@ -3488,12 +3491,15 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
             **machine_facts()},
     }
     tensors = trainer.model.state_dict()
-    table = tensors.pop("ngram", torch.zeros(1, 2))
-    parts = trainer.ranks.versions(table) if trainer.ranks.deals_rows else [table]
+    table = tensors.pop("ngram", None)
+    if table is None:
+        parts = [torch.zeros(1, 2)]  # of such a table nothing is kept
+    else:
+        parts = trainer.ranks.versions(table) if trainer.ranks.deals_rows else [table]
     ids = torch.stack([part.any(1) for part in parts], 1).flatten().nonzero().flatten()  # row i // R of part i % R
     tensors["ngram.ids"] = ids.int()
     rows = (("ngram.rows", dealt_rows(some, parts)) for some in ids.split(2**16))
-    like = torch.empty(len(ids), table.size(1), dtype=table.dtype, device="meta")
+    like = parts[0].new_empty(len(ids), parts[0].size(1), device="meta")
     write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
 
 
@@ -3668,7 +3674,8 @@ def add_product(P, X, x_scale, out, tiles=None, factors=None):
 
 def frobenius_factors(A, safety):
     """1 / (safety ||X||_F) for each X, given A = X X^T [batch, M, M], whose trace is the square of that norm; [batch]
-    in float32. frobenius_scale without a pass over X: products take the factors. A norm below 1e-9 counts as 1e-9."""
+    in float32. frobenius_scale without a pass over X: products take the factors. safety ||X||_F counts as at least
+    1e-9."""
     squared = A.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float32)
     return (safety * squared.sqrt()).clamp_min(1e-9).reciprocal()
 
@@ -4571,7 +4578,7 @@ class ProjectHeads(Function):
 
 @jit
 def tanh_of_softcap(logits, shift, temperature, FAST):
-    """t in float32. FAST uses the hardware's tanh, whose error of 2^-11 is a quarter of bf16's rounding."""
+    """t in float32. FAST uses the hardware's tanh, whose error of 2^-11 is an eighth of bf16's rounding."""
     half = logits.to(tl.float32) * (0.5 / temperature) + shift * (0.5 / temperature)
     if FAST:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, is_pure=True, pack=1)
@@ -4842,9 +4849,9 @@ def mlp_kernel(
     """out = f(a b^T) * factor, saturated at +-LIMIT, [tokens, mlp_width], and out_t, its transposed copy.
 
     Forward, without hidden: f(x) = relu(x)^2. Backward: f(x) = x sqrt(hidden). The root stands for
-    relu(pre), which need not be kept: that is an error of at most 2^-5, against 2^-3 of the result's own
-    rounding. Descriptors of FP8 tensors: a [tokens, WIDTH], b [mlp_width, WIDTH], hidden [tokens,
-    mlp_width], out in a's format, out_t as its bits.
+    relu(pre), which need not be kept: that is an error of at most 2^-5 where `hidden` is a normal number of
+    e4m3, against 2^-3 of the result's own rounding. Descriptors of FP8 tensors: a [tokens, WIDTH],
+    b [mlp_width, WIDTH], hidden [tokens, mlp_width], out in a's format, out_t as its bits.
 
     The kernel is persistent, so that the next tile's loads run under the epilogue. 49,152 tokens with
     mlp_width 3072 take 0.26 ms on one H200 (888 TFLOP/s), backward 0.29 (800). It accumulates fast: exact
@@ -5250,11 +5257,11 @@ def sparse_adam(grad, lookup, *state, rank=0, parts=1, pooling=0.0, cautious=Tru
 class Ops:
     """The operators of this run. Model and optimizer call them and never ask what hardware they are on.
 
-    Shapes: T tokens, H heads, Dk the width of a head's queries and keys, Dv of its values."""
+    Shapes: T tokens, H heads, Dk the width of a head's queries and keys, Dv of its values, W of the pointer's."""
     attention: Callable  # (q, k [T, H, Dk], v [T, H, Dv], documents, window, scale, gates [T, H]) -> [T, H, Dv]
     head_loss: Callable  # (x [T, width], head's weight, targets, softcap) -> sum over tokens in nats
     head_loss_eval: Callable  # the same without a gradient; Triton's sums in float64
-    pointer: Callable  # (queries and keys [T, 2, Dk], documents, window, scale) -> log_copy [T] of Targets
+    pointer: Callable  # (queries and keys [T, 2, W], documents, window, scale) -> log_copy [T] of Targets
     embed: Callable  # (table [rows, width], documents) -> [T, width]
     # (grad [T, width], lookup, dense [rows, width], add): the gradient of a table becomes `dense`, or is added to it.
     # lookup: the ids [T], and their order and starts by sort_ids.
@@ -6043,8 +6050,10 @@ def files_hash(paths: Sequence[Path]) -> str:
         files[digest] = path
 
         sums = path.with_name("SHA256SUMS")
-        stated = sums.read_text(errors="replace") if sums.is_file() else ""
-        if f"  {path.name}\n" in stated and line not in stated:
+        stated = sums.read_text(errors="replace").splitlines() if sums.is_file() else ()
+        # sha256sum puts a second space before a name, or `*` where it read in binary mode.
+        digests = [given for given, _, name in (one.partition(" ") for one in stated) if name[1:] == path.name]
+        if digests and digest not in digests:
             fail(f"{path}: SHA-256", "what SHA256SUMS states", digest, "fetch this file again")
     return combined.hexdigest()
 
@@ -6141,9 +6150,13 @@ def check_preset(preset: Preset):
     model = preset.model
     require(model.key_width % 4 == 0, "key_width", "a multiple of 4", model.key_width)
     least = model.vocabulary + bool(model.pointer_width)  # the pointer's copy token follows the vocabulary
-    require(model.padded_vocabulary >= least, "padded_vocabulary", f"at least {least}", model.padded_vocabulary)
+    padded = model.padded_vocabulary
+    unit = 16 if preset.fp8 else CHUNKS  # of rows: FP8 products take 16, and each of eight ranks has a part of them
+    require(padded >= least and padded % unit == 0, "padded_vocabulary", f"a multiple of {unit}, at least {least}",
+            padded)
     require(model.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", model.dtype)
-    require(not 0 < model.ngram_rows < 4, "ngram_rows", "0, or at least 4", model.ngram_rows)
+    least = 2 * len(NGRAM_MULTIPLIERS)  # for each order a row of incomplete n-grams, and one or more of others
+    require(not 0 < model.ngram_rows < least, "ngram_rows", f"0, or at least {least}", model.ngram_rows)
     require(any(layer.attention or layer.mlp for layer in model.layers), "layers", "one that is not empty", "none")
     for index, layer in enumerate(model.layers):
         require(layer.window in ("short", "long"), f"layer {index}: window", "short or long", layer.window)
@@ -6155,12 +6168,22 @@ def check_preset(preset: Preset):
         require(value > 0, name, "above 0; 1e-9 is as good as none", value)
     missing = dict(OptimizerConfig.rules).keys() - dict(config.rules)
     require(not missing, "rules", "one for each role", f"none for {', '.join(sorted(missing))}")
+    for role, rule in config.rules:
+        if getattr(rule, "sparse", False):
+            require(rule.betas[0] == 0, f"rule of {role}", "a first beta of 0, as there is no first moment", rule.betas)
 
     for name in ("steps", "val_tokens", "val_window_tokens", "log_every_steps"):
         require(getattr(preset, name) >= 1, name, "at least 1", getattr(preset, name))
+    unit = 16 if preset.fp8 else 1  # of tokens and classes
     for index, stage in enumerate(preset.stages):
         tokens = stage.batch_tokens
-        require(tokens > 0 and tokens % CHUNKS == 0, f"stage {index}: batch_tokens", f"a multiple of {CHUNKS}", tokens)
+        require(tokens > 0 and tokens % (CHUNKS * unit) == 0, f"stage {index}: batch_tokens",
+                f"a multiple of {CHUNKS * unit}", tokens)
+        classes = stage.sampled_classes or unit
+        require(classes % unit == 0, f"stage {index}: sampled_classes", f"a multiple of {unit}", classes)
+        later = preset.stages[index + 1:]
+        require(not stage.extension or all(each.extension for each in later), f"stage {index}: extension",
+                "one at the end", "another stage after it")
         for name in ("document_cap_tokens", "short_window_tokens", "long_window_tokens"):
             require(getattr(stage, name) >= 1, f"stage {index}: {name}", "at least 1", getattr(stage, name))
         first, last = map(len, stage.targets)

@@ -163,13 +163,14 @@ def test_newer_versions_of_torch_get_a_warning_and_go_on(
     assert "newer" not in capsys.readouterr().err, "rank 0 says it for all"
 
 
-def test_check_and_start_compare_sums(check, corpus, tiny, tmp_path, capsys):
+@pytest.mark.parametrize("form", ["  {}\n", "  {}", " *{}\n"], ids=["text", "no newline", "binary"])
+def test_check_and_start_compare_sums(check, corpus, tiny, tmp_path, capsys, form):
     """A shard of the right form but other content than SHA256SUMS states."""
     folder = tmp_path / "corpus"
     shutil.copytree(corpus, folder)
     name = "tiny_train_000001.bin"
     (folder / "SHA256SUMS").write_text(
-        f"{'0' * 64}  other.bin\n{tg.hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+        f"{'0' * 64}  other.bin\n{tg.hashlib.sha256((folder / name).read_bytes()).hexdigest()}{form.format(name)}"
     )
     assert check(data=folder).code == 0
     raw = bytearray((folder / name).read_bytes())
@@ -256,14 +257,16 @@ def test_what_does_not_fit():
 
 EDITS = [
     ("model", "key_width", 18), ("model", "padded_vocabulary", helpers.VOCABULARY), ("model", "dtype", "float64"),
+    ("model", "padded_vocabulary", 520), ("stage", "batch_tokens", 1032), ("stage", "sampled_classes", 136),
     ("model", "ngram_rows", 3), ("model", "layers", (tg.EMPTY,)), ("model", "layers", (tg.Layer(window="medium"),)),
     ("optimizer", "cooldown_fraction", 0.0), ("optimizer", "averaging_interval_steps", 0),
     ("optimizer", "rules", tg.OptimizerConfig.rules[1:]),
-    ("preset", "stages", ()), ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
+    ("optimizer", "rules", (*tg.OptimizerConfig.rules, ("ngram", tg.AdamRule(30.0, (0.9, 0.95), sparse=True)))),
+    ("preset", "stages", ()), ("preset", "stages", helpers.PRESET.stages[::-1]), ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
     ("stage", "batch_tokens", 500), ("stage", "document_cap_tokens", 0), ("stage", "long_window_tokens", 0),
     ("stage", "targets", ((1.0, 0.5), (1.0,))),
 ]
-TOLD = {"layers": "layers|layer 0: window", "stages": "steps"}
+TOLD = {"layers": "layers|layer 0: window", "stages": "steps|extension", "rules": "rules|rule of ngram"}
 
 
 @pytest.mark.parametrize("part, name, value", EDITS)

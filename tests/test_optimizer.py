@@ -146,7 +146,7 @@ class Written:
 
         rows, columns = x.shape
         if config.normuon:
-            along = 1 if (rows >= columns) == config.normuon_long_lines else 0
+            along = 1 if (rows >= columns) == config.normuon_long_side else 0
             self.v = beta2 * self.v + (1 - beta2) * x.pow(2).mean(along, keepdim=True)
             scaled = x / self.v.clamp(min=1e-10).sqrt()
             x = scaled * (x.norm() / scaled.norm())
@@ -163,7 +163,7 @@ class Written:
 )
 @pytest.mark.parametrize("config", [
     pytest.param(tg.OptimizerConfig(), id="default"),
-    pytest.param(tg.OptimizerConfig(normuon_long_lines=False), id="short lines"),
+    pytest.param(tg.OptimizerConfig(normuon_long_side=False), id="short lines"),
     pytest.param(tg.OptimizerConfig(cautious_decay=False), id="plain decay"),
     pytest.param(FIRST_MUON, id="first Muon"),
 ])

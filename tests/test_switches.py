@@ -30,7 +30,7 @@ SWITCHES = {
     "Turbo-Muon": {"orthogonalization": "turbo"},
     "five-step Polar Express": {"orthogonalization": "polar-express-5"},
     "first Muon": {"orthogonalization": "quintic", "nesterov": False, "normuon": False, "scale_tall_updates": True},
-    "NorMuon's short lines": {"normuon_long_lines": False},
+    "NorMuon's short lines": {"normuon_long_side": False},
     "plain decay": {"cautious_decay": False},
 }
 SWITCHES["no table"] = SWITCHES["no n-grams"] | SWITCHES["no longest suffix match"]
@@ -313,6 +313,17 @@ def growing(path, prompt, length):
             return pairs, ids, whole, geometry
         # Every other token is the likeliest, the others keep the document from repeating one.
         ids.append(int(p[:BOS].argmax()) if len(ids) % 2 else int(random.integers(0, 9)))
+
+
+def test_a_model_without_a_table_is_saved_where_rows_are_dealt_out(corpus, tiny, tmp_path, monkeypatch):
+    """No rank has a part of a table then. This failed after the whole training."""
+    model = replace(helpers.MODEL, ngram_rows=0, longest_suffix_match=False, layers=helpers.MODEL.layers[:-1])
+    trainer = helpers.make_trainer(corpus, replace(helpers.PRESET, model=model))
+    helpers.randomise(trainer.model, size=0.1)
+    monkeypatch.setattr(tg.Ranks, "deals_rows", True)
+    tg.save_model(tmp_path / "model", trainer, 1.0, seed=2)
+    loaded, _ = sample.load_model(tmp_path / "model", CPU)
+    assert loaded.lm_head.equal(trainer.model.lm_head)
 
 
 @each_switch
