@@ -1345,19 +1345,23 @@ def mixed(h, taps, positions):
     return total.to(h.dtype)
 
 
+# The taps' gradient is that of every so many tokens, the last of each: 0.3 % of a step. Of every fourth it took 1.8 %.
+TAP_STRIDE = 16
+
+
 class Deferred(Function):
     """Stands for h [T, width] where the FP8 operators make it themselves, see NormedInput, so that no region writes it.
 
     It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. With taps,
-    sample [T / 16, width] is what they add to rows 15, 31, 47, ... of h, and 16 times the gradient of these rows
-    estimates theirs. Without, nothing asks for its gradient."""
+    sample [T / TAP_STRIDE, width] is what they add to every TAP_STRIDE-th row of h, and TAP_STRIDE times the gradient
+    of these rows estimates theirs. Without, nothing asks for its gradient."""
     @staticmethod
     def forward(ctx, h, sample):
         return h.new_empty(1).expand_as(h)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, 16 * grad[15::16]
+        return grad, TAP_STRIDE * grad[TAP_STRIDE - 1::TAP_STRIDE]
 
 
 class NormedInput(NamedTuple):
@@ -1393,10 +1397,10 @@ def product_input(x, h, positions=None, taps=None, *, fp8):
     inverse_rms = torch.rsqrt(x.detach().float().square().mean(-1) + NORM_EPSILON)
     sample = h.detach()  # without taps nothing uses its gradient
     if taps is not None:
-        # The taps' gradient from every 16th token: 0.3 % of a step. From every fourth it took 1.8 %.
         norms = x.detach() * inverse_rms[:, None]
-        sampled = positions[15::16, None]
-        sample = sum(torch.where(sampled >= distance, norms[15 - distance::16][:len(sampled)], 0) * tap
+        last = TAP_STRIDE - 1
+        sampled = positions[last::TAP_STRIDE, None]
+        sample = sum(torch.where(sampled >= distance, norms[last - distance::TAP_STRIDE][:len(sampled)], 0) * tap
                      for distance, tap in enumerate(taps, 1))
         h = mixed(h, taps.detach(), positions)
     return Deferred.apply(h, sample), inverse_rms
@@ -1620,8 +1624,8 @@ class Block(nn.Module):
             mlp_out = mlp(mixed(norm(x)))
 
         `skip` is an earlier state of the stream. Where attention reads another one and not x, that is the `source`.
-        `value` [T, attention_width or more] is what attention adds to V, if anything. It is handed on: see
-        ProjectHeads.
+        `value` [T, attention_width or more] is what attention adds to V, if anything. It is the third result, too: the
+        next layer that reads the same value has to take it from there, see ProjectHeads.
         """
         layer = self.layer
         ops = self.ops
@@ -1703,8 +1707,8 @@ class GPT(nn.Module):
         sources = 1 + bool(config.table_rows) + config.final_values * len(self.read_tables())
         self.final_gate = make_param("gate", weight(sources, config.gate_inputs))
 
-        # In how many batch chunks each class took part, of this rank, since a stage sampled as it does now; and, of all
-        # ranks, which part that is of the largest number.
+        # In how many batch chunks of this rank each class took part, since a stage sampled as it does now; and the sum
+        # of all ranks' numbers, divided by that of the class that took part most often.
         self.register_buffer(
             "inclusion_counts", torch.zeros(config.padded_vocabulary, device=device), persistent=False)
         self.register_buffer("inclusion_rates", torch.ones(config.padded_vocabulary, device=device))
@@ -1812,7 +1816,7 @@ class GPT(nn.Module):
             x, mlp_out, value = block(x, mlp_out, own_injected, own_scalars, skips[layer.skip_from],
                                       sources[layer.attention_from], value, documents, geometry)
             if layer.value_embedding == NGRAMS:
-                ngram = value  # handed on to the next reader, see ProjectHeads
+                ngram = value  # the next reader takes it from this one, see ProjectHeads
             elif value is not None and layer.attention and self.config.final_values:
                 values.append(value)
             if block.index not in self.skip_layers | self.source_layers:
@@ -4272,8 +4276,8 @@ def fp8_matmul_nt(a, b, scale_a, scale_b, fast_accum, out=None):
 def linear_forward(x, weight, scales, copies=None):
     """x [T, D] times weight [N, D] transposed, and what linear_backward needs of x and weight.
 
-    Without `scales` the product has the operands' dtype. With them it is FP8, and the backward pass needs
-    only the transposed copies; quantize_both has made those of x if `copies` are given.
+    Without `scales` the product has the operands' dtype, and both are saved as they are. With them it is FP8, and the
+    transposed copies [D, T] and [D, N] are saved; quantize_both has made those of x if `copies` are given.
     """
     if scales is None:
         return x @ weight.T, x, weight
@@ -4282,17 +4286,17 @@ def linear_forward(x, weight, scales, copies=None):
     return fp8_matmul_nt(x8, weight8, scales.x, scales.weight, fast_accum=True), x8_t, weight8_t
 
 
-def linear_backward(grad, grad_t, x, weight, scales, out=None, dx=None):
-    """(dx, dweight) of linear_forward, from the gradient of its first result and from the other two.
+def linear_backward(grad, grad_t, saved_x, saved_weight, scales, out=None, dx=None):
+    """(dx, dweight) of linear_forward, from the gradient of its first result and from what it saved.
 
     dx is written to `dx` if given. With `scales` the gradient is e5m2, in both layouts; dweight goes to `out` if
     given. These products do not accumulate fast, because fast accumulation in all of the backward pass raises the
     sprint's loss by .035.
     """
     if scales is None:
-        return torch.mm(grad, weight, out=dx), grad.T @ x
-    dx = fp8_matmul_nt(grad, weight, scales.grad, scales.weight, fast_accum=False, out=dx)
-    dweight = fp8_matmul_nt(grad_t, x, scales.grad, scales.x, fast_accum=False, out=out)
+        return torch.mm(grad, saved_weight, out=dx), grad.T @ saved_x
+    dx = fp8_matmul_nt(grad, saved_weight, scales.grad, scales.weight, fast_accum=False, out=dx)
+    dweight = fp8_matmul_nt(grad_t, saved_x, scales.grad, scales.x, fast_accum=False, out=out)
     return dx, dweight
 
 
