@@ -6159,8 +6159,8 @@ def check_preset(preset: Preset):
     require(padded >= least and padded % unit == 0, "padded_vocabulary", f"a multiple of {unit}, at least {least}",
             padded)
     require(model.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", model.dtype)
-    least = 2 * len(NGRAM_MULTIPLIERS)  # for each order a row of incomplete n-grams, and one or more of others
-    require(not 0 < model.ngram_rows < least, "ngram_rows", f"0, or at least {least}", model.ngram_rows)
+    # Of each order a row for incomplete n-grams, and one for others; four orders at most.
+    require(not 0 < model.ngram_rows < 8, "ngram_rows", "0, or at least 8", model.ngram_rows)
     require(any(layer.attention or layer.mlp for layer in model.layers), "layers", "one that is not empty", "none")
     for index, layer in enumerate(model.layers):
         require(layer.window in ("short", "long"), f"layer {index}: window", "short or long", layer.window)

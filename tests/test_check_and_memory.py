@@ -262,7 +262,8 @@ EDITS = [
     ("optimizer", "cooldown_fraction", 0.0), ("optimizer", "averaging_interval_steps", 0),
     ("optimizer", "rules", tg.OptimizerConfig.rules[1:]),
     ("optimizer", "rules", (*tg.OptimizerConfig.rules, ("ngram", tg.AdamRule(30.0, (0.9, 0.95), sparse=True)))),
-    ("preset", "stages", ()), ("preset", "stages", helpers.PRESET.stages[::-1]), ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
+    ("preset", "stages", ()), ("preset", "stages", helpers.PRESET.stages[::-1]),
+    ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
     ("stage", "batch_tokens", 500), ("stage", "document_cap_tokens", 0), ("stage", "long_window_tokens", 0),
     ("stage", "targets", ((1.0, 0.5), (1.0,))),
 ]
