@@ -5816,6 +5816,7 @@ class Watchdog:
                 if numbers and asked_s == math.inf:
                     asked_s = STOP_LIMIT_S
                     self.limit_s = min(self.limit_s, 2 * STOP_LIMIT_S)
+                    self.patience = 1.0
                     self.age_s = 0.0
             if asked_s <= 0:
                 asked_s = STOP_LIMIT_S

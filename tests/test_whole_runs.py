@@ -744,6 +744,26 @@ def test_a_heartbeat_that_grows_old_ends_the_run(monkeypatch, capsys):
     assert "rank 0: expected progress within 0.6 s, found none since the warm-up; fix: " in capsys.readouterr().err
 
 
+def test_who_was_asked_to_stop_gets_no_patience(monkeypatch):
+    """As in the warm-up or while a checkpoint is written: docker waits ten seconds, and not five times as long."""
+    ended = threading.Event()
+    looks = []
+    monkeypatch.setattr(tg.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(tg, "STOP_LIMIT_S", 0.1)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        watchdog = tg.Watchdog(tg.Ranks(0, 1, CPU), 0.8, tg.RunLog(None))
+        done = watchdog.done
+        watchdog.done = types.SimpleNamespace(wait=lambda seconds: looks.append(seconds) or done.wait(seconds))
+        watchdog.heartbeat("the warm-up", 5.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(20)
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
+    assert len(looks) <= 6, "0.2 s in looks of 0.1 s, not five times 0.2 s"
+
+
 def test_a_point_that_the_device_reaches_is_progress(monkeypatch):
     """The host may be far ahead: while the device passes queued heartbeats, none is too old."""
     ended = threading.Event()
