@@ -851,7 +851,9 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     by_suffix = np.arange(count)
     rows = SUFFIX_LENGTHS * vocabulary + positions % NEW_TOKEN_ROWS
     id_before = np.zeros(count, int)  # of the `length_before` tokens before each position
-    for length_before in range(SUFFIX_LENGTHS):  # this round matches one token more
+    for length_before in range(SUFFIX_LENGTHS):
+        # by_suffix is sorted by the `length_before` tokens before each position. With the token itself, which counts
+        # first, this round's suffixes are one token longer.
         by_suffix = by_suffix[np.argsort(tokens16[by_suffix], kind="stable")]
         prev, cur = by_suffix[:-1], by_suffix[1:]
         same_suffix = (tokens16[prev] == tokens16[cur]) & (id_before[prev] == id_before[cur])
@@ -2488,7 +2490,8 @@ class SparseTable(Adam):
         self.buffer = functools.cache(new_buffer) if ranks.copy_stream else new_buffer
 
     def gather_(self, barrier: bool = True):
-        """Of rows that are dealt out nothing moves: others may read them once every rank has updated its own."""
+        """Of rows that are dealt out nothing moves: others may read them once every rank has updated its own. So this
+        is a barrier whatever `barrier` says."""
         self.pending_gather = self.ranks.meet(self.weights)
 
     def sum_rows(self, ids: Tensor, _: Tensor) -> Tensor:
@@ -5224,6 +5227,9 @@ def group_ids(ids):
     starts[i] < starts[i + 1] holds for its last member alone: that one has the group, the others have an empty
     one. The GPU sorts, without a synchronise: each rank's host would need 6 / 12 / 34 ms for all ranks'
     n-grams.
+
+    Example: of ids [[7, 3], [7, 7]] the sorted ids are 3 7 7 7, order is 1 0 2 3 and starts 0 1 1 1 4. So place 0 has
+    the group of id 3, which is place 0 alone, and place 3 that of id 7, which is places 1 to 3.
     """
     sorted_ids, order = ids.flatten().sort(stable=True)
     starts = torch.searchsorted(sorted_ids, sorted_ids, out_int32=True)
