@@ -45,7 +45,8 @@ def command_run(arguments: argparse.Namespace) -> int:
         return 0
     from runner import run_plan
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: the training is stopped too
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
+            signal.signal(number, signal.default_int_handler)
     run_plan(arguments.dir, arguments.data, arguments.at_once)
     print(f"next: python records verify {arguments.dir}")
     return 0

@@ -100,8 +100,9 @@ def audit(path: Path, data: Path | None, seed: int | None, arm: str, steps: int)
     place = (data or folder.path.parents[1] / folder.track.data).resolve()
     print(f"{folder.path.name}, {key}: {steps} steps with script {folder.record['scripts'][arm][:8]} on "
           f"{os.path.relpath(place)}", flush=True)
-    found = run_again(folder, key, place, steps)
-    remove_caches(folder)
+    with runner.only_one(folder.path):  # the caches are those of a plan that may be under way
+        found = run_again(folder, key, place, steps)
+        remove_caches(folder)
 
     unequal = differences(logged.head, found.head)
     rows = compared(logged, found, not unequal)

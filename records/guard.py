@@ -81,18 +81,32 @@ def rewritten(root: Path, base: str, name: str) -> list[str]:
         bad.append(f"{name}: expected its runs and means as in the base, found others")
     if old.get("abandoned") and new.get("abandoned") != old["abandoned"]:
         bad.append(f"{name}: expected it abandoned as in the base, found otherwise")
+    if old.get("means") and new.get("abandoned") and not old.get("abandoned"):
+        bad.append(f"{name}: expected a finished record to stay one, found it abandoned")
     for letter, file in changed_files(root, base, name):
         if letter != "A" or finished:
             bad.append(f"{name}: expected {file} as in the base, found it "
                        f"{'added' if letter == 'A' else 'changed or removed'}")
-    return bad
+    commit = plan_commit(root, base, name)
+    return bad if finished or commit is None else bad + started_early(root, commit, name)
 
 
-def plan_commit(root: Path, base: str, name: str) -> str | None:
-    """The commit since the base in which a record's plan appears first."""
-    found = git(root, "log", "--reverse", "--diff-filter=A", "--format=%H", f"{base}..HEAD", "--",
+def plan_commit(root: Path, commits: str, name: str) -> str | None:
+    """The commit, of `commits`, in which a record's plan appears first."""
+    found = git(root, "log", "--reverse", "--diff-filter=A", "--format=%H", commits, "--",
                 f"records/{name}/record.json").split()
     return found[0] if found else None
+
+
+def started_early(root: Path, commit: str, name: str) -> list[str]:
+    """What is wrong if a run began before the plan was committed. Both times are what somebody's machine said; the
+    commit's is the author's, which a rebase keeps."""
+    made = git(root, "show", "-s", "--date=format-local:%Y-%m-%dT%H:%M:%S", "--format=%ad", commit).strip()
+    logs = sorted((root / "records" / name / "runs").glob("*.jsonl"))
+    first = min((str(read_run(path).head.get("started", "")) for path in logs), default="")
+    if not first or first[:19] >= made:
+        return []
+    return [f"{name}: expected the plan's commit before its first run, found {made} after {first[:19]} (UTC)"]
 
 
 def too_late(root: Path, base: str, name: str) -> list[str]:
@@ -101,7 +115,7 @@ def too_late(root: Path, base: str, name: str) -> list[str]:
     new = record_now(root, name)
     if not new.get("runs"):
         return []
-    commit = plan_commit(root, base, name)
+    commit = plan_commit(root, f"{base}..HEAD", name)
     if commit is None:
         return [f"{name}: expected its plan in a commit of its own, found runs and no commit"]
     planned = record_at(root, commit, name) or {}
@@ -112,12 +126,7 @@ def too_late(root: Path, base: str, name: str) -> list[str]:
     bad = []
     if fixed_part(planned) != fixed_part(new):
         bad.append(f"{name}: expected the plan of {commit[:12]}, found another")
-    made = git(root, "show", "-s", "--date=format-local:%Y-%m-%dT%H:%M:%S", "--format=%ad", commit).strip()
-    logs = sorted((root / "records" / name / "runs").glob("*.jsonl"))
-    first = min((str(read_run(path).head.get("started", "")) for path in logs), default="")
-    if first[:19] < made:
-        bad.append(f"{name}: expected the plan's commit before its first run, found {made} after {first[:19]} (UTC)")
-    return bad
+    return bad + started_early(root, commit, name)
 
 
 def guard(base: str, root: Path = HOME.parent) -> int:

@@ -347,11 +347,11 @@ def rank(folder: Folder) -> tuple[bool, bool, float]:
     """Orders records of one track and class, the best first.
 
     Those that meet the target go by their time, then the others by their loss. Those under the rule come before those
-    that were made before it, whose number of runs or target asked for less.
+    that were made before it, whose number of runs or target asked for less, and before retimes of these.
     """
     mean, target = folder.record["means"]["a"], folder.target
     missed = target is not None and mean["loss"] > target
-    return missed, not folder.under_rule, mean["loss"] if missed else mean["ms"]
+    return missed, not (folder.repeated or folder).under_rule, mean["loss"] if missed else mean["ms"]
 
 
 def best(home: Path, track: str, place: str, before: str) -> Folder | None:
@@ -465,6 +465,27 @@ def restarted(home: Path, name: str, track: str) -> str:
     return folder.path.name
 
 
+def retime_problem(folder: Folder) -> str | None:
+    """What keeps a record from being repeated; None if nothing does."""
+    if folder.record.get("abandoned"):
+        return "one that was abandoned"
+    return None if folder.record["means"] else "one that is not finished"
+
+
+def must_restart(home: Path, record: dict[str, Any], name: str) -> str | None:
+    """The abandoned plan of the same script, of which some run was seen: another plan of it, here `name`, is its
+    restart."""
+    if record["plan"].keys() & {"restarts", "retimes"}:
+        return None
+    for folder in readable(home):
+        first = folder.record
+        seen = first.get("abandoned") and first["runs"] and first["date"] <= record["date"]
+        same = first["track"] == record["track"] and first["scripts"]["a"] == record["scripts"]["a"]
+        if seen and same and folder.path.name != name:
+            return folder.path.name
+    return None
+
+
 def restart_problem(folder: Folder, track: str, by: str | None = None) -> str | None:
     """What keeps a plan from being restarted, by the record of the name `by` or a new one; None if nothing does."""
     if folder.record["track"] != track:
@@ -486,7 +507,8 @@ def abandon(path: Path, why: str) -> None:
         fail(f"record {folder.path.name}", "a plan under the rule", "one before it", "leave it as it is")
     folder.record["abandoned"] = " ".join(why.split())
     if errors := schema_errors(folder.record):
-        fail("reason", "3 to 200 letters without quotes, backslashes and |", errors[0], "say it in other words")
+        fail("reason", "3 to 200 letters of ASCII without quotes, backslashes and |", errors[0],
+             "say it in other words")
     write_record(folder.path, folder.record)
 
 
@@ -506,6 +528,8 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
     if retime is not None:
         old = load(retime)
         old = old.repeated or old
+        if why_not := retime_problem(old):
+            fail(f"retime of {old.path.name}", "a finished record", why_not, "name another record")
         source, seeds = old.path / SCRIPT, old.record["plan"]["seeds"]
         track_name, kind = old.record["track"], old.record["kind"]
         parent, length = old.record["parent"] or "none", old.record["plan"].get("length", 1)
@@ -549,6 +573,8 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
     record = {"schema": NEWEST_SCHEMA, "track": track_name, "date": date, "parent": parent, "kind": kind,
               "scripts": scripts,
               "data": planned_data(track, data, home), "plan": plan, "runs": {}, "means": {}, "abandoned": None}
+    if first := must_restart(home, record, path.name):
+        fail("script", "another than that of an abandoned plan whose runs were seen", first, f"--restart {first}")
     record["plan"] = finished_plan(record, path.name, seeds or [0] * n, own_seeds=seeds is None)
     write_new(path, source, record)
     return path

@@ -284,6 +284,7 @@ def carry_out(folder: Folder, data: Path | None, lock: int, at_once: int) -> Non
     if (folder.path / "running").exists():
         for key in order:  # left by an interruption: whole, or to be repeated
             collect(folder, key)
+    adopt(folder)
     print(duration(folder, at_once), flush=True)
     if not (folder.track.practice or folder.record["runs"] or committed(folder)):
         print(f"WARNING: the plan of {folder.path.name} is not committed. CI refuses a record whose plan was not "
@@ -299,6 +300,15 @@ def carry_out(folder: Folder, data: Path | None, lock: int, at_once: int) -> Non
     write_record(folder.path, folder.record)
     write_numbers(folder)
     print(json.dumps(folder.record["means"]))
+
+
+def adopt(folder: Folder) -> None:
+    """List runs that are filed and not listed: `run` was killed in between. No run that is there is repeated."""
+    names = [f"{key}.jsonl" for key in folder.record["plan"]["order"]]
+    paths = [folder.path / "runs" / name for name in names if name not in folder.record["runs"]]
+    for path in filter(Path.exists, paths):
+        folder.record["runs"][path.name] = sha256(path.read_bytes())
+        write_record(folder.path, folder.record)
 
 
 def committed(folder: Folder) -> bool:

@@ -21,6 +21,7 @@ from runlog import Run
 # Temporary; removed with the plan's last run.
 CACHES = Path(tempfile.gettempdir()) / f"train_gpt-compiled-{os.getuid()}"
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+SETTINGS_OF_COMPILERS = "TORCHINDUCTOR_", "TRITON_"  # variables that the rules forbid, but for places
 # For runs without a GPU: those of cpu_settings in run.sh, which gives the reasons; a test holds both together. A run
 # took 24 s with them for 84.
 CPU_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "8589934592",
@@ -42,14 +43,18 @@ def caches(folder: Folder, key: str, lane: Lane = EVERYTHING) -> dict[str, Path]
 
 
 def environment(folder: Folder, key: str, lane: Lane = EVERYTHING) -> dict[str, str]:
-    """The variables for a run. One of the settings for CPUs that the user has set is respected."""
+    """The variables for a run. One of the settings for CPUs that the user has set is respected, but none of the
+    compilers. PYTHONSAFEPATH: what lies beside a script cannot take the place of a module."""
     CACHES.mkdir(mode=0o700, parents=True, exist_ok=True)
     places = caches(folder, key, lane)
     for place in places.values():
         place.mkdir(parents=True, exist_ok=True)
     settings = {} if query_gpus("--query-gpu=name") else CPU_SETTINGS
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(lane.ids)} if lane.ids else {}
-    return settings | dict(os.environ) | visible | {variable: str(place) for variable, place in places.items()}
+    own = {name: value for name, value in os.environ.items()
+           if not name.startswith(SETTINGS_OF_COMPILERS) or name.endswith(("_DIR", "_PATH"))}
+    compiled = {variable: str(place) for variable, place in places.items()}
+    return settings | own | visible | compiled | {"PYTHONSAFEPATH": "1"}
 
 
 def remove_caches(folder: Folder) -> None:

@@ -28,12 +28,14 @@ from record import (
     load,
     log_name,
     manifest_hash,
+    must_restart,
     plan_id,
     plan_order,
     plan_seeds,
     readable,
     require_parent,
     restart_problem,
+    retime_problem,
 )
 from report import gain, means, numbers_block, read_block
 from rule import NO_WORSE, ended_high, equal_loss, losses, reached
@@ -43,6 +45,8 @@ from tracks import EARLIER, PINS, RULE_SINCE
 # Command-line options that may differ from their defaults in a record; a length must be the plan's. --val-every is none
 # of them: while the clock pauses for a validation, batches are prefetched and the GPU cools down.
 FREE_SETTINGS = {"preset", "data", "seed", "log_dir", "length"}
+CODE = {".py", ".pyc", ".pth", ".so", ".zip"}  # a script could import it, and it has no hash
+FOLDERS = {"runs", "unfinished", "running"}  # of a record
 SAME_EVERYWHERE = ("device", "world", "torch", "triton", "cuda", "driver", "python")
 SAME_ON_A_LANE = ("machine", "gpus")  # which tell the GPUs that a run saw; without lanes all runs are on one
 LIST_BEFORE_THE_RULE = HOME / "before-the-rule.sha256"  # of each record.json; no other has the first schema
@@ -89,6 +93,8 @@ def check_script(c: Context) -> Findings:
         found = sha256(path.read_bytes()) if path.exists() else "no file"
         bad += [] if found == expected else [f"{path}: expected sha256 {expected[:16]}, found {found[:16]}; fix: "
                                              f"restore the script that ran"]
+    bad += [f"expected no code but {SCRIPT}, found {path.name}" for path in sorted(c.folder.path.iterdir())
+            if path.suffix in CODE and path.name != SCRIPT or path.is_dir() and path.name not in FOLDERS]
     return bad, ", ".join(f"arm {arm} {digest[:16]}" for arm, digest in scripts.items())
 
 
@@ -103,6 +109,8 @@ def check_parent(c: Context) -> Findings:
     bad = []
     if parent["track"] != record["track"]:
         bad.append(f"expected a record of {record['track']}, found {parent['track']}")
+    if parent.get("abandoned") or not parent["means"]:
+        bad.append("expected a finished parent, found one that was abandoned or has runs to come")
     bad += [f"{name}: expected the parent's content, found another"
             for name in sorted(parent["data"].keys() & record["data"].keys())
             if parent["data"][name] != record["data"][name]]
@@ -116,6 +124,17 @@ def seeds_of(folder: Folder) -> list[int]:
     if repeated := folder.repeated if folder.under_rule else None:
         return repeated.record["plan"]["seeds"]
     return plan_seeds(plan["id"] if folder.under_rule else folder.record["scripts"]["a"], len(plan["seeds"]))
+
+
+def retime_problems(folder: Folder) -> Iterator[str]:
+    """A retime repeats another record's plan, and chooses nothing but the machine."""
+    first, record = folder.repeated.record, folder.record
+    if why_not := retime_problem(folder.repeated):
+        yield f"expected the retime of a finished record, found {why_not}"
+    differing = [name for name in ("track", "kind", "parent", "scripts", "data") if first[name] != record[name]]
+    differing += [name for name in ("length", "margin") if first["plan"].get(name) != record["plan"].get(name)]
+    if differing:
+        yield f"expected the {', '.join(differing)} of {folder.repeated.path.name}, found others"
 
 
 def check_plan(c: Context) -> Findings:
@@ -135,8 +154,10 @@ def check_plan(c: Context) -> Findings:
         first = load(c.folder.path.parent / plan["restarts"])
         if problem := restart_problem(first, record["track"], name):
             bad.append(f"expected the restart of an abandoned plan, found {problem}")
-    if "retimes" in plan and c.folder.repeated.record["scripts"] != record["scripts"]:
-        bad.append(f"expected the scripts of {plan['retimes']}, found others")
+    if "retimes" in plan:
+        bad += retime_problems(c.folder)
+    if c.folder.under_rule and (first := must_restart(c.folder.path.parent, record, name)):
+        bad.append(f"expected the restart of {first}, which has this script and was abandoned, found a plan of its own")
     return bad, f"{n} runs an arm, {plan['id']}"
 
 
@@ -349,6 +370,11 @@ def corpus_problems(c: Context) -> Iterator[str]:
     foreign = [name for name in manifest if not name.startswith(track.corpus + "_")]
     if foreign:
         yield f"expected shards of {track.corpus}, found {foreign[0]}"
+    numbers = [int(name[-10:-4]) for name in manifest if "_train_" in name]
+    if numbers and numbers != list(range(numbers[0], numbers[0] + len(numbers))) or min(numbers, default=0) > 1:
+        yield f"expected training shards numbered from 0 or 1 on, found {numbers[0]} to {numbers[-1]}"
+    if len(set(manifest.values())) < len(manifest):
+        yield "expected shards that differ, found one twice"
     pins = PINS.get(track.corpus)
     if pins and manifest_hash(manifest, list(manifest)) != pins.manifest:
         yield f"expected the pinned shards of {track.corpus}, found others"

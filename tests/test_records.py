@@ -567,6 +567,26 @@ def test_caches_of_the_user_are_respected(finished, monkeypatch, tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["other"]
 
 
+def test_settings_of_the_compilers_do_not_reach_a_run(finished, monkeypatch):
+    """The rules forbid them, but for places."""
+    folder = record.load(finished[2])
+    key = folder.record["plan"]["order"][0]
+    for name, value in {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TRITON_PTXAS_PATH": "/opt/ptxas", "TRITON_DEBUG": "1"}.items():
+        monkeypatch.setenv(name, value)
+    found = starts.environment(folder, key)
+    assert {name for name in found if name.startswith(("TRITON_", "TORCHINDUCTOR_"))} == {"TRITON_PTXAS_PATH", *starts.VARIABLES}
+    assert found["PYTHONSAFEPATH"] == "1"
+
+
+def test_a_filed_run_is_not_repeated(finished, copy, capsys):
+    """`run` may be killed between the two writes; and whoever takes a run out of record.json gets the same one back."""
+    before = record.load(copy).record
+    shutil.copytree(finished[0] / "data", copy.parents[1] / "data")
+    edit_json(copy / "record.json", lambda r: (r["runs"].popitem(), r.update(means={})))
+    runner.run_plan(copy, None)
+    assert record.load(copy).record == before and capsys.readouterr().out.count("done before") == len(before["runs"])
+
+
 def test_a_run_without_gpu_has_the_settings_of_run_sh(finished, monkeypatch):
     """Those that its function sets, unless the user has set another; with a GPU none."""
     script = (ROOT / "run.sh").read_text()
@@ -1241,7 +1261,7 @@ def test_the_readme_shows_the_best_of_each_class():
     def folder(loss, seconds, target=5.0, gpu="A", under_rule=True, abandoned=None):
         means = {"a": {"loss": loss, "ms": 1e3 * seconds}}
         return SimpleNamespace(record={"track": "t", "kind": "ml", "means": means, "abandoned": abandoned},
-                               target=target, hardware=f"1 x {gpu}", under_rule=under_rule)
+                               target=target, hardware=f"1 x {gpu}", under_rule=under_rule, repeated=None)
 
     slow, fast, missed, other = folder(4.9, 20), folder(5.0, 10), folder(5.1, 5), folder(6.0, 1, gpu="B")
     assert best_of_each_class([slow, fast, missed, other]) == [fast]

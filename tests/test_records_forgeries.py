@@ -477,6 +477,7 @@ def head_of(root):
     (lambda path: edit_json(path / "record.json", lambda r: r.update(date="2020-01-01")),
      "expected the plan of the base"),
     (lambda path: (path / "train_gpt.py").write_text("x"), "train_gpt.py as in the base"),
+    (lambda path: record.abandon(path, "it was a fluke"), "expected a finished record to stay one"),
     (shutil.rmtree, "expected the record, found it removed or unreadable: abandoned plans stay"),
 ])
 def test_guard_refuses_a_rewritten_record(repository, copy, capsys, rewrite, words, committed):  # noqa: F811
@@ -547,6 +548,77 @@ def test_guard_refuses_a_plan_that_came_later(repository, finished, copy, capsys
         git(repository, "commit", "-qm", "runs")
     status, text = guarded(repository, capsys)
     assert status == 1 and words in text
+
+
+def test_guard_refuses_runs_that_join_a_later_plan_of_the_base(repository, finished, copy, capsys):  # noqa: F811
+    """The plan comes to the base first, and then the runs, which had been made before it."""
+    path = planned(repository, finished)
+    git(repository, "add", "records")
+    git(repository, "commit", "-qm", "plan", when=LATER)
+    git(repository, "branch", "-f", "main")
+    runner.run_plan(path, None)
+    status, text = guarded(repository, capsys)
+    assert status == 1 and "expected the plan's commit before its first run, found 2099" in text
+
+
+def test_code_beside_a_script(copy):  # noqa: F811
+    """Python would look there first for a module of that name."""
+    (copy / "secrets.py").write_text("")
+    assert failed(copy) == {"script"} and "expected no code but train_gpt.py, found secrets.py" in said(copy, "script")
+    (copy / "secrets.py").unlink()
+    (copy / "secrets").mkdir()
+    assert failed(copy) == {"script"}
+
+
+def test_a_parent_that_was_given_up(copy):  # noqa: F811
+    edit_json(copy.parent / record.load(copy).record["parent"] / "record.json", lambda r: r.update(abandoned="too slow"))
+    assert failed(copy) == {"parent"} and "expected a finished parent" in said(copy, "parent")
+
+
+def test_a_retime_of_something_else(finished, copy):  # noqa: F811
+    """It is judged by the target of what it repeats, so it may not choose that."""
+    root = copy.parents[1]
+    shutil.copytree(finished[0] / "data", root / "data")
+    again = make(root, "again", track_name=None, n=None, retime=copy)
+    assert failed(again) == {"runs"}
+
+    def to_another_kind(r):
+        r["kind"] = "systems"
+        r["plan"]["id"] = record.plan_id(r, again.name)
+
+    edit_json(again / "record.json", to_another_kind)
+    assert f"expected the kind of {copy.name}, found others" in said(again, "plan")
+    record.abandon(copy, "no gain")
+    assert "expected the retime of a finished record, found one that was abandoned" in said(again, "plan")
+    with pytest.raises(runlog.Failure, match="expected a finished record, found one that was abandoned"):
+        make(root, "twice", track_name=None, n=None, retime=copy)
+
+
+def test_an_abandoned_script_tried_again(finished, copy):  # noqa: F811
+    """Without saying so, at the whole level."""
+    root = copy.parents[1]
+    shutil.copytree(finished[0] / "data", root / "data")
+    shutil.copy(copy / "train_gpt.py", root)
+    parent = record.load(copy).record["parent"]
+    second = make(root, "second", parent=parent)
+    assert failed(second) == {"runs"}
+    record.abandon(copy, "no gain")
+    assert f"expected the restart of {copy.name}" in said(second, "plan")
+    with pytest.raises(runlog.Failure, match=f"abandoned plan whose runs were seen, found {copy.name}; fix: --restart"):
+        make(root, "third", parent=parent)
+
+
+@pytest.mark.parametrize("names, words", [
+    (("val_000000", "train_000050", "train_000051"), "numbered from 0 or 1 on, found 50 to 51"),
+    (("val_000000", "train_000001", "train_000003"), "numbered from 0 or 1 on, found 1 to 3"),
+])
+def test_shards_from_the_first_on(copy, names, words):  # noqa: F811
+    """Of a corpus that is not pinned, as FineWeb before its first record; and no shard counts twice."""
+    context = verify.Context(record.load(copy), {})
+    context.folder.record["data"] = {f"sample_{name}.bin": f"{number:064x}" for number, name in enumerate(names)}
+    assert words in next(verify.corpus_problems(context))
+    context.folder.record["data"] = {f"sample_{name}.bin": "0" * 64 for name in ("val_000000", "train_000001")}
+    assert "found one twice" in next(verify.corpus_problems(context))
 
 
 def test_guard_refuses_a_plan_changed_between_its_commit_and_its_runs(repository, finished, copy, capsys):  # noqa: F811
