@@ -146,7 +146,7 @@ def print_effects(screening: dict, results: Path) -> None:
     if np.linalg.matrix_rank(matrix) <= len(factors):
         sys.exit(f"effects: expected {len(factors) + 1} runs or more of the screening in {results}, found {len(found)}")
 
-    labels = list(found[0][1]["loss"])
+    labels = [label for label in found[0][1]["loss"] if all(label in line["loss"] for _, line in found)]
     outcomes = np.array([[*(line["loss"][label] for label in labels), line["seconds"]] for _, line in found])
     inverse = np.linalg.pinv(matrix)
     effects = inverse @ outcomes
@@ -439,10 +439,14 @@ def search(options: argparse.Namespace) -> None:
                 continue
             if len(names) > 1 or names and not Path(f"{options.out}.{names[-1]}.started").exists():
                 continue
+            if any(arm.get("alone") for arm in arms if arm["name"] in names):
+                continue
             arm = next((a for a in arms if a["name"] not in taken), None)
             if arm is None or arm.get("alone") and names:
                 continue
             taken.add(arm["name"])
+            for ending in ("started", "jsonl"):  # of an earlier search, whose log would be read for this one
+                Path(f"{options.out}.{arm['name']}.{ending}").unlink(missing_ok=True)
             environment = CPU_SETTINGS | os.environ if gpu == "cpu" else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
             with open(f"{options.out}.{arm['name']}.txt", "w") as output:
                 command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm["name"]]

@@ -147,7 +147,7 @@ def time_paths(operands, paths, exactly=True):
         product = 2 * T * P * D / 1e9 / CEILINGS["fp8 TFLOP/s" if scales else "bf16 TFLOP/s"]
         floors = [
             products * product + size * T * P / 1e6 / CEILINGS["GB/s"]
-            for products, size in ((1, 2), (2, 5 if scales else 4))
+            for products, size in ((1, 2), (2, 4))  # the gradient reads 2 bytes, and writes 2, or 1 in both layouts
         ]
         times = (forward, floors[0], whole - forward, floors[1])
         cells = [T, P, len(targets.weights), name, *(f"{ms:.3f}" for ms in times), *errors, f"{peak:.1f}"]

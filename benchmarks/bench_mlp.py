@@ -26,7 +26,7 @@ import timing  # before train_gpt: it chooses between interpreter and GPU
 import train_gpt as tg
 from timing import DEVICE, DRY, host_milliseconds, milliseconds
 
-D, H = (48, 64) if DRY else (768, 3072)
+D, H = (48, 64) if DRY else (tg.GPT_SMALL.width, tg.GPT_SMALL.mlp_width)
 LAYERS = sum(layer.mlp for layer in tg.LAYERS)
 SCALES = tg.MlpScales()
 E4M3 = torch.float8_e4m3fn
@@ -83,7 +83,7 @@ def time_pieces(T, operands, grad):
     # of use where communication holds some multiprocessors
     tg.multiprocessors = lambda device: 3 * multiprocessors(device)
     product("(3 programs a multiprocessor) hidden", hidden, 2 * T * H)
-    product("(3 programs a multiprocessor) dpre", gradient, 3 * T * H)
+    product("(6 programs a multiprocessor) dpre", gradient, 3 * T * H)
     tg.multiprocessors = multiprocessors
     pre = product("(bf16) pre", lambda: h @ up.T)
     product("(bf16) out", lambda: pre @ down)

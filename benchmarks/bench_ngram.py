@@ -1,7 +1,7 @@
 """Times and errors of the n-gram table on one GPU, as a markdown table; not a test.
 
     python benchmarks/bench_ngram.py                    under 60 s on an H200
-    python benchmarks/bench_ngram.py --rows 8388608     a larger table
+    python benchmarks/bench_ngram.py --rows 8388608     a smaller table
     python benchmarks/bench_ngram.py --cpu-dry-run      tiny, interpreted kernels: proves that it runs through
 
 For a step of each stage: the lookup of the sums, the grouping of the ids (a sort and a search) alone, and the sparse
@@ -76,7 +76,7 @@ def time_step(T, rows, pieces):
         state.zero_()
     update()
     error = ((table[found].double() - want).norm() / want.norm()).item()
-    report(T, "update", milliseconds(update), 4 * (len(ids) + len(found)) * width, f"{error:.1e}")
+    report(T, "update", milliseconds(update), (2 * ids.numel() + 4 * len(found)) * width, f"{error:.1e}")
 
 
 def main():

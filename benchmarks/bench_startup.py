@@ -84,7 +84,9 @@ if __name__ == "__main__":
         note_kernels()
     profile = cProfile.Profile()
     sys.argv += ["--stop-after", "2"]
+    code = None
     try:
-        profile.runcall(tg.main)
+        code = profile.runcall(tg.main)
     finally:
         report(profile)
+    sys.exit(code)

@@ -143,7 +143,8 @@ def train_and_validate(preset: tg.Preset, batches: dict[int, tg.HostBatch], devi
     def empty(count):
         return torch.empty(count, device=device)
 
-    ops = tg.select_ops(SimpleNamespace(type="cuda"), compile=device != META, graphs=False)
+    fp8 = preset.fp8 if preset.model.dtype == "bfloat16" else ()
+    ops = tg.select_ops(SimpleNamespace(type="cuda"), compile=device != META, fp8=fp8, graphs=False)
     ranks = tg.Ranks(0, 1, META)  # which opens no stream on the GPU
     ranks.device = device
     model = tg.GPT(preset.model, ops, device)

@@ -423,7 +423,7 @@ def prepared(options: argparse.Namespace, folder: Path) -> tuple[tg.Trainer, Cal
         write_corpus(folder, preset)
 
     ranks = tg.Ranks.start()
-    fp8 = tg.FP8_PARTS if preset.model.dtype == "bfloat16" else ()
+    fp8 = preset.fp8 if preset.model.dtype == "bfloat16" else ()
     ops = named_ops(tg.select_ops(ranks.device, tg.capability(ranks.device) >= (8, 0), fp8=fp8))
     trainer = tg.Trainer(preset, ranks, ops, tg.Clock(ranks.device), options.data or folder)
     trainer.initialise(1)

@@ -34,6 +34,20 @@ TASKS = "speedrun", "scaling", "trace", "sprint", "nodes", "killed"
 FEW_STEPS = 0.02  # of the schedule: a dozen steps of each of a speedrun's stages
 
 
+def ended(process: subprocess.Popen, limit_s: float) -> int | str:
+    """Its exit code. Beyond the limit it is asked to end: torchrun then ends its ranks, which have sessions of their
+    own, so that the next command is not timed beside them."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    return "none within the limit"
+
+
 class Node:
     """The commands of a node, and what their logs say."""
 
@@ -60,17 +74,9 @@ class Node:
             return
         started = time.monotonic()
         with (self.options.out / f"{name}.txt").open("w") as output:
-            try:
-                code = subprocess.run(
-                    command,
-                    cwd=ROOT,
-                    env=environment or self.environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=self.options.limit,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = "none within the limit"
+            process = subprocess.Popen(command, cwd=ROOT, env=environment or self.environment, stdout=output,
+                                       stderr=subprocess.STDOUT)
+            code = ended(process, self.options.limit)
         print(f"{name}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
 
 
@@ -141,7 +147,7 @@ def nodes(node: Node) -> None:
                 )
             )
     for rank, process in enumerate(halves):
-        print(f"nodes: node {rank} ended with exit code {process.wait(options.limit)}", flush=True)
+        print(f"nodes: node {rank} ended with exit code {ended(process, options.limit)}", flush=True)
 
 
 def killed(node: Node) -> None:
@@ -159,10 +165,13 @@ def killed(node: Node) -> None:
     while " s left" not in output.read_text() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)
 
+    if process.poll() is not None:
+        print(f"killed: it ended by itself, exit code {process.returncode}; {output} says why", flush=True)
+        return
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     started = time.monotonic()
-    code = process.wait(options.limit)
+    code = ended(process, options.limit)
     print(f"killed: all had ended {time.monotonic() - started:.1f} s later, exit code {code}", flush=True)
     for line in output.read_text().splitlines():
         if line.startswith("train_gpt: "):
@@ -193,6 +202,7 @@ def row(path: Path) -> str:
 def table(logs: Path) -> str:
     titles = "preset", "ranks", "nodes", "seed", "state", "val loss", "s", "ms a step by stage", "MiB"
     paths = sorted(logs.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+    paths = [path for path in paths if path.stat().st_size]  # a run that ended at once may leave an empty one
     return "\n".join(["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *map(row, paths)])
 
 
@@ -212,7 +222,8 @@ def main() -> None:
         setattr(options, name, path and path.resolve())
     if options.processes is None:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-        options.processes = max(len(listed.stdout.splitlines()), 1)
+        gpus = max(len(listed.stdout.splitlines()), 1)
+        options.processes = 1 << (min(gpus, 8).bit_length() - 1)  # the trainer takes 1, 2, 4 or 8
 
     options.out.mkdir(parents=True, exist_ok=True)
     node = Node(options)

@@ -73,7 +73,9 @@ def rewritten(root: Path, base: str, name: str) -> list[str]:
     if old is None:
         return []
     finished = bool(old.get("means")) or bool(old.get("abandoned"))
-    bad = [] if fixed_part(old) == fixed_part(new) else [f"{name}: expected the plan of the base, found another"]
+    bad = []
+    if fixed_part(old) != fixed_part(new):
+        bad.append(f"{name}: expected the plan of the base, found another")
 
     lost = [key for key, digest in old.get("runs", {}).items() if new.get("runs", {}).get(key) != digest]
     bad += [f"{name}: expected {key} as in the base, found another or none" for key in lost]
@@ -87,8 +89,10 @@ def rewritten(root: Path, base: str, name: str) -> list[str]:
         if letter != "A" or finished:
             bad.append(f"{name}: expected {file} as in the base, found it "
                        f"{'added' if letter == 'A' else 'changed or removed'}")
+    if finished:
+        return bad
     commit = plan_commit(root, base, name)
-    return bad if finished or commit is None else bad + started_early(root, commit, name)
+    return bad + started_early(root, commit, name) if commit else bad
 
 
 def plan_commit(root: Path, commits: str, name: str) -> str | None:

@@ -202,3 +202,47 @@ def test_arms_may_be_appended_while_they_run(tmp_path, monkeypatch):
     monkeypatch.setattr(arms.time, "sleep", lambda seconds: path.write_text(next(texts)))
     arms.search(SimpleNamespace(arms=path, gpus=["0"], seconds=60, out=tmp_path / "out"))
     assert started == ["a", "b"]
+
+
+def test_an_arm_that_needs_the_gpu_alone_has_no_neighbour(tmp_path, monkeypatch):
+    """Neither one before it nor one after it; and it reads no log of an earlier search for its own."""
+    path = tmp_path / "arms.json"
+    path.write_text('[{"name": "a"}, {"name": "big", "alone": true}, {"name": "c"}, {"name": "d"}]')
+    (tmp_path / "out.big.jsonl").write_text("an earlier search's")
+    beside = {}
+    looks = []
+
+    class Run:
+        returncode = 0
+        all = []
+
+        def __init__(self, command, **_):
+            self.name, self.ended = command[-1], False
+            beside[self.name] = [run.name for run in Run.all if not run.ended]
+            assert not (tmp_path / f"out.{self.name}.jsonl").exists()
+            (tmp_path / f"out.{self.name}.started").touch()
+            Run.all.append(self)
+
+        def poll(self):
+            return 0 if self.ended else None
+
+    def end_the_first(seconds):
+        looks.append(seconds)
+        if len(looks) % 2 == 0:
+            next(run for run in Run.all if not run.ended).ended = True
+
+    monkeypatch.setattr(arms.subprocess, "Popen", Run)
+    monkeypatch.setattr(arms.time, "sleep", end_the_first)
+    arms.search(SimpleNamespace(arms=path, gpus=["0"], seconds=60, out=tmp_path / "out"))
+    assert beside == {"a": [], "big": [], "c": [], "d": ["c"]}
+
+
+@pytest.mark.fast
+def test_effects_of_what_all_runs_have(tmp_path, capsys):
+    """A factor may add averages, which the other half of the runs lacks."""
+    screening = write_results(tmp_path / "a.jsonl", dict.fromkeys(range(8), 3.1))
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    lines[0]["loss"]["0.1 0.5"] = 3.0
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arms.print_effects(screening, tmp_path / "a.jsonl")
+    assert "0.1 0.5" not in capsys.readouterr().out
