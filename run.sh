@@ -88,7 +88,7 @@ setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that 
     if find_python "$@"; then exec 9<&-; return; fi
   fi
   say "no python here has $* with torch >= 2.11: installing $requirements into .venv (once)"
-  "$python" -c '' 2>/dev/null || "$base" -m venv --clear .venv ||
+  "$python" -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear .venv ||
     die "python -m venv: expected a new .venv, found the error above; fix: install your system's python3-venv package"
   "$python" -m pip install --disable-pip-version-check -r "$requirements" ||
     die "pip: expected to install $requirements, found the error above; fix: start again (PIP_INDEX_URL names another package index)"
@@ -176,7 +176,8 @@ train() {
       timeout 10 "$python" -c \
       'from huggingface_hub import HfApi; HfApi().dataset_info("kjj0/fineweb10B-gpt2", timeout=5)' 2>/dev/null; then
       say "the hub answers: fetching FineWeb into $data, 2 GB, once"
-      if "$python" data/fineweb.py fetch; then tokens=$SPEEDRUN_TOKENS; elif (($? == 130)); then exit 130; fi
+      if "$python" data/fineweb.py fetch; then tokens=$SPEEDRUN_TOKENS; elif (($? == 130)); then exit 130
+      else facts=$(probe "$python" numpy torch) && read -r version gpus capability gib tokens <<<"$facts"; fi # some shards may be there
     fi
     choose_preset "$gpus" "$capability" "$gib" "$tokens"
     set -- --preset "$preset" "$@"
@@ -242,7 +243,7 @@ run_tests() { # Triton's interpreter is on or off for a whole process, so each f
     case $argument in
       --fast) fast=yes options+=(-m "fast and not slow") ;;
       *.py | *.py::*) chosen+=("$argument") ;;
-      *) options+=("$argument") ;;
+      *) if [[ -d $argument ]]; then chosen+=("$argument"/test_*.py); else options+=("$argument"); fi ;;
     esac
   done
   ((${#chosen[@]})) || chosen=(tests/test_*.py)
@@ -296,14 +297,15 @@ from_where_typed() { # ARGUMENTS...: sets arguments, the same with the paths amo
   arguments=()
   for argument in "$@"; do
     case $previous in
-      --data | --log-dir | --save | --checkpoint | --resume | --tensorboard | --export) argument=$(absolute "$argument") ;;
+      --data | --log-dir | --save | --checkpoint | --resume | --tensorboard | --export | --encoding) argument=$(absolute "$argument") ;;
     esac
     case $argument in
-      --data=* | --log-dir=* | --save=* | --checkpoint=* | --resume=* | --tensorboard=* | --export=*)
+      --data=* | --log-dir=* | --save=* | --checkpoint=* | --resume=* | --tensorboard=* | --export=* | --encoding=*)
         argument=${argument%%=*}=$(absolute "${argument#*=}") ;;
     esac
     # Test files, or the model that a text is sampled from: its first operand, as a text may be a file's name too.
-    if [[ $1 == test || $1 == sample && ! $model && $argument != sample && $argument != -* ]]; then
+    if [[ $1 == sample && $previous == --* && $previous != *=* && $previous != --eval && $previous != --dense ]]; then : # an option's value
+    elif [[ $1 == test && $argument != test || $1 == sample && ! $model && $argument != sample && $argument != -* ]]; then
       if [[ -f $(absolute "${argument%%::*}") ]]; then model=$(absolute "$argument") argument=$model; fi
     fi
     previous=$argument

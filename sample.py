@@ -221,7 +221,8 @@ def export_model(
                  f"give --megabytes more than the {others / 1e6:.1f} of all other weights")
         uses = count_uses(config, stored.ids, data or Path(content["validation"]["data"]))
         kept = uses.argsort(descending=True, stable=True)[:room].sort().values
-        content["rows_kept"] = [len(kept), len(stored.ids)]
+        whole = content.get("rows_kept", [0, len(stored.ids)])[1]  # of the first export
+        content["rows_kept"] = [len(kept), whole]
 
     tensors["ngram.ids"] = stored.ids[kept]
     sizes = [(len(kept), *like.shape[1:]) for like in packed(kept[:1])]
@@ -406,10 +407,18 @@ def continue_text(model: tg.GPT, content: dict, encoding, prompt: str, options: 
     clock = tg.Clock(model.lm_head.device)
     start = clock.since_start()
     for count, token in enumerate(drawn_tokens(model, geometry, ids, options, generator), 1):
-        sys.stdout.buffer.write(encoding.decode_single_token_bytes(token))  # it may end within a character
+        sys.stdout.buffer.write(bytes_of(encoding, token))  # it may end within a character
         sys.stdout.flush()
     print()
     print(f"{count} tokens, {count / (clock.since_start() - start):.1f} a second", file=sys.stderr)
+
+
+def bytes_of(encoding, token: int) -> bytes:
+    """What a token says. A ranks file may lack some of the vocabulary's, which a model can draw all the same."""
+    try:
+        return encoding.decode_single_token_bytes(token)
+    except KeyError:
+        return "\N{REPLACEMENT CHARACTER}".encode()
 
 
 def typed_lines() -> Iterator[str]:
@@ -499,7 +508,7 @@ class Samples:
         options = argparse.Namespace(**SAMPLING | {"length": ALONG_LENGTH})
 
         tokens = drawn_tokens(model, geometry, [BOS], options, generator)
-        return b"".join(map(self.encoding.decode_single_token_bytes, tokens)).decode(errors="replace")
+        return b"".join(bytes_of(self.encoding, token) for token in tokens).decode(errors="replace")
 
 
 # ---- main ------------------------------------------------------------------------------------------------------------
@@ -531,7 +540,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if options.data and not options.eval and options.megabytes is None:
         parser.error("--data does nothing without --eval or --megabytes")
     for name in ("dense", "megabytes"):
-        if getattr(options, name) not in (None, False) and not options.export:
+        value = getattr(options, name)
+        if value is not None and value is not False and not options.export:  # 0 megabytes too
             parser.error(f"--{name} does nothing without --export")
     if options.dense and options.megabytes is not None:
         parser.error("--dense and --megabytes: one at a time")

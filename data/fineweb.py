@@ -197,7 +197,7 @@ def hub_errors(name: str, dataset: str = DATASET) -> Iterator[None]:
         status = error.response.status_code
         fix = f"{dataset} or HF_ENDPOINT is wrong, or the file has gone" if status in (401, 404) else again
         raise DataError(f"{name} on the hub", "HTTP 200", f"HTTP {status} from {error.response.url}", fix) from error
-    except (HTTPError, OSError) as error:
+    except (HTTPError, OSError, ValueError) as error:  # the last one of an HF_ENDPOINT that is no address
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             fix = "free some space and run the same command: it resumes"
             raise DataError(f"disk space for {name}", "enough", "disk full", fix) from error
@@ -395,7 +395,7 @@ def find_inputs(paths: Iterable[Path]) -> list[Path]:
             what = "a pipe, socket or device" if path.exists() else "nothing there"
             raise DataError(path, "a file or a folder", what, "check the path")
         files = [inner for inner in sorted(path.rglob("*")) if inner.is_file() and not is_hidden(inner, path)]
-        texts = [inner for inner in files if kind_of(inner) in TEXTS]
+        texts = [inner for inner in files if kind_of(inner) in TEXTS and not inner.name.endswith(".parquet.gz")]
         if not texts:
             expected = f"files that end in {', '.join(TEXTS)}"
             raise DataError(path, expected, f"none among {len(files)}", "name the files themselves")
@@ -651,7 +651,7 @@ class ShardWriter:
         """No shard is ever replaced, nor mixed with those of another text."""
         old = sorted(path.name for kind in ("train", "val") for path in self.folder.glob(f"{self.name}_{kind}_*.bin"))
         if old:
-            fix = "delete them, or give another --name or --out"
+            fix = "delete them, or give another --out"  # a training reads one corpus a folder
             raise DataError(f"{self.folder}", f"no shards named {self.name}", old[0], fix)
 
     def path(self) -> Path:
@@ -692,11 +692,19 @@ class ShardWriter:
         self.finished.append((self.path(), self.tokens))
         self.file, self.tokens = None, 0
 
-    def finish(self) -> None:
+    def finish(self, ranks: bytes | None = None) -> None:
+        """Give the shards their names. `ranks`, the content of the tokenizer's file, goes beside them, if it is not
+        GPT-2's."""
         self.close_shard()
         if self.train == 0:
             self.refuse_short()
         self.refuse_others()  # another process may have finished meanwhile
+        # Before the shards have their names, so that nobody takes the tokens for those of another tokenizer.
+        encoding = self.folder / f"{self.name}.tiktoken"
+        if ranks is None:
+            encoding.unlink(missing_ok=True)
+        else:
+            encoding.write_bytes(ranks)
         for path, _ in self.finished:
             os.replace(self.part(path), path)
 
@@ -709,7 +717,8 @@ class ShardWriter:
         if tokens <= self.val_tokens:
             expected = f"more than the {self.val_tokens:,} for validation"
             found = f"{tokens:,} in all"
-            raise DataError("tokens in the input", expected, found, "give more text or a smaller --val-tokens")
+            fix = "give more text or a smaller --val-tokens" if tokens else "give more text"
+            raise DataError("tokens in the input", expected, found, fix)
         if self.documents == 1:
             expected = "at least two: validation and training share none"
             raise DataError("documents in the input", expected, f"one, of {tokens:,} tokens", cut)
@@ -771,12 +780,10 @@ def tokenize(
                 writer.val_tokens, ordered = validation_share(stream)
             for document in ordered:
                 writer.add(document)
-        writer.finish()
+        writer.finish(ranks)
     except BaseException:
         writer.abort()
         raise
-    if ranks is not None:  # so that nobody takes the tokens for GPT-2's
-        (folder / f"{name}.tiktoken").write_bytes(ranks)
     tokens = sum(tokens for _, tokens in writer.finished)
     print(f"{len(writer.finished)} shards, {writer.documents:,} documents, {tokens:,} tokens in {folder}")
     return [path for path, _ in writer.finished]

@@ -656,6 +656,23 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, text):
     assert list(fineweb.read_documents([tmp_path / name], None, "text")) == ["hello"]
 
 
+def test_the_ranks_beside_shards_are_theirs(tmp_path):
+    """Those of shards that somebody has deleted would be taken for the tokenizer of new ones."""
+    for number, ranks in enumerate((b"ranks", None, b"others")):
+        writer = fineweb.ShardWriter(tmp_path, "text", 0, 100)
+        writer.add(np.array([BOS, number], "<u2"))
+        writer.finish(ranks)
+        beside = tmp_path / "text.tiktoken"
+        assert (beside.read_bytes() if beside.exists() else None) == ranks
+        (tmp_path / "text_train_000001.bin").unlink()
+
+
+def test_packed_parquet_is_left_out(tmp_path):
+    for name in ("a.txt", "b.parquet.gz", "c.jsonl.gz"):
+        (tmp_path / name).touch()
+    assert [path.name for path in fineweb.find_inputs([tmp_path])] == ["a.txt", "c.jsonl.gz"]
+
+
 def test_two_tokenizers_in_one_folder(tmp_path, monkeypatch):
     """The second to finish gives way; neither writes into the other's shards."""
     writers = []

@@ -533,6 +533,9 @@ def test_paths_mean_the_folder_where_they_were_typed(machine, tmp_path_factory):
     typed = "sample", "model", "once", "--export", "copy"
     expected = ["sample.py", f"{elsewhere}/model", "once", "--export", f"{elsewhere}/copy"]
     assert machine.run(*typed, cwd=elsewhere).stdout.split()[1:] == expected, "a text may be a file's name too"
+    typed = "sample", "--encoding", "once", "--seed", "once", "model"
+    expected = ["sample.py", "--encoding", f"{elsewhere}/once", "--seed", "once", f"{elsewhere}/model"]
+    assert machine.run(*typed, cwd=elsewhere).stdout.split()[1:] == expected, "an option's value is no model"
 
     (elsewhere / "test_mine.py").write_text("def test_1(): pass\n")
     result = machine.run("test", "test_mine.py::test_1", cwd=elsewhere)
@@ -554,6 +557,8 @@ def test_counts_tests_of_all_processes(machine):
 
     result = machine.run("test", "tests/test_a.py::test_1", "-k", "test_1")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "1 passed, 0 failed, 0 skipped")
+    result = machine.run("test", "tests")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "4 passed, 0 failed, 1 skipped"), "a folder"
     result = machine.run("test", "-k", "nothing")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (1, "0 passed, 0 failed, 0 skipped"), "no test ran"
 

@@ -268,6 +268,7 @@ def test_ctrl_c_in_the_loop(saved, use, bytes_as_tokens, monkeypatch):
 @pytest.mark.parametrize("options, told", [
     (["--eval", "--export", "x"], "one at a time"), (["--data", "x"], "--data does nothing"),
     (["--dense"], "--dense does nothing"), (["--megabytes", "9"], "--megabytes does nothing"),
+    (["--megabytes", "0"], "--megabytes does nothing"),
     (["--export", "x", "--dense", "--megabytes", "9"], "one at a time"), (["text", "--eval"], "a text does nothing"),
     (["--seed", "1", "--eval"], "--seed does nothing"), (["--top-p", "1", "--export", "x"], "--top-p does nothing"),
     (["--length", "256", "--eval"], "--length does nothing"), (["--temperature", "nan"], "--temperature"),
@@ -447,6 +448,8 @@ def test_a_small_copy_keeps_the_rows_that_text_asks_for_most(saved, use, bytes_a
     small_copy, content, few = sample.read_model_file(target, rows_too=True)
     number = len(few.ids)
     assert content["rows_kept"] == [number, len(stored.ids)]
+    assert use(target, "--export", tmp_path / "again", "--megabytes", 1000, "--data", corpus).code == 0
+    assert sample.read_model_file(tmp_path / "again")[1]["rows_kept"] == [number, len(stored.ids)], "of the first model"
     assert 0.4 < number / len(stored.ids) < 0.8
     is_kept = np.isin(stored.ids, few.ids)
     assert is_kept.sum() == number
@@ -538,6 +541,16 @@ def test_a_mapped_model_keeps_its_dtype_on_disk_only(corpus, small, tmp_path):
     batch = tg.pack({0: [piece]}, MODEL, pin=False).to(CPU)
     geometry = sample.saved_geometry(content, model, 50)
     assert float(model.evaluate(batch, geometry)) == pytest.approx(float(wide.evaluate(batch, geometry)), rel=1e-6)
+
+
+def test_a_token_that_the_ranks_lack():
+    """A model has all of the vocabulary, and may draw it: that is no reason to end a training."""
+    class Ranks:
+        @staticmethod
+        def decode_single_token_bytes(token):
+            return {5: b"five"}[token]
+
+    assert [sample.bytes_of(Ranks, token) for token in (5, 6)] == [b"five", "\ufffd".encode()]
 
 
 # ---- bad files -------------------------------------------------------------------------------------------------------
