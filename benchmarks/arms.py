@@ -126,6 +126,9 @@ def read_arms(path: Path) -> list[dict]:
     arms = []
     for entry in read_entries(path):
         arms += screening_arms(entry) if "factors" in entry else [entry]
+    names = [arm.get("name") for arm in arms]
+    if None in names or len(set(names)) < len(names):  # results and logs are by name
+        sys.exit(f"{path}: expected a name of its own for each arm, found {', '.join(map(str, names))}")
     for arm in arms:
         if unknown := arm.keys() - KEYS:
             known = ", ".join(sorted(KEYS))
@@ -427,12 +430,17 @@ def search(options: argparse.Namespace) -> None:
     end = time.monotonic() + options.seconds
     arms = read_arms(options.arms)
     taken = set()
+    said = ""
     running = {gpu: [] for gpu in options.gpus}
     while time.monotonic() < end:
         try:
             arms = read_arms(options.arms)
         except (json.JSONDecodeError, FileNotFoundError):
             pass  # somebody is writing it
+        except SystemExit as error:  # the arms under way go on
+            if str(error) != said:
+                said = str(error)
+                print(said, file=sys.stderr, flush=True)
         for gpu, processes in running.items():
             names = [name for name, process in processes if process.poll() is None]
             if gpu == "cpu" and names:  # two at once take longer than one after the other

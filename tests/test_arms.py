@@ -147,6 +147,16 @@ def test_a_misspelt_key_is_no_arm(tmp_path):
         arms.read_arms(path)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("text", ['[{"name": "a"}, {"name": "a"}]', '[{"seed": 1}]'])
+def test_each_arm_has_a_name_of_its_own(tmp_path, text):
+    """Else the second would not be started, or its results be taken for the first one's."""
+    path = tmp_path / "arms.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match="expected a name of its own for each arm, found"):
+        arms.read_arms(path)
+
+
 def test_screenings_are_spelt_well():
     for path in (helpers.ROOT / "benchmarks/screenings").glob("*.json"):
         assert arms.read_arms(path), path
@@ -182,9 +192,9 @@ def test_on_a_cpu_arms_train_one_after_the_other(tmp_path, monkeypatch):
 
 
 def test_arms_may_be_appended_while_they_run(tmp_path, monkeypatch):
-    """Also by who empties the file first, as `cp` does, and is seen at that."""
+    """Also by who empties the file first, as `cp` does, or misspells a key, and is seen at that."""
     path = tmp_path / "arms.json"
-    texts = iter(["", '[{"name": "a"}, {"na', '[{"name": "a"}, {"name": "b"}]'])
+    texts = iter(["", '[{"name": "a"}, {"na', '[{"name": "a"}, {"nmae": "b"}]', '[{"name": "a"}, {"name": "b"}]'])
     started = []
 
     class Run:
