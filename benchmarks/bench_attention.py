@@ -257,7 +257,9 @@ def sweep(cells, table, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False)  # MODEL and DRY look for whole words
     parser.add_argument("--sweep", action="store_true", help="time every tile of TILES")
     for option in MODELS:
         parser.add_argument(

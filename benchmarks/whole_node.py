@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -115,6 +116,10 @@ def trace(node: Node) -> None:
             options.processes, *arguments, script="benchmarks/bench_trace.py", first=(steps,)
         )
         node.run(f"trace-{number}", command)
+        place = options.out / f"trace-{number}"
+        for path in () if options.dry_run else sorted(ROOT.glob("trace-rank*.trace.json")):
+            place.mkdir(exist_ok=True)
+            shutil.move(path, place / path.name)  # where it is written, the next stage's would replace it
 
 
 def sprint(node: Node) -> None:
@@ -227,6 +232,8 @@ def main() -> None:
 
     options.out.mkdir(parents=True, exist_ok=True)
     node = Node(options)
+    if node.logs.exists() and not options.dry_run:
+        sys.exit(f"whole_node: expected a new --out, found logs in {node.logs}; fix: another folder")
     for task in options.only:
         globals()[task](node)
     if not options.dry_run:
