@@ -88,7 +88,8 @@ setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that 
     if find_python "$@"; then exec 9<&-; return; fi
   fi
   say "no python here has $* with torch >= 2.11: installing $requirements into .venv (once)"
-  "$python" -m pip --version >/dev/null 2>&1 || "$base" -m venv --clear .venv ||
+  # An interrupted venv may lack pip. What else is in it may be the user's, so it is completed and not made anew.
+  { "$python" -c '' 2>/dev/null || "$base" -m venv --clear .venv; } && { "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip; } ||
     die "python -m venv: expected a new .venv, found the error above; fix: install your system's python3-venv package"
   "$python" -m pip install --disable-pip-version-check -r "$requirements" ||
     die "pip: expected to install $requirements, found the error above; fix: start again (PIP_INDEX_URL names another package index)"
@@ -293,7 +294,7 @@ asks_help() { # ARGUMENTS...: whether one of them asks for help; words within a 
 }
 
 from_where_typed() { # ARGUMENTS...: sets arguments, the same with the paths among them absolute
-  local argument previous='' model=''
+  local argument previous='' model='' operand
   arguments=()
   for argument in "$@"; do
     case $previous in
@@ -304,10 +305,13 @@ from_where_typed() { # ARGUMENTS...: sets arguments, the same with the paths amo
         argument=${argument%%=*}=$(absolute "${argument#*=}") ;;
     esac
     # Test files, or the model that a text is sampled from: its first operand, as a text may be a file's name too.
-    if [[ $1 == sample && $previous == --* && $previous != *=* && $previous != --eval && $previous != --dense ]]; then : # an option's value
-    elif [[ $1 == test && $argument != test || $1 == sample && ! $model && $argument != sample && $argument != -* ]]; then
-      if [[ -f $(absolute "${argument%%::*}") ]]; then model=$(absolute "$argument") argument=$model; fi
-    fi
+    operand=''
+    case $1 in
+      test) [[ $argument == test ]] || operand=yes ;;
+      sample) [[ $model || $argument == sample || $argument == -* ]] || operand=yes
+        case $previous in --eval | --dense | --*=*) ;; --*) operand='' ;; esac ;; # it is that option's value
+    esac
+    if [[ $operand && -f $(absolute "${argument%%::*}") ]]; then model=$(absolute "$argument") argument=$model; fi
     previous=$argument
     arguments+=("$argument")
   done

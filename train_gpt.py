@@ -3500,7 +3500,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
     tensors = trainer.model.state_dict()
     table = tensors.pop("ngram", None)
     if table is None:
-        parts = [torch.zeros(1, 2)]  # of such a table nothing is kept
+        parts = [torch.zeros(1, 2)]  # one row, which is zero and so not kept
     else:
         parts = trainer.ranks.versions(table) if trainer.ranks.deals_rows else [table]
     ids = torch.stack([part.any(1) for part in parts], 1).flatten().nonzero().flatten()  # row i // R of part i % R
@@ -6162,8 +6162,9 @@ def check_preset(preset: Preset):
     require(model.key_width % 4 == 0, "key_width", "a multiple of 4", model.key_width)
     least = model.vocabulary + bool(model.pointer_width)  # the pointer's copy token follows the vocabulary
     padded = model.padded_vocabulary
-    unit = 16 if preset.fp8 else CHUNKS  # of rows: FP8 products take 16, and each of eight ranks has a part of them
-    require(padded >= least and padded % unit == 0, "padded_vocabulary", f"a multiple of {unit}, at least {least}",
+    unit = 16 if preset.fp8 else 1  # the sides of FP8 products are multiples of it
+    rows = max(unit, CHUNKS)  # each of eight ranks has as many
+    require(padded >= least and padded % rows == 0, "padded_vocabulary", f"a multiple of {rows}, at least {least}",
             padded)
     require(model.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", model.dtype)
     # Of each order a row for incomplete n-grams, and one for others; four orders at most.
@@ -6180,12 +6181,11 @@ def check_preset(preset: Preset):
     missing = dict(OptimizerConfig.rules).keys() - dict(config.rules)
     require(not missing, "rules", "one for each role", f"none for {', '.join(sorted(missing))}")
     for role, rule in config.rules:
-        if getattr(rule, "sparse", False):
+        if isinstance(rule, AdamRule) and rule.sparse:
             require(rule.betas[0] == 0, f"rule of {role}", "a first beta of 0, as there is no first moment", rule.betas)
 
     for name in ("steps", "val_tokens", "val_window_tokens", "log_every_steps"):
         require(getattr(preset, name) >= 1, name, "at least 1", getattr(preset, name))
-    unit = 16 if preset.fp8 else 1  # of tokens and classes
     for index, stage in enumerate(preset.stages):
         tokens = stage.batch_tokens
         require(tokens > 0 and tokens % (CHUNKS * unit) == 0, f"stage {index}: batch_tokens",

@@ -93,7 +93,8 @@ def check_script(c: Context) -> Findings:
         found = sha256(path.read_bytes()) if path.exists() else "no file"
         bad += [] if found == expected else [f"{path}: expected sha256 {expected[:16]}, found {found[:16]}; fix: "
                                              f"restore the script that ran"]
-    bad += [f"expected no code but {SCRIPT}, found {path.name}" for path in sorted(c.folder.path.iterdir())
+    bad += [f"expected no code but {SCRIPT}, and its runs, found {path.name}"
+            for path in sorted(c.folder.path.iterdir())
             if path.suffix in CODE and path.name != SCRIPT or path.is_dir() and path.name not in FOLDERS]
     return bad, ", ".join(f"arm {arm} {digest[:16]}" for arm, digest in scripts.items())
 
@@ -371,7 +372,8 @@ def corpus_problems(c: Context) -> Iterator[str]:
     if foreign:
         yield f"expected shards of {track.corpus}, found {foreign[0]}"
     numbers = [int(name[-10:-4]) for name in manifest if "_train_" in name]
-    if numbers and numbers != list(range(numbers[0], numbers[0] + len(numbers))) or min(numbers, default=0) > 1:
+    first = min(numbers, default=0)
+    if first > 1 or numbers != list(range(first, first + len(numbers))):
         yield f"expected training shards numbered from 0 or 1 on, found {numbers[0]} to {numbers[-1]}"
     if len(set(manifest.values())) < len(manifest):
         yield "expected shards that differ, found one twice"

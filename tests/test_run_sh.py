@@ -42,6 +42,8 @@ class HfApi:
 BARE_PYTHON = """#!/bin/sh
 case "$*" in
 "-m venv --clear .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+"-m pip --version") [ ! -e no-pip ] ;;
+"-m ensurepip") rm no-pip ;;
 "-m pip "*dev.txt) exit 1 ;;
 "-m pip "*) echo "$*" >>pip.log; while [ -e hold ]; do sleep 0.05; done; touch .venv/installed ;;
 "- "*pytest*) exit 1 ;;
@@ -419,6 +421,18 @@ def test_fetches_when_the_hub_answers(machine):
     assert machine.command(FAKE_GPUS="1", FAKE_HUB="1") == "train_gpt.py --preset smoke-gpu"
     machine.write("data/fineweb.py", "raise SystemExit(130)")
     assert machine.run(FAKE_GPUS="1", FAKE_HUB="1").returncode == 130, "Ctrl-C ends everything"
+
+
+def test_a_venv_without_pip_is_completed(machine):
+    """As an interruption leaves it; what else is in it stays."""
+    for name in ("bin/python3", "bin/python", ".venv/bin/python"):
+        machine.write(name, BARE_PYTHON, mode=0o755)
+    for name in ("no-pip", ".venv/mine"):
+        machine.write(name, "")
+    result = machine.run("--seed", "1", PYTHON="python3")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == ".venv/bin/python train_gpt.py --preset smoke --seed 1"
+    assert (machine.folder / ".venv/mine").exists()
 
 
 def test_installs_into_venv_once(machine):
