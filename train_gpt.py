@@ -269,7 +269,7 @@ class OptimizerConfig:
     cautious_decay: bool = True
 
     muon_learning_rate: float = 0.023
-    muon_weight_decay: float = 2.4  # times the squared learning rate and the role's multiplier, so it fades early
+    muon_weight_decay: float = 2.4  # times rate^2 and the role's multiplier, so it fades early (record 43)
     # Momentum warms up from the first value to the second (record 9) and cools down at the end (record 39).
     muon_momentum: tuple[float, float] = (0.85, 0.93)
     momentum_warmup_fraction: float = 0.42  # of all steps
