@@ -149,7 +149,7 @@ def leaderboard_table(folders: list[Folder], records: str, columns: tuple[str, .
 
 def proven(folder: Folder) -> bool:
     """Whether a record met its target by the rule of its day; a baseline under the rule only if it passes the test."""
-    if rank(folder)[0] or folder.record.get("abandoned"):
+    if folder.record.get("abandoned") or rank(folder)[0]:  # a plan that was given up may have no means
         return False
     untested = folder.under_rule and folder.record["kind"] == "baseline" and folder.target is not None
     return not untested or reached(folder).ok

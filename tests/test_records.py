@@ -1269,6 +1269,9 @@ def test_the_readme_shows_the_best_of_each_class():
     early = folder(5.4, 5, target=5.5, under_rule=False)
     assert best_of_each_class([early, slow]) == [slow] and best_of_each_class([early, missed]) == [early]
     assert best_of_each_class([slow, folder(4.9, 1, abandoned="why")]) == [slow]
+    without_means = folder(4.9, 1, abandoned="after the first run")
+    without_means.record["means"] = {}
+    assert best_of_each_class([slow, without_means]) == [slow]
 
 
 def cells(table, name):
