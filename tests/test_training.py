@@ -820,10 +820,11 @@ def test_processes_agree_with_one(ranked, request, how, world):
         assert not expected[size:].any()
         differences[name] = relative(found[:size], expected[:size])
         padded |= {name} if len(found) > size else set()
+    # Sums of products are rounded differently by each processor: 2.3e-5 and 1.4e-4 where these have AVX2 alone.
     assert not {
         name: difference
         for name, difference in differences.items()
-        if difference >= (1e-5 if name.endswith("weights") else 1e-4)
+        if difference >= (1e-4 if name.endswith("weights") else 1e-3)
     }
     assert sum("weights" in name for name in differences) >= 5
     assert world == 2 or any(name.endswith("momentum") for name in padded), "a bank that needed padding"
@@ -841,7 +842,7 @@ def test_a_model_whose_rows_are_dealt_out_is_saved_whole(ranked, sharing, world)
     )
     assert found.keys() == alone.keys()
     assert found["ngram.ids"].equal(alone["ngram.ids"])
-    assert max(relative(found[name].float(), alone[name].float()) for name in alone) < 1e-5
+    assert max(relative(found[name].float(), alone[name].float()) for name in alone) < 1e-4  # 3.5e-5 with AVX2 alone
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
