@@ -38,15 +38,20 @@ def command_new(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def stop_as_by_ctrl_c() -> None:
+    """So that what ends this process stops the training too, which is in a session of its own."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
+            signal.signal(number, signal.default_int_handler)
+
+
 def command_run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from starts import duration
         print(duration(record.load(arguments.dir), arguments.at_once))
         return 0
     from runner import run_plan
-    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: the training is stopped too
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
-            signal.signal(number, signal.default_int_handler)
+    stop_as_by_ctrl_c()
     run_plan(arguments.dir, arguments.data, arguments.at_once)
     print(f"next: python records verify {arguments.dir}")
     return 0
@@ -70,15 +75,20 @@ def command_verify(arguments: argparse.Namespace) -> int:
 
 def command_audit(arguments: argparse.Namespace) -> int:
     from audit import audit
+    stop_as_by_ctrl_c()
     return audit(arguments.dir, arguments.data, arguments.seed, arguments.arm, arguments.steps)
 
 
 def command_abandon(arguments: argparse.Namespace) -> int:
-    from runner import only_one
+    from runner import close, gather, only_one
     with only_one(record.load(arguments.dir).path):  # a `run` under way would write over it
+        gather(record.load(arguments.dir))  # what an interrupted `run` left is kept in sight too
         record.abandon(arguments.dir, arguments.why)
-    print(f"{arguments.dir}: abandoned; it stays where it is, and one restart may name it: new NAME --restart "
-          f"{arguments.dir}")
+        folder = record.load(arguments.dir)
+        close(folder)
+    restart = "" if "restarts" in folder.record["plan"] else \
+        f", and one restart may name it: new NAME --restart {arguments.dir}"
+    print(f"{arguments.dir}: abandoned; it stays where it is{restart}")
     return 0
 
 
@@ -229,17 +239,28 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def drop_output() -> None:
+    """Throw away what standard output still holds, if that cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        return arguments.function(arguments)
+        status = arguments.function(arguments)
+        sys.stdout.flush()  # at the exit nobody could say in a line that the reader is gone, or the disk full
+        return status
     except Failure as failure:
         print(f"records: {failure}", file=sys.stderr, flush=True)
         return failure.code
     except BrokenPipeError:  # whoever read the output has seen enough; not all was checked, so it is no success
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
+        drop_output()
         where = f"{error.filename}: " if error.filename else ""
         print(f"records: {where}{error.strerror or error}; fix: check the path, its permissions and the free space",
               file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import runner
 from record import Folder, load
-from runlog import EXIT_HARDWARE, Run, fail, read_run
+from runlog import EXIT_HARDWARE, Run, fail, read_run, sha256
 from starts import environment, remove_caches
 
 # Runs repeat to the last digit where these agree, on GPUs. Elsewhere sums round otherwise: one, two and four H200
@@ -96,7 +96,10 @@ def audit(path: Path, data: Path | None, seed: int | None, arm: str, steps: int)
     """
     folder = load(path)
     logged = choose_run(folder, arm, seed)
-    key = logged.path.stem
+    key, script, stated = logged.path.stem, folder.script(arm), folder.record["scripts"][arm]
+    content = sha256(script.read_bytes()) if script.exists() else "no file"
+    if content != stated:
+        fail(f"script of arm {arm}, {script}", stated[:16], content[:16], "restore the script that ran")
     place = (data or folder.path.parents[1] / folder.track.data).resolve()
     print(f"{folder.path.name}, {key}: {steps} steps with script {folder.record['scripts'][arm][:8]} on "
           f"{os.path.relpath(place)}", flush=True)

@@ -19,30 +19,40 @@ OPEN_FIELDS = ("runs", "means", "abandoned")
 
 def git(root: Path, *words: str) -> str:
     """What git prints; a failure is an error of ours."""
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True,
-                          env=os.environ | {"TZ": "UTC"})
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True,
+                              env=os.environ | {"TZ": "UTC"})
+    except FileNotFoundError:
+        fail("git", "it installed", "none", "install git")
     if done.returncode:
         fail(f"git {' '.join(words)}", "a repository with that commit", done.stderr.strip().splitlines()[-1:]
              or "nothing", "fetch the base, or name another")
     return done.stdout
 
 
+def record_of(text: str) -> dict[str, Any] | None:
+    """What a record.json says; None where it is no JSON object with runs."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("runs", {}), dict) else None
+
+
 def record_at(root: Path, commit: str, name: str) -> dict[str, Any] | None:
     """record.json of a commit, None where it is no JSON object."""
     try:
-        found = json.loads(git(root, "show", f"{commit}:records/{name}/record.json"))
-    except ValueError:
+        return record_of(git(root, "show", f"{commit}:records/{name}/record.json"))
+    except ValueError:  # no text
         return None
-    return found if isinstance(found, dict) else None
 
 
 def record_now(root: Path, name: str) -> dict[str, Any]:
     """record.json of the working tree; empty where there is none, or no JSON object."""
     try:
-        found = json.loads((root / "records" / name / "record.json").read_text())
+        return record_of((root / "records" / name / "record.json").read_text()) or {}
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def fixed_part(record: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +61,7 @@ def fixed_part(record: dict[str, Any]) -> dict[str, Any]:
 
 def names_at(root: Path, commit: str) -> list[str]:
     """The records that a commit has."""
-    files = git(root, "ls-tree", "-r", "--name-only", commit, "--", "records").splitlines()
+    files = git(root, "ls-tree", "-r", "-z", "--name-only", commit, "--", "records").split("\0")
     return sorted(file.split("/")[1] for file in files if file.count("/") == 2 and file.endswith("/record.json"))
 
 
@@ -141,5 +151,9 @@ def guard(base: str, root: Path = HOME.parent) -> int:
     bad = [text for name in before for text in rewritten(root, start, name)]
     new = [name for name in now if name not in before]
     bad += [text for name in new for text in too_late(root, start, name)]
+    if bad and git(root, "rev-parse", "--is-shallow-repository").strip() == "true":
+        # Its first commit seems to add all that it has: plans would seem to come after their runs.
+        fail("repository", "its whole history, as commits say when plans were made", "a shallow clone",
+             "git fetch --unshallow")
     print("\n".join(bad) or f"{len(before)} records as in {start[:12]}, {len(new)} new ones planned before they ran")
     return int(bool(bad))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 from pathlib import Path
 
 import stats
@@ -119,9 +120,11 @@ def target_text(name: str) -> str:
 
 def abandoned_line(folder: Folder) -> str:
     """A plan that was given up, with what its runs said."""
-    values, name = losses(folder), folder.path.name
-    said = f", mean loss {stats.mean(values):.4f}" if values else ""
-    return f"- {name}, {len(values)} of {len(folder.record['plan']['seeds'])} runs{said}: {folder.record['abandoned']}"
+    found, name = losses(folder), folder.path.name
+    values = list(filter(math.isfinite, found))
+    said = f", {len(found) - len(values)} diverged" if len(values) < len(found) else ""
+    said += f", mean loss {stats.mean(values):.4f}" if values else ""
+    return f"- {name}, {len(found)} of {len(folder.record['plan']['seeds'])} runs{said}: {folder.record['abandoned']}"
 
 
 def leaderboard_table(folders: list[Folder], records: str, columns: tuple[str, ...]) -> str:
@@ -172,7 +175,8 @@ def tables_of(folders: list[Folder]) -> list[tuple[Path, str, str]]:
     README."""
     whole = leaderboard_table(folders, "", COLUMNS)
     short = leaderboard_table(best_of_each_class(folders), f"{HOME.name}/", SHORT)
-    return [(HOME / "README.md", "leaderboard", whole), (HOME / "README.md", "rule", rule_tables()),
+    older = rule_tables([folder for folder in folders if not folder.under_rule])
+    return [(HOME / "README.md", "leaderboard", whole), (HOME / "README.md", "rule", older),
             (HOME.parent / "README.md", "leaderboard", short)]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from record import HOME, Folder, all_folders, load, rank
+from record import HOME, Folder, all_folders, load, rank, require_runs
 from report import hardware, load_all, mean_curve
 from runlog import Run, fail, read_run, stage_times
 
@@ -275,6 +275,7 @@ def our_records() -> dict[str, list[Folder]]:
     found: dict[str, list[Folder]] = {}
     for folder in sorted(map(load, all_folders()), key=lambda folder: folder.started):
         if folder.record["means"] and not folder.track.practice and not folder.record.get("abandoned"):
+            require_runs(folder)
             place = hardware(folder.runs("a")[0]).replace("NVIDIA ", "").replace(" 80GB HBM3", "")
             found.setdefault(f"{folder.record['track']}, {place}", []).append(folder)
     return dict(sorted(found.items()))

@@ -23,6 +23,7 @@ from tracks import EARLIER, PINS, TRACKS, Track
 
 HOME = Path(__file__).resolve().parent
 SCRIPT = "train_gpt.py"
+LIST_BEFORE_THE_RULE = HOME / "before-the-rule.sha256"  # of each record.json; no other has the first schema
 KINDS = ("ml", "systems", "baseline")
 NEWEST_SCHEMA = 2  # 1 is that of the records before the rule
 LEAST_RUNS, HIGH_END = 5, 0.004  # runs an arm at least; how far above the median a loss counts as one that ended high
@@ -101,6 +102,7 @@ def many(item: str, brackets: str) -> str:
     return rf"\{brackets[0]}{item}(, {item})*\{brackets[1]}"
 
 
+NAME_FORM = r"[a-z0-9][a-z0-9.-]*"  # of a record, after its date
 HEX, KEY, NAME = "[0-9a-f]", r"[ab]-s\d+", r'"20[\w.-]+"'  # a run's key is its arm and seed
 SEEDS, ORDER = many(r"\d+", "[]"), many(f'"{KEY}"', "[]")
 # Each field of record.json and the form of its JSON text. Other fields are errors: nothing rides along unchecked.
@@ -168,6 +170,31 @@ def load(path: Path) -> Folder:
         fail(f"{file}", "the schema of records/README.md", errors[0], "update this checkout: git pull" if newer
              else restore)
     return Folder(path, record)
+
+
+def listed_before_the_rule(folder: Folder) -> bool:
+    listed = dict(reversed(row.split()) for row in LIST_BEFORE_THE_RULE.read_text().splitlines())
+    return listed.get(folder.path.name) == sha256((folder.path / "record.json").read_bytes())
+
+
+def require_runs(folder: Folder) -> None:
+    """Refuse a record whose runs are not those that it lists: what they say would be said of others."""
+    for name, stated in folder.record["runs"].items():
+        path = folder.path / "runs" / name
+        found = sha256(path.read_bytes()) if path.is_file() else "no file"
+        if found != stated:
+            fail(f"run {path}", f"sha256 {stated[:16]} as in record.json", found[:16],
+                 "restore the file, for example with git")
+
+
+def text_of_records(home: Path) -> dict[Path, str]:
+    """What is in each record.json, by its folder, also where that is no record: to be searched, and not to be judged.
+    """
+    found = {}
+    for path in all_folders(home):
+        with contextlib.suppress(OSError):
+            found[path] = (path / "record.json").read_text(errors="replace")
+    return found
 
 
 def all_folders(home: Path = HOME) -> list[Path]:
@@ -339,7 +366,8 @@ def readable(home: Path) -> Iterator[Folder]:
 
 def finished(home: Path, track: str) -> list[Folder]:
     """The records of a track whose runs are done and that were not given up, in the order in which they were run."""
-    found = [folder for folder in readable(home) if folder.record["track"] == track and folder.record["means"]]
+    found = [folder for folder in readable(home) if folder.record["track"] == track and folder.record["means"]
+             and (folder.under_rule or listed_before_the_rule(folder))]
     return sorted((folder for folder in found if not folder.record.get("abandoned")), key=lambda folder: folder.started)
 
 
@@ -367,9 +395,10 @@ def missing_parent(home: Path, record: dict[str, Any], place: str, started: str)
     """
     if record["parent"] or started < PARENTS_SINCE:
         return None
-    repeated = [folder for folder in finished(home, record["track"]) if folder.record["scripts"] == record["scripts"]]
-    if any(folder.started < started and folder.hardware == place for folder in repeated):
-        return None
+    if "retimes" in record["plan"]:
+        same = [folder for folder in finished(home, record["track"]) if folder.record["scripts"] == record["scripts"]]
+        if any(folder.started < started and folder.hardware == place for folder in same):
+            return None
     return best(home, record["track"], place, started)
 
 
@@ -380,6 +409,8 @@ def choose_parent(home: Path, parent: str | None, kind: str | None, track: str, 
         return None
     if parent:
         return find(home / Path(parent).name, home).name
+    for folder in finished(home, track):
+        require_runs(folder)  # a damaged one may be the best
     found = best(home, track, place, now)
     return found.path.name if found else None
 
@@ -466,7 +497,7 @@ def restarted(home: Path, name: str, track: str) -> str:
 
 
 def retime_problem(folder: Folder) -> str | None:
-    """What keeps a record from being repeated; None if nothing does."""
+    """What keeps a record from being repeated, or from being a parent; None if nothing does."""
     if folder.record.get("abandoned"):
         return "one that was abandoned"
     return None if folder.record["means"] else "one that is not finished"
@@ -481,7 +512,7 @@ def must_restart(home: Path, record: dict[str, Any], name: str) -> str | None:
         first = folder.record
         seen = first.get("abandoned") and first["runs"] and first["date"] <= record["date"]
         same = first["track"] == record["track"] and first["scripts"]["a"] == record["scripts"]["a"]
-        if seen and same and folder.path.name != name:
+        if seen and same and folder.path.name != name and first["plan"].get("restarts") != name:
             return folder.path.name
     return None
 
@@ -494,8 +525,8 @@ def restart_problem(folder: Folder, track: str, by: str | None = None) -> str | 
         return "one that is not abandoned"
     if "restarts" in folder.record["plan"]:
         return "a restart itself"
-    for path in all_folders(folder.path.parent):
-        if path.name != by and f'"restarts": "{folder.path.name}"' in (path / "record.json").read_text():
+    for path, text in text_of_records(folder.path.parent).items():
+        if path.name != by and f'"restarts": "{folder.path.name}"' in text:
             return f"one that {path.name} restarts"
     return None
 
@@ -522,7 +553,7 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
     below the target, in nats a token, the mean loss is expected: the number of runs follows from it. Every run of both
     arms gets the trainer's option --length `length`, by default the parent's. A plan does not note 1.
     """
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+    if not re.fullmatch(NAME_FORM, name):
         fail("record name", "small letters, digits, - and .", name, "for example fp8-mlp-backward")
     source, seeds = home.parent / SCRIPT, None
     if retime is not None:
@@ -544,6 +575,8 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
     base = load(home / parent).record if parent else None
     if base and base["track"] != track_name:
         fail(f"parent {parent}", f"a record of {track_name}", base["track"], "name another --parent")
+    if base and (why_not := retime_problem(load(home / parent))):
+        fail(f"parent {parent}", "a finished record", why_not, "name another --parent")
     track = TRACKS[track_name]
     kind = kind or ("ml" if parent else "baseline")
     if kind == "baseline" and parent or kind == "systems" and not parent:
@@ -569,12 +602,14 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
                                                     else {})
     if retime is None and scripts["a"] == scripts.get("b"):
         fail("script", f"another than that of {parent}", "the same", f"change {SCRIPT} first, or --retime {parent}")
-    require_parent(home, {"track": track_name, "parent": parent, "scripts": scripts}, place, now)
+    require_parent(home, {"track": track_name, "parent": parent, "scripts": scripts, "plan": plan}, place, now)
     record = {"schema": NEWEST_SCHEMA, "track": track_name, "date": date, "parent": parent, "kind": kind,
               "scripts": scripts,
               "data": planned_data(track, data, home), "plan": plan, "runs": {}, "means": {}, "abandoned": None}
     if first := must_restart(home, record, path.name):
-        fail("script", "another than that of an abandoned plan whose runs were seen", first, f"--restart {first}")
+        again = restart_problem(load(home / first), track_name)
+        fail("script", "another than that of an abandoned plan whose runs were seen", first,
+             f"change {SCRIPT}: that plan was restarted once" if again else f"--restart {first}")
     record["plan"] = finished_plan(record, path.name, seeds or [0] * n, own_seeds=seeds is None)
     write_new(path, source, record)
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 import re
@@ -101,7 +102,7 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
         runs, label = folder.runs(arm), folder.path.name + (":b" if arm == "b" else "")
     else:
         if not path.exists():
-            path = next((HOME / "curves").glob(f"{path.name}_*"), path)
+            path = next((HOME / "curves").glob(f"{glob.escape(path.name)}_*"), path)
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".txt")) if path.is_dir() else [path]
         runs, label = [read_run(file) for file in files], path.name
     if broken := next((run for run in runs if run.broken and (run.ok or run.broken != CUT_OFF)), None):

@@ -7,7 +7,16 @@ import statistics
 from typing import NamedTuple
 
 import stats
-from record import HIGH_END, HOME, RUNS_FACTOR, Folder, readable, runs_for
+from record import (
+    HIGH_END,
+    HOME,
+    RUNS_FACTOR,
+    Folder,
+    listed_before_the_rule,
+    readable,
+    require_runs,
+    runs_for,
+)
 from tracks import RULE_SINCE, TRACKS
 
 LEVEL = 0.01  # of the one-sided z-test; a restarted idea has half of it
@@ -93,7 +102,11 @@ def rule_lines(folder: Folder, time: stats.Interval | None) -> list[str]:
 
 
 def before_the_rule() -> list[Folder]:
-    return sorted((f for f in readable(HOME) if not f.under_rule), key=lambda f: f.started)
+    """Those that are listed, with all their runs."""
+    found = [folder for folder in readable(HOME) if not folder.under_rule and listed_before_the_rule(folder)]
+    for folder in found:
+        require_runs(folder)
+    return sorted(found, key=lambda f: f.started)
 
 
 def sd_table(folders: list[Folder]) -> str:
@@ -128,9 +141,9 @@ def verdict(folder: Folder) -> str:
     return f"| {name} | {len(values)} | {z:+.1f} | {stats.normal_cdf(-z):.2g} | {passed} | {needed} | {gained} |"
 
 
-def rule_tables() -> str:
-    """Both tables of records/README.md."""
-    folders = before_the_rule()
+def rule_tables(folders: list[Folder] | None = None) -> str:
+    """Both tables of records/README.md, of these records before the rule, by default of all."""
+    folders = before_the_rule() if folders is None else sorted(folders, key=lambda f: f.started)
     head = ["| record before the rule | n | standard errors below its target | p (z-test) | below by the rule | n for "
             "this margin "
             "| gain at the parent's loss |", "|---|---|---|---|---|---|---|"]

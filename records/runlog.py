@@ -60,6 +60,12 @@ class Run:
     def ok(self) -> bool:
         return self.state == "ok" and math.isfinite(self.loss) and math.isfinite(self.ms)
 
+    @property
+    def diverged(self) -> bool:
+        """Ended because a loss was no number, as the trainer says: a result, for which a plan may be given up."""
+        return not self.ok and bool(self.lines) and self.lines[-1]["kind"] == "end" and \
+            self.lines[-1].get("code") == EXIT_NUMERICS
+
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["kind"] == kind]
 
@@ -115,6 +121,9 @@ def read_json_log(path: Path, text: str) -> Run:
                 ms += (line["step"] - before) * line["ms_per_step"]
                 before = line["step"]
                 rows.append((before, ms / 1e3, line["train_loss"]))
+                whole = {type(before), type(line["tokens"])} == {int}
+                if not whole or not 0 <= before < 2**31 or not math.isfinite(ms):
+                    raise ValueError(f"step {before}")
         train = np.array(rows, float).reshape(-1, 3)
         vals = [(line["step"] or 0, line["loss"], line["final"]) for line in lines if line["kind"] == "val"]
         at = [end.get("ms", math.nan) / 1e3 if final else np.interp(step, [0, *train[:, 0]], [0, *train[:, 1]])
@@ -123,7 +132,7 @@ def read_json_log(path: Path, text: str) -> Run:
         total = sum(stage["steps"] for stage in head.get("preset", {}).get("stages", ()))
         rows = [(step, seconds, loss) for (step, loss, _), seconds in zip(vals, at)]
         loss, ms = (float(end.get(name, math.nan)) for name in ("loss", "ms"))
-        return Run(path, end.get("state", "incomplete"), head, loss, ms, total, train,
+        return Run(path, str(end.get("state", "incomplete")), head, loss, ms, total, train,
                    np.array(rows, float).reshape(-1, 3), stages, tuple(lines), broken)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         return Run(path, "incomplete",

@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lanes import EVERYTHING, Lane, Schedule, require_lanes
-from record import Folder, data_manifest, load, log_name, query_gpus, require_parent_here, write_record
+from record import (
+    Folder,
+    data_manifest,
+    load,
+    log_name,
+    query_gpus,
+    require_parent_here,
+    retime_problem,
+    write_record,
+)
 from report import means, write_numbers
 from runlog import EXIT_HARDWARE, EXIT_NUMERICS, Run, fail, read_run, sha256
 from starts import duration, environment, remove_caches
@@ -54,6 +63,8 @@ def check_ready(folder: Folder, data: Path) -> None:
         fail(f"data in {data}", f"{len(planned)} shards as in record.json",
              f"{', '.join(wrong[:3])} missing, added or different",
              "fetch those shards, or --data FOLDER")
+    if folder.parent and (why_not := retime_problem(load(folder.parent))):
+        fail(f"parent {folder.parent.name}", "a finished record", why_not, "plan anew with another --parent")
     require_parent_here(folder)
 
 
@@ -281,10 +292,7 @@ def carry_out(folder: Folder, data: Path | None, lock: int, at_once: int) -> Non
     check_ready(folder, data)
     here = require_lanes(folder, at_once)
     order = folder.record["plan"]["order"]
-    if (folder.path / "running").exists():
-        for key in order:  # left by an interruption: whole, or to be repeated
-            collect(folder, key)
-    adopt(folder)
+    gather(folder)
     print(duration(folder, at_once), flush=True)
     if not (folder.track.practice or folder.record["runs"] or committed(folder)):
         print(f"WARNING: the plan of {folder.path.name} is not committed. CI refuses a record whose plan was not "
@@ -294,12 +302,25 @@ def carry_out(folder: Folder, data: Path | None, lock: int, at_once: int) -> Non
             print(f"{heading(key, number, len(order))}  done before", flush=True)
             check_result(folder, key)
     make_runs(folder, Schedule(folder, at_once, here), data, lock)
-    shutil.rmtree(folder.path / "running", ignore_errors=True)
-    remove_caches(folder)
+    close(folder)
     folder.record["means"] = means(folder)
     write_record(folder.path, folder.record)
     write_numbers(folder)
     print(json.dumps(folder.record["means"]))
+
+
+def gather(folder: Folder) -> None:
+    """File what an interruption left, whole or to be repeated, and list what is filed."""
+    if (folder.path / "running").exists():
+        for key in folder.record["plan"]["order"]:
+            collect(folder, key)
+    adopt(folder)
+
+
+def close(folder: Folder) -> None:
+    """Nothing more runs."""
+    shutil.rmtree(folder.path / "running", ignore_errors=True)
+    remove_caches(folder)
 
 
 def adopt(folder: Folder) -> None:

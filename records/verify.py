@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from codediff import training_changes
 from lanes import Place, most_at_once, places
 from record import (
     CACHES_AN_ARM,
-    HOME,
+    LIST_BEFORE_THE_RULE,
+    NAME_FORM,
     SCRIPT,
     Folder,
     cache_part,
@@ -25,6 +27,7 @@ from record import (
     hardware,
     lane_name,
     least_runs,
+    listed_before_the_rule,
     load,
     log_name,
     manifest_hash,
@@ -36,6 +39,7 @@ from record import (
     require_parent,
     restart_problem,
     retime_problem,
+    text_of_records,
 )
 from report import gain, means, numbers_block, read_block
 from rule import NO_WORSE, ended_high, equal_loss, losses, reached
@@ -49,7 +53,6 @@ CODE = {".py", ".pyc", ".pth", ".so", ".zip"}  # a script could import it, and i
 FOLDERS = {"runs", "unfinished", "running"}  # of a record
 SAME_EVERYWHERE = ("device", "world", "torch", "triton", "cuda", "driver", "python")
 SAME_ON_A_LANE = ("machine", "gpus")  # which tell the GPUs that a run saw; without lanes all runs are on one
-LIST_BEFORE_THE_RULE = HOME / "before-the-rule.sha256"  # of each record.json; no other has the first schema
 WAIT_DAYS = 30  # from a plan to its first run at most
 USUAL_STATE = ("device", "torch")  # runs that share these, script and seed start from the same weights
 # by how much the steps' times may differ from the clock's: a share, and ms. Logs differ by .02 % and 4 ms
@@ -79,7 +82,7 @@ def check_name(c: Context) -> Findings:
     """The folder is named after the record's day, on which it was planned: not after its first run, and not long
     before."""
     name, date = c.folder.path.name, c.folder.record["date"]
-    bad = [] if name.startswith(date + "_") else [f"expected {date}_NAME, found {name}"]
+    bad = [] if re.fullmatch(f"{date}_{NAME_FORM}", name) else [f"expected {date}_NAME, found {name}"]
     if c.runs and not 0 <= (day(c.folder.started) - day(date)).days <= WAIT_DAYS:
         bad.append(f"expected a date up to {WAIT_DAYS} days before the first run of {c.folder.started[:10]}, found "
                    f"{date}")
@@ -173,7 +176,8 @@ def check_runs(c: Context) -> Findings:
     bad += [f"expected {name} in record.json, found no hash" for name in sorted((found & planned) - listed)]
     bad += [f"expected the runs of the plan in record.json, found {name} too" for name in sorted(listed - planned)]
     aside = len(list((c.folder.path / "unfinished").glob("*.jsonl")))
-    return bad, f"{len(planned)} as planned" + (f", {aside} unfinished attempts kept" if aside else "")
+    done = f"{len(found & planned)} of " if c.folder.record.get("abandoned") else ""
+    return bad, f"{done}{len(planned)} as planned" + (f", {aside} unfinished attempts kept" if aside else "")
 
 
 def is_the_copy(folder: Folder, other: Path) -> bool:
@@ -183,7 +187,8 @@ def is_the_copy(folder: Folder, other: Path) -> bool:
         first = load(other)
     except Failure:
         return False
-    own, others = (f.record["plan"]["id"] == plan_id(f.record, f.path.name) for f in (folder, first))
+    own, others = (f.record["plan"]["id"] == plan_id(f.record, f.path.name)
+                   and (f.under_rule or listed_before_the_rule(f)) for f in (folder, first))
     return own == others or not own
 
 
@@ -192,11 +197,10 @@ def check_files(c: Context) -> Findings:
     bad = [f"{key}: expected sha256 {hashes[run.path.name][:16]}, found another: edited after the run"
            for key, run in c.runs.items()
            if run.path.name in hashes and sha256(run.path.read_bytes()) != hashes[run.path.name]]
-    for other in c.folder.path.parent.glob("*/record.json"):
-        shared = other.parent != c.folder.path and any(digest in other.read_text() for digest in hashes.values())
-        if shared and is_the_copy(c.folder, other.parent):
-            bad.append(f"expected runs of its own, found some of {other.parent.name} too; fix: remove the copy of the "
-                       f"two")
+    for other, text in text_of_records(c.folder.path.parent).items():
+        shared = other != c.folder.path and any(digest in text for digest in hashes.values())
+        if shared and is_the_copy(c.folder, other):
+            bad.append(f"expected runs of its own, found some of {other.name} too; fix: remove the copy of the two")
     return bad, "every run file has the recorded SHA-256 and is of this record alone"
 
 
@@ -552,6 +556,8 @@ PLANNED = (check_name, check_script, check_parent, check_plan, check_runs)
 EACH_RUN = (check_chain, check_end, check_settings, check_order, check_machine, check_tokens, check_clock, check_starts)
 TOGETHER = (check_files, check_means)
 CLAIM = (check_target, check_gain, check_kind)
+# What a run that diverged cannot give. It is a result, so its plan is given up; there these are not asked of it.
+OF_WHOLE_RUNS = (check_end, check_tokens, check_clock, check_starts)
 
 
 def evaluate(checks: tuple[Callable[[Context], Findings], ...], context: Context) -> list[Check]:
@@ -573,10 +579,9 @@ def schema_problem(folder: Folder) -> str | None:
     """The first schema is for the records before the rule, which are listed; everything later stands under the rule."""
     if folder.under_rule:
         return None
-    listed = dict(reversed(row.split()) for row in LIST_BEFORE_THE_RULE.read_text().splitlines())
-    digest = sha256((folder.path / "record.json").read_bytes())
-    if listed.get(folder.path.name) == digest:
+    if listed_before_the_rule(folder):
         return None
+    digest = sha256((folder.path / "record.json").read_bytes())
     return (f"expected schema 2, or a record as {LIST_BEFORE_THE_RULE.name} lists it, found schema 1 and SHA-256 "
             f"{digest[:16]}")
 
@@ -598,4 +603,7 @@ def verify(path: Path) -> list[Check]:
     checks = PLANNED + (EACH_RUN + TOGETHER if runs else ())
     if runs and not record.get("abandoned"):
         checks += CLAIM
-    return [Check("schema", True, text), *evaluate(checks, Context(folder, runs))]
+    given_up = bool(record.get("abandoned"))
+    whole = {key: run for key, run in runs.items() if not (given_up and run.diverged)}
+    found = [evaluate((check,), Context(folder, whole if check in OF_WHOLE_RUNS else runs)) for check in checks]
+    return [Check("schema", True, text), *itertools.chain(*found)]

@@ -1213,6 +1213,42 @@ def test_a_reader_that_has_seen_enough(clone):
 
 
 @pytest.mark.slow
+def test_what_cannot_be_written_is_said_in_a_line(clone):
+    """Also of the little that Python would write at its exit only."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for words in (["compare", "child", "start"], ["export", str(first_log(named(clone, "child"))), "--csv"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([sys.executable, "records", *words], cwd=clone, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered)
+        assert done.returncode == 2 and re.fullmatch(r"records: No space left on device; fix: .*\n", done.stderr)
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([sys.executable, "records", *words], cwd=clone, stdout=writer, stderr=subprocess.PIPE, text=True, env=buffered)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("change", [
+    lambda e: [line.pop("tokens") for line in e if line["kind"] == "step"],
+    lambda e: event(e, "step").update(step=0.5),
+    lambda e: event(e, "step").update(ms_per_step=math.inf),
+])
+def test_a_log_of_odd_steps_is_refused_in_one_line(copy, change):
+    import export
+    import plots
+    log = first_log(copy)
+    rewrite_log(log, change)
+    for use in (lambda: export.csv_text(log), lambda: plots.plot_log(log, copy / "plot.svg")):
+        with pytest.raises(runlog.Failure, match="expected .* step"):
+            use()
+
+
+def test_a_name_is_no_pattern():
+    for name in ("**", "*", "record-9?"):
+        with pytest.raises(runlog.Failure, match="expected a readable file"):
+            report.load_runs(name)
+
+
+@pytest.mark.slow
 def test_a_retime_has_the_plan_of_its_record(clone):
     done = call(clone, "new", "again", "--retime", named(clone, "child").name, "--n", "9")
     assert done.returncode == 2 and "found --n too; fix: leave those options out" in done.stderr

@@ -6,7 +6,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -312,6 +314,14 @@ def test_a_record_copied_under_another_name(copy):  # noqa: F811
     assert failed(twin) == {"plan", "files"} and failed(copy) == set()
 
 
+def test_a_copy_of_a_record_before_the_rule(tmp_path):
+    """The id of its plan does not count the name: the list tells which of the two is the first."""
+    first = tmp_path / "2026-11-25_lean-1gpu"
+    shutil.copytree(ROOT / "records" / first.name, first)
+    shutil.copytree(first, tmp_path / "2026-11-25_copied-1gpu")
+    assert failed(tmp_path / "2026-11-25_copied-1gpu") == {"schema"} and "files" not in failed(first)
+
+
 @pytest.mark.parametrize("change",
                          [lambda e: e[0]["settings"].update(length="0.5"),
                           lambda e: e[0]["settings"].update(val_every="10"),
@@ -371,6 +381,27 @@ def test_audit_compares_what_the_script_logs_now(finished, copy, capsys):  # noq
     with pytest.raises(runlog.Failure, match="expected one of arm a and seed 5, found none"):
         audited(copy, 5)
     assert not (copy / "running").exists() and failed(copy) == set(), "the record is as it was"
+
+
+def test_audit_runs_the_script_that_ran(copy):  # noqa: F811
+    (copy / "train_gpt.py").write_text(FAKE + "# edited\n")
+    with pytest.raises(runlog.Failure, match="^script of arm a, .*; fix: restore the script that ran"):
+        audit.audit(copy, None, None, "a", 50)
+    (copy / "train_gpt.py").unlink()
+    with pytest.raises(runlog.Failure, match="^script of arm a, .*found no file"):
+        audit.audit(copy, None, None, "a", 50)
+
+
+def test_what_ends_audit_stops_its_training(copy, monkeypatch):  # noqa: F811
+    """A closed terminal too: the training is in a session of its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(audit, "audit", lambda *_: int(signal.getsignal(signal.SIGTERM) != signal.default_int_handler))
+    main = runpy.run_path(str(ROOT / "records/__main__.py"), run_name="records")["main"]
+    try:
+        assert main(["audit", str(copy)]) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("output, told", [
@@ -472,6 +503,8 @@ def head_of(root):
      "expected its runs and means as in the base"),
     (lambda path: (path / "runs/a-s1.jsonl").write_text("{}\n"), "runs/a-s1.jsonl as in the base, found it added"),
     (lambda path: first_log(path).unlink(), "as in the base, found it changed or removed"),
+    (lambda path: edit_json(path / "record.json", lambda r: r.update(runs=[])), "found it removed or unreadable"),
+    (lambda path: (path / "record.json").write_text("[" * 100_000), "found it removed or unreadable"),
     (lambda path: edit_json(path / "record.json", lambda r: r["plan"].update(seeds=[1, 2])),
      "expected the plan of the base"),
     (lambda path: edit_json(path / "record.json", lambda r: r.update(date="2020-01-01")),
@@ -645,6 +678,38 @@ def test_a_dropped_plan(repository, finished, copy, capsys):  # noqa: F811
     assert "expected it abandoned as in the base" in guarded(repository, capsys)[1]
     shutil.rmtree(path)
     assert "found it removed or unreadable" in guarded(repository, capsys)[1]
+
+
+def test_a_name_that_git_quotes(repository, copy, capsys, monkeypatch):  # noqa: F811
+    """`new` makes none, so `verify` lets none pass; and `guard` sees that one is dropped."""
+    path = copy.parent / f"{copy.name}-größer"
+    shutil.copytree(copy, path)
+    edit_json(path / "record.json", lambda r: r["plan"].update(id=record.plan_id(r, path.name)))
+    assert "name" in failed(path) and f"expected {copy.name[:10]}_NAME" in said(path, "name")
+    git(repository, "add", "records")
+    git(repository, "commit", "-qm", "one more")
+    git(repository, "branch", "-f", "main")
+    shutil.rmtree(path)
+    status, text = guarded(repository, capsys)
+    assert status == 1 and f"{path.name}: expected the record, found it removed" in text
+
+
+def test_guard_needs_the_whole_history_and_git(repository, finished, copy, tmp_path, monkeypatch):  # noqa: F811
+    """The first commit of a shallow clone seems to add all that it has: the plan would seem to come after its runs."""
+    path = planned(repository, finished)
+    git(repository, "add", "records")
+    git(repository, "commit", "-qm", "plan", when=LONG_AGO)
+    git(repository, "commit", "-q", "--allow-empty", "-m", "later", when=LATER)
+    shallow = tmp_path / "shallow"
+    git(repository, "clone", "-q", "--depth", "1", f"file://{repository}", str(shallow))
+    assert guard.guard("HEAD", shallow) == 0
+    runner.run_plan(path, None)
+    shutil.copytree(path, shallow / "records" / path.name, dirs_exist_ok=True)
+    with pytest.raises(runlog.Failure, match="^repository: .*found a shallow clone; fix: git fetch --unshallow"):
+        guard.guard("HEAD", shallow)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(runlog.Failure, match="^git: expected it installed, found none; fix: install git"):
+        guard.guard("main", repository)
 
 
 def test_guard_names_a_base_that_is_not_there(repository):

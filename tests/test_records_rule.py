@@ -7,7 +7,9 @@ import ast
 import json
 import math
 import re
+import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ import report  # noqa: E402
 import rule  # noqa: E402
 import runlog  # noqa: E402
 import runner  # noqa: E402
+import starts  # noqa: E402
 import stats  # noqa: E402
 import tracks  # noqa: E402
 import verify  # noqa: E402
@@ -301,6 +304,126 @@ def test_abandoned_plans_are_listed_and_no_parents(finished, copy, monkeypatch):
             record.abandon(copy, why)
     with pytest.raises(runlog.Failure, match="expected a plan under the rule, found one before it"):
         record.abandon(ROOT / "records/2026-11-21_recall-1gpu", "why not")
+
+
+def test_a_plan_given_up_because_a_run_diverged(tmp_path):
+    """`run` says so itself: the run is a result and stays, and cannot have what only a whole one gives."""
+    from leaderboard import abandoned_line
+    root = make_repository(tmp_path)
+    (root / "train_gpt.py").write_text(FAKE.replace("LOSS, MS = 5.0", "LOSS, MS = float('nan')"))
+    path = make(root, "idea")
+    with pytest.raises(runlog.Failure, match="found failed: training loss; fix: python records abandon"):
+        runner.run_plan(path, None)
+    assert "end" in failed(path)
+    record.abandon(path, "it diverges")
+    assert failed(path) == set()
+    assert "1 of 3 as planned" in {check.name: check.text for check in verify.verify(path)}["runs"]
+    assert abandoned_line(record.load(path)) == f"- {path.name}, 1 of 3 runs, 1 diverged: it diverges"
+    log = first_log(path)
+    log.write_text(log.read_text().replace("NaN", "4.5", 1))
+    assert {"chain", "files"} <= failed(path), "it must be as it was written all the same"
+
+
+def test_a_restart_given_up_does_not_blame_the_first_plan(finished, copy):  # noqa: F811
+    """Both of one day, with runs, and given up."""
+    root = grow(finished, copy, FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 95.0"))
+    first = make(root, "first")
+    runner.run_plan(first, None)
+    record.abandon(first, "no gain")
+    with pytest.raises(runlog.Failure, match=f"found {first.name}; fix: --restart {first.name}$"):
+        make(root, "second")
+    second = make(root, "second", restart=first.name)
+    runner.run_plan(second, None)
+    record.abandon(second, "no gain again")
+    assert failed(first) == failed(second) == set()
+    with pytest.raises(runlog.Failure, match=f"found {first.name}; fix: change train_gpt.py: that plan was restarted"):
+        make(root, "third")
+
+
+@pytest.mark.parametrize("filed", [False, True])
+def test_what_a_killed_run_left_is_filed_when_the_plan_is_given_up(tmp_path, filed):
+    """The tool was killed before it had filed, or listed, a log: git ignores running/, so the run would be lost."""
+    path = make(make_repository(tmp_path), "idea")
+    folder = record.load(path)
+    key = folder.record["plan"]["order"][0]
+    subprocess.run(runner.command(folder, key, path.parents[1] / "data/sample"), check=True, cwd=path.parents[1],
+                   env=starts.environment(folder, key))
+    if filed:
+        (path / "runs").mkdir()
+        next(path.glob("running/*/*.jsonl")).rename(path / "runs" / f"{key}.jsonl")
+    abandon = runpy.run_path(str(ROOT / "records/__main__.py"), run_name="records")["main"]
+    assert abandon(["abandon", str(path), "given up"]) == 0
+    assert list(record.load(path).record["runs"]) == [f"{key}.jsonl"] and failed(path) == set()
+    assert not (path / "running").exists() and not list((tmp_path / "caches").iterdir())
+
+
+def test_only_a_retime_needs_no_parent(finished, copy, monkeypatch):  # noqa: F811
+    """A script that ran without one does not make its next plan a retime: that has seeds of its own."""
+    root = grow(finished, copy)
+    for options in ({"parent": "none"}, {"kind": "baseline"}):
+        with pytest.raises(runlog.Failure, match="^parent: expected a record to beat"):
+            make(root, "again", **options)
+    assert failed(make(root, "retimed", track_name=None, n=None, retime=copy.parent / finished[1].name)) == {"runs"}
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(record, "PARENTS_SINCE", "9999-01-01")
+        again = make(root, "again", parent="none")
+        runner.run_plan(again, None)
+    assert failed(again) == {"parent"}
+
+
+def test_a_parent_is_finished(finished, copy, monkeypatch):  # noqa: F811
+    """Else `verify` would refuse the record after all of its runs."""
+    root = grow(finished, copy, FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 95.0"))
+    path = make(root, "idea")
+    (root / "train_gpt.py").write_text(FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 94.0"))
+    with pytest.raises(runlog.Failure, match=f"^parent {path.name}: expected a finished record, found one that is not"):
+        make(root, "next", parent=path.name)
+    record.abandon(copy, "no gain")
+    with pytest.raises(runlog.Failure, match=f"^parent {copy.name}: expected a finished record, found one that was"):
+        make(root, "next", parent=copy.name)
+    monkeypatch.setattr(runner, "begin", lambda *arguments: pytest.fail("nothing may run"))
+    with pytest.raises(runlog.Failure, match=f"^parent {copy.name}: expected a finished record, found one that was"):
+        runner.run_plan(path, None)
+
+
+# ---- damage elsewhere ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("damage", ["bytes", "folder"])
+def test_a_damaged_record_json_blames_no_other_record(copy, damage):  # noqa: F811
+    other = copy.parent / "2026-11-30_other"
+    other.mkdir()
+    if damage == "bytes":
+        (other / "record.json").write_bytes(b"\xff\xfe\0")
+    else:
+        (other / "record.json").mkdir()
+    assert failed(copy) == set() and failed(other) == {"schema"}
+    record.abandon(copy, "no gain")
+    assert record.restart_problem(record.load(copy), "smoke") is None
+
+
+@pytest.mark.parametrize("arm", "ab")
+def test_the_tables_of_older_records_want_all_their_runs(tmp_path, monkeypatch, arm):
+    """And they count no record that is not listed, nor fails one of another track."""
+    import plots
+    name = "2026-11-25_lean-1gpu"
+    shutil.copytree(ROOT / "records" / name, tmp_path / name)
+    shutil.copytree(tmp_path / name, tmp_path / "2026-11-25_another-1gpu")
+    shutil.copytree(tmp_path / name, tmp_path / "2026-11-25_practice")
+    edit_json(tmp_path / "2026-11-25_practice/record.json", lambda r: r.update(track="smoke"))
+    monkeypatch.setattr(rule, "HOME", tmp_path)
+    assert [folder.path.name for folder in rule.before_the_rule()] == [name]
+    assert record.finished(tmp_path, "smoke") == []
+    first_log(tmp_path / name, arm).unlink()
+    for tables in (rule.rule_tables, lambda: plots.require_runs(record.load(tmp_path / name))):
+        with pytest.raises(runlog.Failure, match="as in record.json, found no file; fix: restore"):
+            tables()
+    assert "| 0 | 0 | 0 |" in rule.rule_tables([]), "the leaderboard names what does not verify, and lists the others"
+
+
+def test_new_takes_no_second_best_for_a_damaged_parent(finished, copy):  # noqa: F811
+    root = grow(finished, copy, FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 95.0"))
+    first_log(copy).write_text("")
+    with pytest.raises(runlog.Failure, match=f"^run .*{copy.name}.*as in record.json, found .*; fix: restore"):
+        make(root, "idea")
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
