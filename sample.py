@@ -107,6 +107,8 @@ def read_tensors(path: Path, rows_too: bool) -> tuple[dict[str, str], dict[str, 
     """A model file's metadata, and its tensors by name, mapped into memory and compared with their SHA-256; those of
     the n-gram table, most of the file, only if `rows_too`. ValueError or another error where something is wrong."""
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+    if path.is_fifo():  # to read it would wait for ever
+        raise ValueError("a named pipe")
     file = np.memmap(path, np.uint8, "r")
     start = 8 + int.from_bytes(file[:8], "little")
     if start > len(file):
@@ -233,7 +235,8 @@ def export_model(
         (("ngram.scales", packed(part)[1]) for part in kept.split(2**16)))
     form = f"dense part of {tg.MODEL_FORMAT}" if dense else tg.MODEL_FORMAT
     tg.write_model(target, form, content, tensors | {"ngram.rows": rows, "ngram.scales": scales}, parts)
-    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {len(kept):,} of {len(stored.ids):,} n-gram rows")
+    size_mb = target.stat().st_size / 1e6
+    print(tg.printable(f"{target}: {size_mb:.1f} MB, {len(kept):,} of {len(stored.ids):,} n-gram rows", sys.stdout))
 
 
 def count_uses(config: tg.ModelConfig, ids: Tensor, folder: Path) -> Tensor:
@@ -283,7 +286,7 @@ def validate(path: Path, data: Path | None, device: torch.device):
     same = digest == validation["hash"]
     kept = "; with {:,} of {:,} rows".format(*content["rows_kept"]) if "rows_kept" in content else ""
     others = "" if same else f" on other tokens, of {validation['data']}"
-    print(f"val loss {loss:.6f} on {folder}; logged {logged:.6f}{others}{kept}")
+    print(tg.printable(f"val loss {loss:.6f} on {folder}; logged {logged:.6f}{others}{kept}", sys.stdout))
     if same and not kept and not abs(loss - logged) <= LARGEST_DIFFERENCE:
         fail("val loss", f"within {LARGEST_DIFFERENCE} of the logged {logged:.4f}", f"{loss:.4f}",
              "use the version that trained the model (its SHA-256 is in the file), and report this")
@@ -454,8 +457,7 @@ def sample(options: argparse.Namespace, device: torch.device):
 # ---- texts along a training ------------------------------------------------------------------------------------------
 def on_one_line(text: str) -> str:
     """A text in quotes, in characters that the terminal has; what would move its cursor is escaped."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return repr(text).encode(encoding, "backslashreplace").decode(encoding)
+    return tg.printable(repr(text), sys.stdout)
 
 
 @dataclass
@@ -552,6 +554,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    tg.open_streams()
     options = parse_arguments(argv)
     try:
         if options.export:

@@ -41,6 +41,7 @@ import collections
 import contextlib
 import functools
 import gc
+import glob
 import hashlib
 import itertools
 import json
@@ -685,6 +686,7 @@ class TokenStream:
 
     def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
         """Open and check shards in order until they hold `tokens_wanted` tokens."""
+        self.vocabulary = vocabulary
         self.paths = []
         self.offsets = [0]
         self.length = 0
@@ -713,6 +715,9 @@ class TokenStream:
             if len(part) != wanted:
                 fail(f"{path}: reading at token {offset:,}", f"{wanted:,} tokens as when it was checked", "its end",
                      "fetch this file again")
+            if part.max() >= self.vocabulary:  # another file since then
+                fail(f"{path}: reading at token {offset:,}", f"tokens below {self.vocabulary} as when it was checked",
+                     part.max(), "fetch this file again")
             parts.append(part)
         return np.concatenate(parts)
 
@@ -3140,14 +3145,24 @@ def peak_memory_mib(ranks: Ranks) -> int | None:
 
 
 # ---- checkpoints: a run that goes on after a stop --------------------------------------------------------------------
-CHECKPOINT_FORMAT = "train_gpt checkpoint 1"
+CHECKPOINT_FORMAT = "train_gpt checkpoint 2"
+
+
+def checkpoint_seal(content: dict) -> str:
+    """A hash of a checkpoint's facts, which are all but its tensors; of those the facts hold a hash."""
+    facts = {name: value for name, value in content.items() if name not in ("state", "seal")}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def read_checkpoint(path: Path) -> dict:
     """What Checkpoints.write wrote. Its tensors stay in the file, which is mapped into memory, until they are read."""
+    if path.is_fifo():  # to read it would wait for ever
+        fail(f"checkpoint {path}", "a file", "a named pipe", "name another")
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         found = content["format"] if isinstance(content, dict) else type(content).__name__
+        if found == CHECKPOINT_FORMAT and content["seal"] != checkpoint_seal(content):
+            found = "a file with other facts than were written"
     except OSError:
         raise
     except Exception as error:  # a foreign or a cut file: torch's errors for them are of many kinds
@@ -3158,11 +3173,23 @@ def read_checkpoint(path: Path) -> dict:
     return content
 
 
+def place_aside(path: Path) -> Path:
+    """Where a file is written before it takes its name. What killed processes have left there is removed."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        process = left.suffix[1:]
+        if process.isdecimal() and process_stopped(process):
+            with contextlib.suppress(OSError):
+                left.unlink()
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
 def problem_of_saving(content: dict, path: Path) -> str:
     """Write a checkpoint. Returns what the system or torch says where that fails, else nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(content, path)
+        with path.open("rb+") as file:  # a rename may reach the disk before the content does, and the power go between
+            os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # the latter is torch's for a full disk
         return str(error).partition("\n")[0]
     return ""
@@ -3181,34 +3208,35 @@ class Checkpoints:
 
     @staticmethod
     def own_path(path: Path, ranks: Ranks) -> Path:
-        return path if ranks.world == 1 else path.with_name(f"{path.name}.{ranks.rank}")
+        # `.` and `/` have no name, and are refused as the folders that they are.
+        return path if ranks.world == 1 or not path.name else path.with_name(f"{path.name}.{ranks.rank}")
 
     @staticmethod
     def run_facts(trainer: Trainer) -> dict[str, str]:
         """What must be the same where a run goes on, so that it ends as without a stop."""
         preset = trainer.preset
+        ranks = trainer.ranks
         return {
             "preset": f"{preset.name}, {preset.steps} steps, {hashlib.sha256(repr(preset).encode()).hexdigest()[:8]}",
-            "script": files_hash([Path(__file__)]),
+            "script": script_hash(),
             "data": trainer.data_hash,
-            "processes": f"{trainer.ranks.world}, n-gram rows in {trainer.ranks.row_parts} parts",
+            "processes": f"{ranks.world}, n-gram rows in {ranks.row_parts} parts, rank {ranks.rank}",
             "operators": str(trainer.ops.names),
             "micro-batches": trainer.sizes_of_micro_batches(),  # follow from the memory that is free at a start
         }
 
     def read(self, path: Path, trainer: Trainer, steps: int, seed: int | None):
-        """Take over a checkpoint of the same run, before step `steps`. If a seed is given, it must be the checkpoint's.
-        The state is restored later, by `restore`."""
+        """Take over a checkpoint of the same run, of at most `steps` steps: after all of them the validation is left.
+        If a seed is given, it must be the checkpoint's. The state is restored later, by `restore`."""
         def found():
-            own = self.own_path(path, trainer.ranks)
-            content = read_checkpoint(own)
+            content = read_checkpoint(self.own_path(path, trainer.ranks))
             for name, here in self.run_facts(trainer).items():
                 if content["run"][name] != here:
-                    fail(f"checkpoint {own}: {name}", content["run"][name], here, "go on with what the run began with")
+                    fail(f"checkpoint {path}: {name}", content["run"][name], here, "go on with what the run began with")
             if seed not in (None, content["seed"]):
-                fail(f"checkpoint {own}: seed", content["seed"], seed, "leave --seed out")
-            if content["step"] >= steps:
-                fail(f"checkpoint {own}: step", f"one before {steps}, where the run ends", content["step"],
+                fail(f"checkpoint {path}: seed", content["seed"], seed, "leave --seed out")
+            if content["step"] > steps:
+                fail(f"checkpoint {path}: step", f"at most {steps}, where the run ends", content["step"],
                      "leave --resume out, or a larger --stop-after")
 
             self.seed = content["seed"]
@@ -3222,9 +3250,12 @@ class Checkpoints:
     def restore(self, trainer: Trainer):
         """Put the state that was read in the place of the initial one."""
         state = trainer.state()
-        for name, tensor in state.items():
-            tensor.copy_(self.begin["state"][name])
-        intact = state_hash(state) == self.begin["hash"]
+        here, written = ({name: tensor.shape for name, tensor in each.items()} for each in (state, self.begin["state"]))
+        intact = here == written
+        if intact:
+            for name, tensor in state.items():
+                tensor.copy_(self.begin["state"][name])
+            intact = state_hash(state) == self.begin["hash"]
         fix = "take another copy of the file, or start again"
         trainer.ranks.agree(
             "checkpoint", lambda: intact or fail("checkpoint", "the values that were written", "others", fix), fix)
@@ -3242,8 +3273,9 @@ class Checkpoints:
         state = trainer.state()
         content = {"format": CHECKPOINT_FORMAT, "run": self.run_facts(trainer), "seed": self.seed, "step": done,
                    "digest": f"{digest:x}", "hash": state_hash(state), "state": state}
+        content["seal"] = checkpoint_seal(content)
         path = self.own_path(self.path, ranks)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        aside = place_aside(path)
 
         try:
             problems = list(filter(None, ranks.gather_objects(problem_of_saving(content, aside))))
@@ -3368,7 +3400,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     log.say(f"{dense:,} dense parameters, {sparse:,} in rows of the n-gram table")
     log.line("head", started=clock.date(), preset=asdict(preset), seed=seed, world=ranks.world,
              nodes=len(set(ranks.nodes)), shared_memory=bool(ranks.copy_stream), ops=trainer.ops.names,
-             script=files_hash([Path(__file__)]), data=trainer.data_hash,
+             script=script_hash(), data=trainer.data_hash,
              shards=[path.name for path in trainer.stream.paths], parameters={"dense": dense, "sparse": sparse},
              consumed_tokens=trainer.stream.consumed(preset.stages), first_step=checkpoints.step, settings=settings,
              **machine_facts())
@@ -3462,7 +3494,7 @@ def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], 
     def header():
         return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
 
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = place_aside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
@@ -3494,7 +3526,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
             "window": preset.val_window_tokens, "loss": loss,
             "encoding": tokenizer and hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
         "provenance": {
-            "seed": seed, "preset": preset.name, "script": files_hash([Path(__file__)]), "data": trainer.data_hash,
+            "seed": seed, "preset": preset.name, "script": script_hash(), "data": trainer.data_hash,
             **machine_facts()},
     }
     tensors = trainer.model.state_dict()
@@ -5463,12 +5495,25 @@ def interrupt(number: int, _) -> NoReturn:
     raise Interrupted(number)
 
 
+def open_streams():
+    """In the place of standard streams that a shell has closed (`>&-`), some that lead nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """`text` in the characters that a stream has: a path may have others, which are escaped."""
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def show(text: str, stream: TextIO):
     """Write `text` in one piece, so that lines of several ranks stay apart.
 
     Where nobody reads any more, or the disk is full, the stream leads nowhere from then on."""
     try:
-        stream.write(text)
+        stream.write(printable(text, stream))
         stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -6043,6 +6088,12 @@ def machine_facts() -> dict:
     }
 
 
+@functools.cache
+def script_hash() -> str:
+    """SHA-256 of this file, read once: it may be edited or gone before the run that it began ends."""
+    return files_hash([Path(__file__)])
+
+
 def files_hash(paths: Sequence[Path]) -> str:
     """SHA-256 over what `sha256sum` would print of files, in order: records need no more to check it.
 
@@ -6206,7 +6257,8 @@ def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
     check_versions(ranks)
     if arguments.save:
         check_model_file(arguments.save, preset.model)
-        if arguments.checkpoint and arguments.checkpoint.resolve() == arguments.save.resolve():
+        kept = arguments.checkpoint
+        if kept and arguments.save.resolve() in (kept.resolve(), Checkpoints.own_path(kept, ranks).resolve()):
             fail("--save and --checkpoint", "two files", arguments.save, "give them different names")
     if arguments.tensorboard:
         writable_place(arguments.tensorboard)
@@ -6237,8 +6289,8 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops):
     place = f" on {nodes} nodes" if nodes > 1 else ""
     sharing = " that share memory" if ranks.copy_stream else ""
     chosen = ", ".join(f"{name}: {choice}" for name, choice in ops.names.items())
-    print(f"{preset.status}\n{ranks.world} rank(s){place}{sharing}, {machine_facts()['device']}, "
-          f"{gpu}, {chosen}", flush=True)
+    show(f"{preset.status}\n{ranks.world} rank(s){place}{sharing}, {machine_facts()['device']}, "
+         f"{gpu}, {chosen}\n", sys.stdout)
 
 
 def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
@@ -6247,13 +6299,13 @@ def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     ranks.agree("preset", lambda: check_preset(preset), "start every node with the same files")
     folder = arguments.data or Path(preset.data)
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
-    ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {files_hash([Path(__file__)])[:8]}",
+    ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {script_hash()[:8]}",
                 "start every node with the same --nproc_per_node, options and files")
     if arguments.length == "auto":
         arguments.length = ranks.agree("length", lambda: automatic_length(preset, folder),
                                        "copy the shards of one node to the others")
         if ranks.rank == 0:
-            print(f"--length auto: here --length {arguments.length}", flush=True)
+            show(f"--length auto: here --length {arguments.length}\n", sys.stdout)
     preset = scaled_preset(preset, arguments.length)
 
     fast = capability(ranks.device) >= (8, 0) and not arguments.reference
@@ -6348,6 +6400,7 @@ class Ending:
 
 def main(argv: list[str] | None = None) -> int:
     """Train as the options say. Returns the exit code."""
+    open_streams()
     arguments = parse_arguments(argv)
     with Ending() as ending:
         ranks = ending.ranks = Ranks.start(arguments.stall_limit)

@@ -71,7 +71,7 @@ def test_a_resumed_run_ends_as_without_a_stop(run, keep, tmp_path):
     assert same(kept.end, whole.end), "to keep checkpoints changes nothing"
     assert kept.log[-1]["train_hash"] == whole.log[-1]["train_hash"]
 
-    for step in range(1, helpers.PRESET.steps):
+    for step in range(1, helpers.PRESET.steps + 1):  # after the last one the validation is left
         resumed = run("--resume", f"{file}.{step}")
         assert resumed.code == 0
         assert same(resumed.end, whole.end), step
@@ -83,7 +83,7 @@ def test_a_resumed_run_ends_as_without_a_stop(run, keep, tmp_path):
         losses = {line["step"]: line["train_loss"] for line in only(kept.log, "step")}
         found = {line["step"]: line["train_loss"] for line in only(resumed.log, "step")}
         assert found == {line: losses[line] for line in found}
-        assert min(found) == step + 1
+        assert min(found, default=step + 1) == step + 1
 
 
 def test_a_run_resumed_among_steps_with_all_classes(run, keep, tmp_path, monkeypatch):
@@ -123,26 +123,35 @@ def test_a_terminated_run_goes_on(run, tmp_path, monkeypatch):
     assert same(resumed.end, run("--seed", 3).end)
 
 
-def edited(change):
-    """A checkpoint with another content."""
+def edited(change, seal=True):
+    """A checkpoint with another content; without `seal`, damaged."""
     def edit(file):
         content = torch.load(file, weights_only=True)
         change(content)
+        if seal:
+            content["seal"] = tg.checkpoint_seal(content)
         torch.save(content, file)
     return edit
 
 
+def renamed(content, name="AdamScalars9.exp_avg_sq"):
+    """As by a flipped bit in the name of a tensor."""
+    content["state"][name.upper()] = content["state"].pop(name)
+
+
 BAD_FILES = {
     "missing": (os.unlink, (), r"file: expected to be there and to work, found '.*No such file"),
-    "a text": (lambda file: file.write_text("a text"), (), r"checkpoint .*: expected train_gpt checkpoint 1, .*"),
-    "empty": (lambda file: file.write_bytes(b""), (), r"checkpoint .*: expected train_gpt checkpoint 1, .*"),
+    "a named pipe": (lambda file: (file.unlink(), os.mkfifo(file)), (),
+                     r"checkpoint .*: expected a file, found a named pipe"),
+    "a text": (lambda file: file.write_text("a text"), (), r"checkpoint .*: expected train_gpt checkpoint 2, .*"),
+    "empty": (lambda file: file.write_bytes(b""), (), r"checkpoint .*: expected train_gpt checkpoint 2, .*"),
     "cut": (lambda file: os.truncate(file, file.stat().st_size // 2), (),
-            r"checkpoint .*: expected train_gpt checkpoint 1, as --checkpoint writes it, found '.*"),
+            r"checkpoint .*: expected train_gpt checkpoint 2, as --checkpoint writes it, found '.*"),
     "weights of something else": (lambda file: torch.save({"weight": torch.zeros(3)}, file), (),
-                                  r"checkpoint .*: expected train_gpt checkpoint 1, as .*, found ''format''"),
-    "a tensor": (lambda file: torch.save(torch.zeros(3), file), (), r"checkpoint .*: expected train_gpt checkpoint 1"),
+                                  r"checkpoint .*: expected train_gpt checkpoint 2, as .*, found ''format''"),
+    "a tensor": (lambda file: torch.save(torch.zeros(3), file), (), r"checkpoint .*: expected train_gpt checkpoint 2"),
     "another version": (edited(lambda content: content.update(format="train_gpt checkpoint 0")), (),
-                        r"checkpoint .*: expected train_gpt checkpoint 1, .*, found train_gpt checkpoint 0"),
+                        r"checkpoint .*: expected train_gpt checkpoint 2, .*, found train_gpt checkpoint 0"),
     "another script": (edited(lambda content: content["run"].update(script="0" * 64)), (),
                        r"checkpoint .*: script: expected 0{64}, found \w{64}; fix: go on with what the run began with"),
     "other data": (edited(lambda content: content["run"].update(data="1" * 64)), (),
@@ -156,8 +165,22 @@ BAD_FILES = {
     "another length": (lambda file: None, ("--length", "2"),
                        r"checkpoint .*: preset: expected tiny, 5 steps, \w+, found tiny, 10 steps, \w+"),
     "another seed": (lambda file: None, ("--seed", "4"), r"checkpoint .*: seed: expected 3, found 4"),
-    "nothing left": (lambda file: None, ("--stop-after", "2"),
-                     r"checkpoint .*: step: expected one before 2, where the run ends, found 2"),
+    "another rank's": (edited(lambda content: content["run"].update(processes="1, n-gram rows in 1 parts, rank 1")),
+                       (),
+                       r"checkpoint .*: processes: expected 1, n-gram rows in 1 parts, rank 1, found .*, rank 0"),
+    "a later step": (lambda file: None, ("--stop-after", "1"),
+                     r"checkpoint .*: step: expected at most 1, where the run ends, found 2"),
+    "another step in it": (edited(lambda content: content.update(step=3), seal=False), (),
+                           r"checkpoint .*: expected train_gpt checkpoint 2, .*, found a file with other facts than "),
+    "a fact less": (edited(lambda content: content["run"].pop("data"), seal=False), (),
+                    r"checkpoint .*: expected train_gpt checkpoint 2, .*, found a file with other facts than "),
+    "without a seal": (edited(lambda content: content.pop("seal"), seal=False), (),
+                       r"checkpoint .*: expected train_gpt checkpoint 2, .*, found ''seal''"),
+    "tensors by other names": (edited(renamed), (),
+                               r"checkpoint: expected the values that were written, found others; fix: take another"),
+    "tensors of other sizes": (edited(lambda content: content["state"].update(
+        {name: tensor.flatten()[:-1] for name, tensor in content["state"].items() if tensor.numel() > 1})), (),
+        r"checkpoint: expected the values that were written, found others; fix: take another copy"),
     "damaged": (edited(lambda content: content["state"]["MatrixBank0.weights"].view(-1)[7:8].add_(1)), (),
                 r"checkpoint: expected the values that were written, found others; fix: take another copy"),
 }
@@ -187,7 +210,7 @@ def test_what_cannot_be_gone_on_with(run, checkpoint, tmp_path, name):
     assert result.err.count("\n") == 1
     assert "; fix: " in result.err
     assert re.match(f"train_gpt: {message}", result.err), result.err
-    assert result.log is None or name == "damaged"
+    assert result.log is None or name == "damaged" or name.startswith("tensors")
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(run, tmp_path, monkeypatch):
@@ -225,12 +248,64 @@ def test_a_stop_while_it_is_written_leaves_the_last_one(run, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir() if "state" in path.name] == ["state"]
 
 
+def test_what_a_kill_has_left_is_removed(run, tmp_path):
+    """Files of checkpoints that were being written, but none of a process that lives, nor anything else."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    others = [f".state.{os.getppid()}", ".state.txt", f".state2.{ended.pid}", f"state.{ended.pid}"]
+    for name in (f".state.{ended.pid}", *others):
+        (tmp_path / name).write_text("a part")
+    assert run("--seed", 3, "--checkpoint", tmp_path / "state", "--checkpoint-every", 2).code == 0
+    assert sorted(path.name for path in tmp_path.iterdir() if "state" in path.name) == sorted(["state", *others])
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_its_name(run, tmp_path, monkeypatch):
+    """Else a power cut can leave an empty file in the place of the last one."""
+    def replace_file(source, target):
+        assert synced == [os.stat(source).st_ino]
+        synced.clear()
+        replace_of(source, target)
+
+    synced = []
+    replace_of = os.replace
+    monkeypatch.setattr(tg.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    monkeypatch.setattr(tg.os, "replace", replace_file)
+    assert run("--seed", 3, "--checkpoint", tmp_path / "state", "--checkpoint-every", 2).code == 0
+    assert tg.read_checkpoint(tmp_path / "state")["step"] == 4
+
+
+def test_the_script_is_that_of_the_start(run, tmp_path, monkeypatch):
+    """It is edited, and later gone, while it trains: the run goes on as what it began as."""
+    def step(trainer, number, *arguments):
+        if trainer.clock.intervals and number == 1:
+            script.write_text("edited")
+        if trainer.clock.intervals and number == 4:
+            script.unlink()
+        return step_of(trainer, number, *arguments)
+
+    script = tmp_path / "train_gpt.py"
+    shutil.copy(tg.__file__, script)
+    digest = tg.files_hash([script])
+    monkeypatch.setattr(tg, "__file__", str(script))
+    tg.script_hash.cache_clear()
+    step_of = tg.Trainer.training_step
+    monkeypatch.setattr(tg.Trainer, "training_step", step)
+    model = tmp_path / "model.safetensors"
+    found = run("--seed", 3, "--checkpoint", tmp_path / "state", "--checkpoint-every", 2, "--save", model)
+    tg.script_hash.cache_clear()
+    assert found.code == 0, found.err
+    assert found.log[0]["script"] == digest
+    assert tg.read_checkpoint(tmp_path / "state")["run"]["script"] == digest
+    content = json.loads(helpers.read_safetensors(model)[0]["__metadata__"]["content"])
+    assert content["provenance"]["script"] == digest
+
+
 def test_only_a_checkpoint_is_replaced(run, tmp_path):
     file = tmp_path / "thesis.txt"
     file.write_text("of three years")
     result = run("--checkpoint", file, "--checkpoint-every", 2)
     assert result.code == 2
-    assert re.match(r"train_gpt: checkpoint .*thesis.txt: expected train_gpt checkpoint 1, ", result.err)
+    assert re.match(r"train_gpt: checkpoint .*thesis.txt: expected train_gpt checkpoint 2, ", result.err)
     assert file.read_text() == "of three years"
     assert result.log is None
 
@@ -240,6 +315,21 @@ def test_a_model_does_not_replace_the_checkpoint(run, tmp_path):
     found = run("--save", file, "--checkpoint", tmp_path / "logs/../state", "--checkpoint-every", 2)
     assert found.code == 2
     assert found.err.startswith("train_gpt: --save and --checkpoint: expected two files, found ")
+
+
+def test_a_model_does_not_replace_a_ranks_checkpoint(tiny, tmp_path):
+    options = tg.parse_arguments(["--save", str(tmp_path / "state.1"), "--checkpoint", str(tmp_path / "state"),
+                                  "--checkpoint-every", "2"])
+    with pytest.raises(tg.Failure, match="--save and --checkpoint: expected two files"):
+        tg.check_start(options, tiny, tg.Ranks(1, 2, helpers.CPU))
+
+
+@pytest.mark.parametrize("name", [".", "/"])
+def test_a_folder_is_no_checkpoint_of_a_rank(tiny, name):
+    """It has no name that a rank's number could be added to."""
+    options = tg.parse_arguments(["--checkpoint", name, "--checkpoint-every", "2"])
+    with pytest.raises(IsADirectoryError):
+        tg.check_start(options, tiny, tg.Ranks(1, 2, helpers.CPU))
 
 
 @pytest.mark.parametrize("options", [["--checkpoint", "a"], ["--checkpoint-every", "2"]])
@@ -252,17 +342,23 @@ def test_a_place_and_a_number_go_together(tiny, capsys, options):
 
 # ---- two processes ---------------------------------------------------------------------------------------------------
 def two_processes(corpus, folder):
-    """The run without a stop, its first three steps, and the rest of it, each by two processes that fork from here."""
+    """The run without a stop, its first three steps, the rest of it, and the rest with each other's files, each by two
+    processes that fork from here."""
     file = str(folder / "state")
     parts = {
         "whole": (),
         "first": ("--stop-after", "3", "--checkpoint", file, "--checkpoint-every", "3"),
         "rest": ("--resume", file),
+        "exchanged": ("--resume", str(folder / "exchanged" / "state")),
+        "longer": ("--resume", file, "--length", "2"),
     }
     codes = {}
     for name, options in parts.items():
         place = folder / name
         place.mkdir()
+        if name == "exchanged":
+            for rank in range(2):
+                shutil.copy(f"{file}.{rank}", place / f"state.{1 - rank}")
         ranks = helpers.start_world(2, corpus, place, ("--eager", *options))
         for process in ranks:
             process.join(300)
@@ -276,7 +372,10 @@ def test_two_processes_go_on(corpus, tmp_path):
     subprocess.run([sys.executable, __file__, str(corpus), str(tmp_path)], env=environment, timeout=900, check=True)
     said = "".join(path.read_text() for path in sorted(tmp_path.rglob("*.out")))
     codes = json.loads((tmp_path / "codes.json").read_text())
-    assert codes == {name: [0, 0] for name in ("whole", "first", "rest")}, said
+    refused = {"exchanged": [2, 2], "longer": [2, 2]}
+    assert codes == {name: [0, 0] for name in ("whole", "first", "rest")} | refused, said
+    assert "state: processes: expected 2, n-gram rows in 1 parts, rank 1, found 2, n-gram rows in 1 parts, " in said
+    assert said.count("state: preset: expected tiny, 5 steps, ") == 1, "both ranks have met it"
     assert {path.name for path in tmp_path.glob("state*")} == {"state.0", "state.1"}
     for rank in range(2):
         whole, rest = (torch.load(tmp_path / name / f"2-{rank}.pt", weights_only=True) for name in ("whole", "rest"))

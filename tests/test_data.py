@@ -152,6 +152,21 @@ def test_a_shard_cut_while_it_is_read(marked):
     assert caught.value.code == 2
 
 
+def test_a_shard_replaced_while_it_is_read(marked):
+    """By a file as long, of another vocabulary."""
+    stream, tokens = marked
+    path = stream.paths[1]
+    count = stream.offsets[2] - stream.offsets[1]
+    helpers.write_shard(path, [60_000] * count)
+    vocabulary = stream.vocabulary
+    with pytest.raises(
+        tg.Failure,
+        match=rf"marked_train_000001.bin: reading at token 5: expected tokens below {vocabulary} as when it was "
+              r"checked, found 60000; fix: ",
+    ):
+        stream.read(stream.offsets[1] + 5, 6)
+
+
 def test_tokens_must_suffice_for_the_last_target(marked):
     stream, tokens = marked
     stage = tg.Stage(1, 8 * ((stream.length - 6) // 8), 40, 8, 16)

@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -413,6 +414,19 @@ def test_exported_rows_are_rounded_to_four_bits(corpus, small, tmp_path, dtype):
 
 
 @pytest.mark.fast
+def test_names_that_the_terminal_lacks(saved, corpus, tmp_path, monkeypatch):
+    """They are said with escapes: no copy is made and then lost in a traceback."""
+    shutil.copytree(corpus, tmp_path / "d\udcff")
+    copy = tmp_path / "c\u2019"
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert sample.main([str(saved[0]), "--export", str(copy)]) == 0
+    assert sample.main([str(copy), "--eval", "--data", str(tmp_path / "d\udcff")]) == 0
+    out.flush()
+    assert re.match(rb".*/c\\u2019: [\d.]+ MB, .*\nval loss [\d.]+ on .*/d\\udcff; logged", out.buffer.getvalue())
+
+
+@pytest.mark.fast
 def test_a_compact_copy_evaluates_to_the_loss(saved, use, bytes_as_tokens, tmp_path):
     path, log = saved
     assert use(path, "--export", tmp_path / "out" / "compact").code == 0
@@ -650,6 +664,9 @@ BAD_MODELS = {  # the fault, and what the message tells of it
     "a folder": (
         lambda path: (path.unlink(), path.mkdir()),
         "Is a directory"),
+    "a named pipe": (
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        "a named pipe"),
     "text": (
         lambda path: path.write_bytes((5).to_bytes(8, "little") + b"hello" * 9),
         "JSONDecodeError"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
@@ -349,6 +350,32 @@ def test_a_disk_that_fills_up(tmp_path, capsys):
     assert out == "still here\n"
     assert err.count("No space left") == 1
     assert err.count("\n") == 1
+
+
+@pytest.mark.fast
+def test_a_terminal_that_lacks_a_character(tmp_path, monkeypatch):
+    """It gets it escaped, and what is said later too."""
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    log = tg.RunLog(tmp_path / "run.jsonl")
+    log.say("log: logs\u2019\udcff")
+    log.say("still here")
+    log.close()
+    assert out.buffer.getvalue() == b"log: logs\\u2019\\udcff\nstill here\n"
+
+
+def test_nobody_reads_from_the_start_on(run, corpus, tmp_path, monkeypatch, capsys):
+    """Standard output is on a full disk; or a shell has closed it, for which Python has None."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    for number, out in enumerate((open("/dev/full", "w"), None)):
+        monkeypatch.setattr(sys, "stdout", out)
+        place = tmp_path / str(number)
+        arguments = ["--preset", "tiny", "--eager", "--data", str(corpus), "--length", "auto", "--log-dir", str(place)]
+        assert tg.main(arguments) == 0
+        (log,) = place.glob("*.jsonl")
+        assert read_log(log)[-1]["state"] == "ok"
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.fast
