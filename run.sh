@@ -90,7 +90,7 @@ setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that 
   say "no python here has $* with torch >= 2.11: installing $requirements into .venv (once)"
   # An interrupted venv may lack pip. What else is in it may be the user's, so it is completed and not made anew.
   { "$python" -c '' 2>/dev/null || "$base" -m venv --clear .venv; } && { "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip; } ||
-    die "python -m venv: expected a new .venv, found the error above; fix: install your system's python3-venv package"
+    die "python -m venv: expected a new .venv, found the error above; fix: let this folder be written to, or install your system's python3-venv package"
   "$python" -m pip install --disable-pip-version-check -r "$requirements" ||
     die "pip: expected to install $requirements, found the error above; fix: start again (PIP_INDEX_URL names another package index)"
   exec 9<&-
@@ -209,6 +209,8 @@ train() {
   if ((world * nodes > 1)); then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun sets anyway, with a warning
     command+=("${torchrun[@]}" --nproc_per_node="$world")
+  else
+    unset RANK LOCAL_RANK WORLD_SIZE # a cluster's job has left them, and the trainer would wait for ranks that nobody starts
   fi
   if [[ " $* " != *" --check "* ]]; then
     if ((capability >= 80)) && [[ ! ${RUN_SH_DRY:-} ]]; then # the trainer finds in torch's and Triton's caches what this compiles
@@ -231,11 +233,11 @@ sample() {
 }
 
 test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a whole, its report goes to $results
-  local files=${1# } name code=0; shift; name=$(mktemp "$results/XXXXXX")
-  # shellcheck disable=SC2086  # several files
+  local IFS=$'\n' files=${1#$'\n'} name code=0; shift; name=$(mktemp "$results/XXXXXX")
+  # shellcheck disable=SC2086  # several files, a line each
   "$python" -m pytest -q --junitxml="$name.xml" $files "$@" >"$name" 2>&1 </dev/null || code=$?
   ((code <= 2 || code == 5)) || echo '<x><testsuite tests="1" failures="1"/></x>' >"$name.xml" # crashed; 5: no test chosen
-  printf -- '--- %s\n%s\n' "$files" "$(cat "$name")"
+  printf -- '--- %s\n%s\n' "${files//$'\n'/ }" "$(cat "$name")"
 }
 
 run_tests() { # Triton's interpreter is on or off for a whole process, so each file that turns it on has its own
@@ -254,13 +256,13 @@ run_tests() { # Triton's interpreter is on or off for a whole process, so each f
   fi
   for file in "${chosen[@]}"; do
     if grep -q '^os.environ.*TRITON_INTERPRET' "${file%%::*}"; then alone+=("$file"); continue; fi
-    together[number % 4]+=" $file" # in turns, as neighbours by name are slow alike; in four, so that no core waits long at the end
+    together[number % 4]+=$'\n'$file # in turns, as neighbours by name are slow alike; in four, so that no core waits long at the end
     number=$((number + 1))
   done
   data=tests setup requirements-dev.txt numpy torch pytest hypothesis scipy
   cpu_settings
   results=$(mktemp -d); trap 'rm -rf "$results"' EXIT
-  export python results OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; export -f test_group
+  export python results OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONUTF8=1; export -f test_group
   say "testing with $python: ${#alone[@]} file(s) in a process of their own, the others in ${#together[@]}; each prints when it is done"
   printf '%s\0' ${together[@]+"${together[@]}"} ${alone[@]+"${alone[@]}"} |
     xargs -0 -P 2 -I '{}' bash -c 'test_group "$@"' test_group '{}' ${options[@]+"${options[@]}"}

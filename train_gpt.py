@@ -5527,6 +5527,11 @@ def torchrun_number(name: str, default: str = "0") -> int:
     return int(text)
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun started this process and others beside it; else variables may be left over from a job."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def pick_device(local_rank: int) -> torch.device:
     """The GPU of this process, made the current one and given a stream of its own; without any GPU the CPU."""
     if not torch.cuda.is_available():
@@ -5534,7 +5539,7 @@ def pick_device(local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         fail("GPUs on this machine", f"at least {local_rank + 1}", count, "start fewer processes", EXIT_HARDWARE,
-             silent=local_rank > count)
+             silent=local_rank > count and under_torchrun())
 
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -5577,7 +5582,8 @@ class Ranks:
         world = torchrun_number("WORLD_SIZE", "1")
         if world not in (1, 2, 4, 8):
             fail("number of processes", "1, 2, 4 or 8", world,
-                 "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together", silent=rank > 0)
+                 "torchrun --nproc_per_node=8 (or 4, 2, 1), on several nodes together",
+                 silent=rank > 0 and under_torchrun())
         if rank >= world:
             fail("RANK", f"below WORLD_SIZE, {world}", rank, "unset both, or start with torchrun")
         ranks = Ranks(rank, world, pick_device(torchrun_number("LOCAL_RANK")))

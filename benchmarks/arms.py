@@ -62,7 +62,7 @@ SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
 KEYS = frozenset(
     "name seed length val_tokens fp8 model layers optimizer rules stages averages edits three_stages "
     "micro_batch_tokens steps watch_every preset data script alone".split())
-sys.path.append(str(SCRIPT.parent / "records"))
+sys.path.insert(0, str(SCRIPT.parent / "records"))
 from starts import CPU_SETTINGS
 
 # Plackett and Burman, 1946, Biometrika 33

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 FLOATS = 1_000_000  # 4 MB

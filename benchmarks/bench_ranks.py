@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 

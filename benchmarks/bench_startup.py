@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 TORCH_IMPORTED = time.perf_counter()
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 MILESTONES = [("import torch", TORCH_IMPORTED), ("import train_gpt", time.perf_counter())]

@@ -79,7 +79,7 @@ from torch._subclasses import fake_tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-sys.path.append(str(TRAINER.parent))
+sys.path.insert(0, str(TRAINER.parent))
 import train_gpt as tg
 
 META = torch.device("meta")

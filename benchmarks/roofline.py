@@ -44,7 +44,7 @@ import torch
 from roofline_costs import CEILINGS, OWN, Cost, described, inductor_cost, operands, operator_cost
 from roofline_trace import PART, Trace, base_name, kernel_key
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 # Dense bfloat16 TFLOP/s as the vendors state them. A key is a part of the device's name; the first that fits counts.

@@ -26,7 +26,7 @@ STARTED = time.perf_counter()
 
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def require_gpu() -> None:

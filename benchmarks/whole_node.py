@@ -99,7 +99,7 @@ def scaling(node: Node) -> None:
 
 
 def trace(node: Node) -> None:
-    sys.path.append(str(ROOT))
+    sys.path.insert(0, str(ROOT))
     import train_gpt as tg  # here, because it imports torch
 
     options = node.options

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import locale
 import os
 import signal
 import sys
@@ -271,4 +272,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if not sys.flags.utf8_mode and locale.getencoding().lower() not in ("utf-8", "utf8"):  # the files are in UTF-8
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     sys.exit(main())

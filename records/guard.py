@@ -71,7 +71,7 @@ def changed_files(root: Path, base: str, name: str) -> list[tuple[str, str]]:
     places = [f"records/{name}/{part}" for part in ("runs", "unfinished", "train_gpt.py")]
     changed = [row.split("\t") for row in git(root, "diff", "--no-renames", "--name-status", base, "--",
                                               *places).splitlines()]
-    added = git(root, "ls-files", "--others", "--exclude-standard", "--", *places).splitlines()
+    added = git(root, "ls-files", "--others", "--exclude-per-directory=.gitignore", "--", *places).splitlines()
     return [(letter[0], file) for letter, file in changed] + [("A", file) for file in added]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # a shell starts what runs in the background deaf to it, and so would be all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# a cluster's job has left them, and the trainer would wait for ranks that nobody starts
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+# torch would say more than the lines that tests expect
+for name in ("TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES"):
+    os.environ.pop(name, None)
+# Triton keeps what it compiles in the home folder, which a container's user may lack
+if not os.access(os.path.expanduser("~"), os.W_OK):
+    os.environ.setdefault("TRITON_HOME", os.path.join(tempfile.gettempdir(), f"triton-{os.getuid()}"))
 # no pool of Inductor's workers, each of which would import torch
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

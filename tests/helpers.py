@@ -9,10 +9,14 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +87,20 @@ PRESET = tg.Preset(
     log_every_steps=2,
 )
 SEED = 9
+
+
+def inductor_lacks():
+    """What torch's compilation of C++ misses on this machine, if anything. It quotes no path in its commands."""
+    if not shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
+        return "a C++ compiler"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's headers"
+    if re.search(r"[\s'\"\\]", torch.__file__ + tempfile.gettempdir()):
+        return "an environment and a TMPDIR without spaces and quotes in their paths"
+    return ""
+
+
+INDUCTOR_LACKS = inductor_lacks()
 
 
 def three_stages(

@@ -11,7 +11,7 @@ import torch
 
 import helpers
 
-sys.path.append(str(helpers.ROOT / "benchmarks"))
+sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
 import arms
 
 NAMES = ["heads", "rows", "decay", "init", "beta"]

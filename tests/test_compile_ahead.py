@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from helpers import ROOT
+from helpers import INDUCTOR_LACKS, ROOT
+
+inductor = pytest.mark.skipif(bool(INDUCTOR_LACKS), reason=f"inductor needs {INDUCTOR_LACKS}")
 
 # A step and a validation window on tensors with memory, as the trainer has them, but for a CPU and with few tokens:
 # a region is compiled once for any number. Triton's kernels do nothing.
@@ -25,7 +28,7 @@ from dataclasses import replace
 import torch
 from torch._dynamo.utils import counters
 
-sys.path.append(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
 import compile_ahead as ahead
 import torch._inductor.config
 torch._inductor.config.compile_threads = 1
@@ -58,6 +61,7 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
+@inductor
 @pytest.mark.slow
 def test_compiled_regions_are_found_again(tmp_path, cache):
     """With the results of Inductor and of autograd's tracing: forward, backward and without gradients.
@@ -93,7 +97,7 @@ import torch
 from torch._inductor import metrics
 from torch._inductor.fx_passes import pad_mm
 
-sys.path.append(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
 import compile_ahead as ahead
 
 def time_both(*arguments, **options):
@@ -106,6 +110,7 @@ print(metrics.generated_kernel_count)
 """
 
 
+@inductor
 @pytest.mark.slow
 def test_nothing_is_timed_beside_the_trainer(tmp_path, cache):
     """What Inductor finds faster on a GPU at work is chance, and the trainer would keep it. Here its passes run again
@@ -137,7 +142,8 @@ def test_regions_wait_for_the_trainers_model(tmp_path, monkeypatch, visible, fir
     asked = tmp_path / "asked"
     asked.write_text("")
     script = tmp_path / "nvidia-smi"
-    script.write_text(f'#!/bin/sh\necho "$@" >> {asked}\necho $((700 * $(wc -l < {asked})))\n')
+    place = shlex.quote(str(asked))
+    script.write_text(f'#!/bin/sh\necho "$@" >> {place}\necho $((700 * $(wc -l < {place})))\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     if visible is None:

@@ -19,7 +19,7 @@ import pytest
 import helpers
 from helpers import PRESET, ROOT, only, read_log, tg
 
-sys.path.append(str(ROOT / "records"))
+sys.path.insert(0, str(ROOT / "records"))
 OPTIONS = ("--preset", "tiny", "--eager", "--seed", "3")
 
 

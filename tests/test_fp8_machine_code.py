@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -22,7 +23,7 @@ from triton.compiler import compile as compile_source
 
 from helpers import ROOT, tg
 
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 from machine_code import DISASSEMBLER, disassembled, faults
 
 pytestmark = pytest.mark.skipif(not DISASSEMBLER.exists(), reason="this Triton brings no nvdisasm")
@@ -121,7 +122,7 @@ class Ahead:
         self.told = folder / "told"
         self.told.write_text("")
         self.python = folder / "python"
-        self.python.write_text(f"#!/bin/sh\necho \"$@\" >> {self.told}\nexit $CODE\n")
+        self.python.write_text(f"#!/bin/sh\necho \"$@\" >> {shlex.quote(str(self.told))}\nexit $CODE\n")
         self.python.chmod(0o755)
 
     def run(self, code, *options):

@@ -153,7 +153,7 @@ def test_fetching(hub, tmp_path):
     """Only a file with the SHA-256 that the hub states gets its name."""
     hub.files[name := hellaswag.FILE.rpartition("/")[2]] = b"PAR1 imagine questions PAR1"
     environment = {
-        **os.environ,
+        **{key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))},
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "hf"),
         "NO_PROXY": "127.0.0.1,localhost",

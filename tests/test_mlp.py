@@ -291,7 +291,12 @@ def test_mixed(count):
     assert tg.mixed(h, None, positions) is h
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=("eager", "compiled"))
+inductor = pytest.mark.skipif(bool(helpers.INDUCTOR_LACKS), reason=f"inductor needs {helpers.INDUCTOR_LACKS}")
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=[pytest.mark.slow, inductor])], ids=("eager", "compiled")
+)
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_input_that_its_operator_makes(monkeypatch, count, compiled):
     """The stream gets the gradient of mixed(norm(x)) exactly, the taps 16 times that of every 16th token;

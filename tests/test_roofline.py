@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import helpers
 from helpers import CPU, tg
 
-sys.path.append(str(helpers.ROOT / "benchmarks"))
+sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
 import roofline
 import roofline_costs as costs
 from roofline_trace import PART, Trace, base_name

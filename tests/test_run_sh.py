@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,9 +54,10 @@ case "$*" in
 esac
 """
 # This Python with all packages, which says that it is an older one.
+QUOTED = shlex.quote(sys.executable)
 OLD_PYTHON = f"""#!/bin/sh
 case "$1" in
--) shift; exec {sys.executable} -c "import sys; sys.version_info = (3, 10, 1); exec(sys.stdin.read())" "$@" ;;
+-) shift; exec {QUOTED} -c "import sys; sys.version_info = (3, 10, 1); exec(sys.stdin.read())" "$@" ;;
 --version) echo Python 3.10.1 ;;
 *) exit 1 ;;
 esac
@@ -353,6 +355,14 @@ def test_explicit_options_win(machine):
     assert machine.command("--preset", "smoke", FAKE_GPUS="8") == "train_gpt.py --preset smoke", "128 wide: one process"
 
 
+def test_variables_of_a_cluster_do_not_reach_one_process(machine):
+    """The trainer would be one of ranks that nobody starts, and wait for the others, or leave the message to them."""
+    machine.write("train_gpt.py", "import os\nprint(*sorted({'RANK', 'LOCAL_RANK', 'WORLD_SIZE'} & os.environ.keys()))")
+    left = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "MASTER_ADDR": "node7", "MASTER_PORT": "29400"}
+    for options in ([], ["--check"]):
+        assert machine.run(*options, RUN_SH_DRY="", **left).stdout == "\n"
+
+
 def test_a_saved_model_is_used_by_one_process(machine):
     machine.write("modules/tiktoken.py", "")
     assert machine.command("sample", "model", "--eval", FAKE_GPUS="8") == "sample.py model --eval"
@@ -526,30 +536,33 @@ def test_two_in_a_fresh_clone_install_once(machine):
 
 
 def test_paths_mean_the_folder_where_they_were_typed(machine, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    elsewhere = tmp_path_factory.mktemp("else where")
     typed = ["--preset", "smoke", "--data", "texts", "--save=model.safetensors", "--log-dir", "/abs"]
-    found = machine.run(*typed, cwd=elsewhere).stdout.split()[1:]
+    def found(*typed, **environment):
+        return machine.run(*typed, cwd=elsewhere, **environment).stdout.removesuffix("\n")
+
     expected = [
         "--preset", "smoke", "--data", f"{elsewhere}/texts",
         f"--save={elsewhere}/model.safetensors", "--log-dir", "/abs",
     ]
-    assert found == ["train_gpt.py", *expected]
+    assert found(*typed) == " ".join([sys.executable, "train_gpt.py", *expected])
     assert machine.command(*typed) == " ".join(["train_gpt.py", *typed]), "from its own folder as they are"
 
     (elsewhere / "env").mkdir()
     (elsewhere / "env/python").symlink_to(sys.executable)
-    out = machine.run("--preset", "smoke", cwd=elsewhere, PYTHON="env/python").stdout
-    assert out.split()[0] == f"{elsewhere}/env/python"
+    assert found("--preset", "smoke", PYTHON="env/python").startswith(f"{elsewhere}/env/python train_gpt.py ")
 
     machine.write("modules/tiktoken.py", "")
     for name in ("model", "once"):
         (elsewhere / name).touch()
     typed = "sample", "model", "once", "--export", "copy"
-    expected = ["sample.py", f"{elsewhere}/model", "once", "--export", f"{elsewhere}/copy"]
-    assert machine.run(*typed, cwd=elsewhere).stdout.split()[1:] == expected, "a text may be a file's name too"
+    expected = [sys.executable, "sample.py", f"{elsewhere}/model", "once", "--export", f"{elsewhere}/copy"]
+    assert found(*typed) == " ".join(expected), "a text may be a file's name too"
     typed = "sample", "--encoding", "once", "--seed", "once", "model"
-    expected = ["sample.py", "--encoding", f"{elsewhere}/once", "--seed", "once", f"{elsewhere}/model"]
-    assert machine.run(*typed, cwd=elsewhere).stdout.split()[1:] == expected, "an option's value is no model"
+    expected = [
+        sys.executable, "sample.py", "--encoding", f"{elsewhere}/once", "--seed", "once", f"{elsewhere}/model",
+    ]
+    assert found(*typed) == " ".join(expected), "an option's value is no model"
 
     (elsewhere / "test_mine.py").write_text("def test_1(): pass\n")
     result = machine.run("test", "test_mine.py::test_1", cwd=elsewhere)
@@ -568,6 +581,12 @@ def test_counts_tests_of_all_processes(machine):
         result.stdout + result.stderr
     )
     assert "1 file(s) in a process of their own" in result.stderr
+
+    parametrized = "import pytest\n@pytest.mark.parametrize('x', ['a b', 'c'])\ndef test_6(x): pass\n"
+    machine.write("my tests/test_d.py", parametrized)
+    for chosen, passed in (("my tests/test_d.py", 2), ("my tests/test_d.py::test_6[a b]", 1)):
+        result = machine.run("test", chosen)
+        assert (result.returncode, result.stdout.splitlines()[-1]) == (0, f"{passed} passed, 0 failed, 0 skipped")
 
     result = machine.run("test", "tests/test_a.py::test_1", "-k", "test_1")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "1 passed, 0 failed, 0 skipped")

@@ -223,6 +223,7 @@ def test_training_learns(corpus, tiny, name):
     assert all(tensor.isfinite().all() for tensor in trainer.optimizer.state().values())
 
 
+@pytest.mark.skipif(bool(helpers.INDUCTOR_LACKS), reason=f"inductor needs {helpers.INDUCTOR_LACKS}")
 def test_compiled_steps_are_eager_ones(corpus, tiny):
     """Everything off: regions without the table and the pointer, for a model of few of them, as each takes seconds of
     C++. Attention with and without a value embedding, and an MLP alone with a skip."""

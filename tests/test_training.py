@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -774,7 +773,7 @@ def test_eager_is_compiled_and_nothing_recompiles(corpus, tiny, monkeypatch):
     assert counts == [model + optimizer, 0, 0]
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler")
+@pytest.mark.skipif(bool(helpers.INDUCTOR_LACKS), reason=f"inductor needs {helpers.INDUCTOR_LACKS}")
 def test_eager_is_compiled_by_inductor(corpus, tiny):
     """The same through inductor, validation too, for a model of few regions: each takes seconds of C++."""
     layers = (L(value_embedding=0), L(attention=False, skip_from=0))

@@ -23,7 +23,7 @@ import torch
 import helpers
 from helpers import CPU, PRESET, only, read_log, tg
 
-sys.path += [str(helpers.ROOT / "records"), str(helpers.ROOT / "benchmarks")]
+sys.path[:0] = [str(helpers.ROOT / "records"), str(helpers.ROOT / "benchmarks")]
 import bench_trace
 import record
 
