@@ -41,7 +41,6 @@ import collections
 import contextlib
 import functools
 import gc
-import glob
 import hashlib
 import itertools
 import json
@@ -3173,16 +3172,6 @@ def read_checkpoint(path: Path) -> dict:
     return content
 
 
-def place_aside(path: Path) -> Path:
-    """Where a file is written before it takes its name. What killed processes have left there is removed."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        process = left.suffix[1:]
-        if process.isdecimal() and process_stopped(process):
-            with contextlib.suppress(OSError):
-                left.unlink()
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
 def problem_of_saving(content: dict, path: Path) -> str:
     """Write a checkpoint. Returns what the system or torch says where that fails, else nothing."""
     try:
@@ -3275,7 +3264,7 @@ class Checkpoints:
                    "digest": f"{digest:x}", "hash": state_hash(state), "state": state}
         content["seal"] = checkpoint_seal(content)
         path = self.own_path(self.path, ranks)
-        aside = place_aside(path)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
 
         try:
             problems = list(filter(None, ranks.gather_objects(problem_of_saving(content, aside))))
@@ -3494,7 +3483,7 @@ def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], 
     def header():
         return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
 
-    aside = place_aside(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:

@@ -248,17 +248,6 @@ def test_a_stop_while_it_is_written_leaves_the_last_one(run, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir() if "state" in path.name] == ["state"]
 
 
-def test_what_a_kill_has_left_is_removed(run, tmp_path):
-    """Files of checkpoints that were being written, but none of a process that lives, nor anything else."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    others = [f".state.{os.getppid()}", ".state.txt", f".state2.{ended.pid}", f"state.{ended.pid}"]
-    for name in (f".state.{ended.pid}", *others):
-        (tmp_path / name).write_text("a part")
-    assert run("--seed", 3, "--checkpoint", tmp_path / "state", "--checkpoint-every", 2).code == 0
-    assert sorted(path.name for path in tmp_path.iterdir() if "state" in path.name) == sorted(["state", *others])
-
-
 def test_a_checkpoint_is_on_the_disk_before_it_takes_its_name(run, tmp_path, monkeypatch):
     """Else a power cut can leave an empty file in the place of the last one."""
     def replace_file(source, target):
