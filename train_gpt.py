@@ -202,9 +202,10 @@ class ModelConfig:
     mlp_width: int
     layers: tuple[Layer, ...]
     value_embeddings: int
-    # Rows of the table of hashed n-grams, whose embedding is added in every layer (records 62, 92). Each order of
-    # NGRAM_MULTIPLIERS has an equal part of them. 0: no hashed n-grams.
+    # Rows of the table of hashed n-grams, whose embedding is added in every layer (records 62, 92). Each order that is
+    # looked up has an equal part of them. 0: no hashed n-grams.
     ngram_rows: int
+    ngram_orders: int = 2  # so many of NGRAM_MULTIPLIERS are looked up: 2, pairs and triples; 3, quadruples as well
     # Each row is cut into so many pieces, 1 to 4 (see HASH_MULTIPLIERS), and an n-gram takes each of its pieces from
     # another row: two n-grams that share one piece rarely share the others. The table's parameter has one row for each
     # piece.
@@ -608,8 +609,8 @@ class Documents:
     tokens: Tensor  # [T], ids
     order: Tensor  # [T], positions in the batch grouped by id, see sort_ids
     starts: Tensor  # [ids + 1], where each id's group starts in `order`
-    # [T * ngram_pieces, K], rows of the n-gram table's parameter for each token and piece: one for each of
-    # NGRAM_MULTIPLIERS, then the longest suffix match
+    # [T * ngram_pieces, K], rows of the n-gram table's parameter for each token and piece: one for each order of
+    # n-grams, then the longest suffix match
     ngrams: Tensor
     class_index: Tensor  # see Targets, as `classes` and `num_always`
     positions: Tensor  # [T], how many tokens of its document are before a token
@@ -789,21 +790,22 @@ def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_numbe
     return np.concatenate([included, sampled]), len(included), index_of[targets]
 
 
-# The orders of n-grams that hash_ngrams looks up, one row an order: here pairs and triples. A
-# further row is all that another order takes; ModelConfig.ngram_rows are then shared by more of
-# them, and models that were saved with other orders are refused. A row holds the multipliers of the
-# token itself, of the one before it, and so on: different odd numbers below 2^16, as tokens are below
-# 2^16 too, so that products fit into uint32. Which ones matters little.
+# The orders of n-grams that hash_ngrams can look up, one row an order: pairs, triples and quadruples. A
+# further row and a higher ModelConfig.ngram_orders are all that another order takes; ngram_rows are then
+# shared by more of them. A row holds the multipliers of the token itself, of the one before it, and so on:
+# different odd numbers below 2^16, as tokens are below 2^16 too, so that products fit into uint32. Which
+# ones matters little. Models that were saved with other multipliers are refused.
 NGRAM_MULTIPLIERS = (
     (36313, 27191),
     (17351, 60961, 45259),
+    (40503, 30011, 52711, 61979),
 )
 # Odd ones, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides in
 # one piece would often collide in all.
 HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
 
 
-def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: int) -> np.ndarray:
+def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: int, orders: int) -> np.ndarray:
     """Rows of the n-gram table's parameter for the n-grams that end at each token: int32 [T * pieces, orders], see
     NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
 
@@ -811,13 +813,12 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: in
     multiplied tokens, times the piece's multiplier, modulo the largest odd number below the part's size. The last row
     of a part stands for an n-gram that would begin before the document.
     """
-    orders = len(NGRAM_MULTIPLIERS)
     part_rows = rows // orders
     last = part_rows - 1
     modulus = last - 1 + last % 2
     tokens = tokens.astype(np.uint32)
     found = np.empty((len(tokens), pieces, orders), np.int32)
-    for order, multipliers in enumerate(NGRAM_MULTIPLIERS):
+    for order, multipliers in enumerate(NGRAM_MULTIPLIERS[:orders]):
         key = np.zeros_like(tokens)
         for distance, multiplier in enumerate(multipliers):
             key[distance:] ^= multiplier * tokens[:len(tokens) - distance]
@@ -923,7 +924,7 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
     pieces = model.ngram_pieces
     ngrams = np.empty((len(tokens) * pieces, 0), int)
     if model.ngram_rows:
-        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, pieces)
+        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, pieces, model.ngram_orders)
     if model.longest_suffix_match:
         matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
         # Hashed rows lie by piece, then by order; behind them the pieces of a match lie side by side.
@@ -1679,6 +1680,9 @@ class GPT(nn.Module):
             fail("gate_inputs", f"an even number up to the model's width, {width}", config.gate_inputs, "16")
         if pieces not in range(1, 5) or width % pieces:
             fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
+        if not 1 <= config.ngram_orders <= len(NGRAM_MULTIPLIERS):
+            fail("ngram_orders", f"1 to {len(NGRAM_MULTIPLIERS)}, the rows of NGRAM_MULTIPLIERS", config.ngram_orders,
+                 "2")
 
         weight = functools.partial(torch.empty, device=device, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)

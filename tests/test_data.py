@@ -242,7 +242,8 @@ def test_packed_layout(marked):
         assert len(starts) == MODEL.padded_vocabulary + 1
         assert (starts.diff() == torch.bincount(ids, minlength=MODEL.padded_vocabulary)).all()
         assert starts[0] == 0
-        assert (documents.ngrams[:, :-1].numpy() == tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows, 2)).all()
+        hashed = tg.hash_ngrams(ids.numpy(), positions, MODEL.ngram_rows, MODEL.ngram_pieces, MODEL.ngram_orders)
+        assert (documents.ngrams[:, :-1].numpy() == hashed).all()
         recalled = tg.longest_suffix_match(ids.numpy(), positions, MODEL.padded_vocabulary)
         pieces = documents.ngrams[:, -1].view(-1, 2).numpy()
         assert (pieces == 2 * (MODEL.ngram_rows + recalled)[:, None] + [0, 1]).all()
@@ -265,7 +266,7 @@ def test_parts_of_odd_sizes_do_not_overlap(tiny, lengths):
     assert documents.num_always.tolist() == [max(lengths) + 1]
     assert documents.classes.shape == (1, 11)
     assert documents.starts[-1] == len(flat)
-    assert documents.ngrams.shape == (2 * len(flat), len(tg.NGRAM_MULTIPLIERS) + 1)
+    assert documents.ngrams.shape == (2 * len(flat), helpers.MODEL.ngram_orders + 1)
 
 
 @pytest.mark.parametrize("rows", [1, 300, 65_536])
@@ -276,9 +277,8 @@ def test_sorted_ids(rows):
     assert (starts == np.searchsorted(ids[order], np.arange(rows + 1))).all()
 
 
-def ngram_rows_of(piece, rows, pieces):
+def ngram_rows_of(piece, rows, pieces, orders):
     """Rows of a piece's tokens by Python's integers, which cannot overflow."""
-    orders = len(tg.NGRAM_MULTIPLIERS)
     part = rows // orders
     last = part - 1
     modulus = max(odd for odd in (last - 1, last) if odd % 2)
@@ -289,7 +289,7 @@ def ngram_rows_of(piece, rows, pieces):
                 reduce(int.__xor__, (factor * x[i - distance] for distance, factor in enumerate(factors)))
                 if i >= len(factors) - 1
                 else None
-                for factors in tg.NGRAM_MULTIPLIERS
+                for factors in tg.NGRAM_MULTIPLIERS[:orders]
             ]
             yield [
                 part * (orders * n + order) + (last if key is None else key * multiplier % 2**32 % modulus)
@@ -299,7 +299,8 @@ def ngram_rows_of(piece, rows, pieces):
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 @pytest.mark.parametrize("rows", [3 * len(tg.NGRAM_MULTIPLIERS), 1024, 140_002, 2**19, 2**23])
-def test_ngrams(rows, pieces):
+@pytest.mark.parametrize("orders", range(1, 1 + len(tg.NGRAM_MULTIPLIERS)))
+def test_ngrams(rows, pieces, orders):
     """The formula, across documents of all lengths, with the largest tokens there are."""
     random = np.random.default_rng(rows)
     texts = [random.integers(0, 65_536, length + 1).astype(np.uint16) for length in (1, 2, 3, 1, 40, 300)] + [
@@ -307,9 +308,9 @@ def test_ngrams(rows, pieces):
     ]
     tokens = np.concatenate([text[:-1] for text in texts])
     positions = np.concatenate([np.arange(len(text) - 1) for text in texts])
-    found = tg.hash_ngrams(tokens, positions, rows, pieces)
+    found = tg.hash_ngrams(tokens, positions, rows, pieces, orders)
     assert found.dtype == np.int32
-    assert found.tolist() == [row for text in texts for row in ngram_rows_of(text[:-1], rows, pieces)]
+    assert found.tolist() == [row for text in texts for row in ngram_rows_of(text[:-1], rows, pieces, orders)]
 
 
 def test_multipliers_are_different_odd_numbers():
@@ -327,7 +328,7 @@ def test_ngrams_depend_on_their_tokens_alone():
     positions = np.array([0, 1, 2, 0, 1, 2, 3, 4])
     orders = len(tg.NGRAM_MULTIPLIERS)
     part = 2**20
-    pair, triple, *_ = tg.hash_ngrams(tokens.astype(np.uint16), positions, orders * part, 1).T
+    pair, triple, *_ = tg.hash_ngrams(tokens.astype(np.uint16), positions, orders * part, 1, orders).T
     assert pair[0] == pair[3] == part - 1
     assert pair[1] == pair[6]
     assert pair[2] == pair[4] == pair[7]
@@ -336,7 +337,7 @@ def test_ngrams_depend_on_their_tokens_alone():
     assert triple[2] == triple[7]
     assert len(set(triple)) == 4
     random_tokens = np.random.default_rng(0).integers(0, 50_257, 100_000).astype(np.uint16)
-    columns = tg.hash_ngrams(random_tokens, np.arange(100_000), orders * 1002, 1).T
+    columns = tg.hash_ngrams(random_tokens, np.arange(100_000), orders * 1002, 1, orders).T
     for column, (rows, multipliers) in enumerate(zip(columns, tg.NGRAM_MULTIPLIERS)):
         spread = np.bincount(rows - 1002 * column, minlength=1002)
         assert spread[1001] == len(multipliers) - 1
@@ -349,7 +350,7 @@ def test_ngrams_that_share_one_piece_share_no_other():
     """The chance that a second one is the same too is that of any two n-grams: one in a thousand here."""
     tokens = np.random.default_rng(1).integers(0, 50_257, 40_000).astype(np.uint16)
     orders = len(tg.NGRAM_MULTIPLIERS)
-    found = tg.hash_ngrams(tokens, np.arange(len(tokens)), orders * 1002, 4).reshape(-1, 4, orders)
+    found = tg.hash_ngrams(tokens, np.arange(len(tokens)), orders * 1002, 4, orders).reshape(-1, 4, orders)
     for order, rows in enumerate(found[3:].transpose(2, 0, 1)):
         some = rows[:400]
         for first in range(4):
@@ -360,17 +361,19 @@ def test_ngrams_that_share_one_piece_share_no_other():
 
 
 def test_a_further_order_takes_one_more_row_of_multipliers(corpus, tiny, monkeypatch):
-    """All have an equal part of the table, and the model trains with them. A multiplier of 0 leaves its token out."""
+    """And a higher number of orders. All have an equal part of the table, and the model trains with them. A multiplier
+    of 0 leaves its token out."""
     monkeypatch.setattr(tg, "NGRAM_MULTIPLIERS", (*tg.NGRAM_MULTIPLIERS[:2], (40_503, 0, 52_711, 61_979)))
     x = [7, 50_000, 8, 65_535, 9]
-    columns = tg.hash_ngrams(np.array(x, np.uint16), np.arange(5), 3000, 1).T
+    columns = tg.hash_ngrams(np.array(x, np.uint16), np.arange(5), 3000, 1, 3).T
     assert columns.shape == (3, 5)
     assert all((columns[n] // 1000 == n).all() and (columns[n, :n + 1] == 1000 * n + 999).all() for n in range(3))
     assert columns[2, 3:].tolist() == [
         2000 + (40_503 * x[i] ^ 52_711 * x[i - 2] ^ 61_979 * x[i - 3]) % 999
         for i in (3, 4)
     ]
-    trainer = helpers.make_trainer(corpus)
+    preset = replace(helpers.PRESET, model=replace(helpers.MODEL, ngram_orders=3))
+    trainer = helpers.make_trainer(corpus, preset)
     trainer.initialise(1)
     batches = helpers.all_batches(trainer)[0]
     assert views(batches[0]).ngrams.shape[1] == 4
