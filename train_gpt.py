@@ -127,6 +127,16 @@ CHUNKS = 8  # batch chunks of a step, whatever the number of ranks, so that ever
 NGRAMS = -1  # a layer's value embedding: no table of its own, but the embedding of the last few tokens
 SUFFIX_LENGTHS = 3  # longest_suffix_match looks for suffixes of up to so many tokens
 NEW_TOKEN_ROWS = 32  # rows that longest_suffix_match shares out among tokens without a match
+# The orders of n-grams that hash_ngrams can look up, one row an order: pairs, triples and quadruples. A further row and
+# a higher ModelConfig.ngram_orders are all that another order takes; ngram_rows are then shared by more of them. A row
+# holds the multipliers of the token itself, of the one before it, and so on: different odd numbers below 2^16, as
+# tokens are below 2^16 too, so that products fit into uint32. Which ones matters little. Models that were saved with
+# other multipliers are refused.
+NGRAM_MULTIPLIERS = (
+    (36313, 27191),
+    (17351, 60961, 45259),
+    (40503, 30011, 52711, 61979),
+)
 NORM_EPSILON = 1e-6  # added to a mean square
 E4M3 = torch.float8_e4m3fn  # FP8 for weights and activations
 E5M2 = torch.float8_e5m2  # FP8 for gradients: more range, less precision
@@ -790,18 +800,8 @@ def sample_classes(targets: np.ndarray, count: int, vocabulary: int, chunk_numbe
     return np.concatenate([included, sampled]), len(included), index_of[targets]
 
 
-# The orders of n-grams that hash_ngrams can look up, one row an order: pairs, triples and quadruples. A
-# further row and a higher ModelConfig.ngram_orders are all that another order takes; ngram_rows are then
-# shared by more of them. A row holds the multipliers of the token itself, of the one before it, and so on:
-# different odd numbers below 2^16, as tokens are below 2^16 too, so that products fit into uint32. Which
-# ones matters little. Models that were saved with other multipliers are refused.
-NGRAM_MULTIPLIERS = (
-    (36313, 27191),
-    (17351, 60961, 45259),
-    (40503, 30011, 52711, 61979),
-)
-# Odd ones, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides in
-# one piece would often collide in all.
+# Odd numbers, one for each piece. They keep the parity of a key, and an even modulus would too, so that what collides
+# in one piece would often collide in all.
 HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
 
 
@@ -1680,9 +1680,6 @@ class GPT(nn.Module):
             fail("gate_inputs", f"an even number up to the model's width, {width}", config.gate_inputs, "16")
         if pieces not in range(1, 5) or width % pieces:
             fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
-        if not 1 <= config.ngram_orders <= len(NGRAM_MULTIPLIERS):
-            fail("ngram_orders", f"1 to {len(NGRAM_MULTIPLIERS)}, the rows of NGRAM_MULTIPLIERS", config.ngram_orders,
-                 "2")
 
         weight = functools.partial(torch.empty, device=device, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)
@@ -6217,6 +6214,9 @@ def check_preset(preset: Preset):
     require(padded >= least and padded % rows == 0, "padded_vocabulary", f"a multiple of {rows}, at least {least}",
             padded)
     require(model.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", model.dtype)
+    most = len(NGRAM_MULTIPLIERS)
+    require(1 <= model.ngram_orders <= most, "ngram_orders", f"1 to {most}, rows of NGRAM_MULTIPLIERS",
+            model.ngram_orders)
     # Of each order a row for incomplete n-grams, and one for others; four orders at most.
     require(not 0 < model.ngram_rows < 8, "ngram_rows", "0, or at least 8", model.ngram_rows)
     require(any(layer.attention or layer.mlp for layer in model.layers), "layers", "one that is not empty", "none")

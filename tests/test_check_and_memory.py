@@ -258,7 +258,8 @@ def test_what_does_not_fit():
 EDITS = [
     ("model", "key_width", 18), ("model", "padded_vocabulary", helpers.VOCABULARY), ("model", "dtype", "float64"),
     ("model", "padded_vocabulary", 520), ("stage", "batch_tokens", 1032), ("stage", "sampled_classes", 136),
-    ("model", "ngram_rows", 3), ("model", "layers", (tg.EMPTY,)), ("model", "layers", (tg.Layer(window="medium"),)),
+    ("model", "ngram_rows", 3), ("model", "ngram_orders", 0), ("model", "ngram_orders", 4),
+    ("model", "layers", (tg.EMPTY,)), ("model", "layers", (tg.Layer(window="medium"),)),
     ("optimizer", "cooldown_fraction", 0.0), ("optimizer", "averaging_interval_steps", 0),
     ("optimizer", "rules", tg.OptimizerConfig.rules[1:]),
     ("optimizer", "rules", (*tg.OptimizerConfig.rules, ("ngram", tg.AdamRule(30.0, (0.9, 0.95), sparse=True)))),

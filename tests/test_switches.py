@@ -67,12 +67,6 @@ def test_pieces_that_do_not_fit_get_a_line(pieces):
         tg.GPT(replace(MODEL, ngram_pieces=pieces), tg.select_ops(CPU), CPU)
 
 
-@pytest.mark.parametrize("orders", [0, 4])
-def test_orders_of_ngrams_without_multipliers_get_a_line(orders):
-    with pytest.raises(tg.Failure, match=f"ngram_orders: expected 1 to 3, .* found {orders}"):
-        tg.GPT(replace(MODEL, ngram_orders=orders), tg.select_ops(CPU), CPU)
-
-
 @pytest.mark.parametrize("inputs", [-2, 0, 7, 34])
 def test_gates_read_an_even_number_of_channels(inputs):
     """Of the stream, or half of them of the value embedding."""
