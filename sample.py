@@ -93,13 +93,13 @@ def read_content(metadata: dict[str, str]) -> tuple[dict, tg.ModelConfig]:
     """What a model is besides its weights, and its configuration. ValueError or another error where a part is missing.
     """
     content = json.loads(metadata["content"])
-    if content["lookups"] != tg.LOOKUPS:
-        raise ValueError("rows of other n-grams")
     stated = content["model"]
     layers = tuple(tg.Layer(**layer) for layer in stated["layers"])
     config = tg.ModelConfig(**stated | {"layers": layers, "softcap": tg.Softcap(*stated["softcap"])})
     if json.loads(json.dumps(asdict(config))) != stated:
         raise ValueError("settings missing")
+    if content["lookups"] != tg.lookups(config):
+        raise ValueError("rows of other n-grams")
     return content, config
 
 
@@ -426,6 +426,7 @@ def bytes_of(encoding, token: int) -> bytes:
 
 def typed_lines() -> Iterator[str]:
     """The lines that a person types, up to Ctrl-D."""
+    sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text, as in the arguments of a command
     while True:
         try:
             yield input("> " if sys.stdin.isatty() else "")

@@ -130,8 +130,8 @@ NEW_TOKEN_ROWS = 32  # rows that longest_suffix_match shares out among tokens wi
 # The orders of n-grams that hash_ngrams can look up, one row an order: pairs, triples and quadruples. A further row and
 # a higher ModelConfig.ngram_orders are all that another order takes; ngram_rows are then shared by more of them. A row
 # holds the multipliers of the token itself, of the one before it, and so on: different odd numbers below 2^16, as
-# tokens are below 2^16 too, so that products fit into uint32. Which ones matters little. Models that were saved with
-# other multipliers are refused.
+# tokens are below 2^16 too, so that products fit into uint32. Which ones matters little. Models whose orders were saved
+# with others are refused.
 NGRAM_MULTIPLIERS = (
     (36313, 27191),
     (17351, 60961, 45259),
@@ -275,8 +275,8 @@ class OptimizerConfig:
     # False: the other way round.
     normuon_long_side: bool = True
     scale_tall_updates: bool = False  # Muon's first rule: times max(1, rows / columns)^0.5
-    # Decay a weight only where its update shrinks it too (records 43, 50); False: always, as AdamW. Of matrices and
-    # tables alike.
+    # Decay a weight only where its update shrinks it too (records 43, 50), or, in a matrix, leaves it as it is; False:
+    # always, as AdamW. Of matrices and tables alike.
     cautious_decay: bool = True
 
     muon_learning_rate: float = 0.023
@@ -355,6 +355,11 @@ class Preset:
     @property
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
+
+    @property
+    def fp8_unit(self) -> int:
+        """The sides of FP8 products are multiples of it."""
+        return 16 if self.fp8 else 1
 
 
 EMPTY = Layer(attention=False, mlp=False)
@@ -821,7 +826,7 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: in
     for order, multipliers in enumerate(NGRAM_MULTIPLIERS[:orders]):
         key = np.zeros_like(tokens)
         for distance, multiplier in enumerate(multipliers):
-            key[distance:] ^= multiplier * tokens[:len(tokens) - distance]
+            key[distance:] ^= multiplier * tokens[:max(len(tokens) - distance, 0)]
         incomplete = positions < len(multipliers) - 1
         for piece in range(pieces):
             hashes = key * np.uint32(HASH_MULTIPLIERS[piece]) % modulus
@@ -989,7 +994,8 @@ def training_batches(stream: TokenStream, preset: Preset, micro_chunks: dict[Sta
 
 
 def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
-    """Random documents of log-normal lengths (median 400, mean 690) for warm-up: no training data before the clock."""
+    """Random documents of log-normal lengths (median 400) up to `cap`, for warm-up: no training data before the clock.
+    """
     random = np.random.default_rng(seed)
     pieces = []
     left = tokens
@@ -1003,9 +1009,9 @@ def generated_pieces(tokens: int, cap: int, seed: int) -> list[np.ndarray]:
 
 
 def validation_windows(path: Path, tokens: int, window: int, vocabulary: int) -> tuple[list[list[np.ndarray]], str]:
-    """The first `tokens` tokens of a shard in contiguous windows, cut into documents, and their hash.
+    """The first `tokens` + 1 tokens of a shard in contiguous windows, cut into documents, and their hash.
 
-    Each token is a target once."""
+    Each but the first is a target once."""
     shard = open_shard(path, vocabulary)
     if len(shard) < tokens + 1:
         fail(f"{path}: validation tokens", f"at least {tokens + 1:,}", f"{len(shard):,}",
@@ -1033,8 +1039,10 @@ def prefetched(items: Iterator, depth: int = 8) -> Iterator:
 
 # ==== 4. Model, its operators in plain PyTorch ========================================================================
 class Targets(NamedTuple):
-    """What the head has to predict for T tokens. A class index counts rows of lm_head or, if
-    sampled, of `classes`.
+    """What the head has to predict for T tokens.
+
+    A class index is a token's id or, in a sampled softmax, its place among its chunk's classes: with P = 4, one chunk
+    and classes [[50257, 11, 262, 7]], of which num_always = [3], the next token 262 has class index 2.
 
     Sampled softmax: each of the batch's S chunks has P classes of its own. The first num_always are
     always included: copy token and targets. The others are sampled. A class that takes part in some
@@ -1418,7 +1426,10 @@ def head_gates(h, value, gate, attn_scale):
 
     They read the first channels of h, the norm of what attention reads. gate is [H, inputs], or [2 H, inputs] with a
     value embedding. attn_scale [T] multiplies the gates of the outputs: multiplied with weights, as in record 47, it
-    would take passes over them. Attention's backward pass divides by these gates, so they are kept from zero."""
+    take passes over them. Attention's backward pass divides by these gates, so they are kept from zero.
+
+    A further gate of the heads is H more rows of Block.gate, a chunk here, and a factor of `gates` before the clamp. It
+    may read no channel beyond `inputs`: an AttentionSource keeps no more."""
     inputs = gate.size(1)
     if value is None:
         gate_inputs = h[:, :inputs]
@@ -1676,10 +1687,9 @@ class GPT(nn.Module):
         if config.attention_width > width:  # values of n-grams are channels of the stream
             fail("heads * head_width", f"at most the model's width, {width}", config.attention_width,
                  "fewer heads, or narrower ones")
-        if config.gate_inputs % 2 or not 0 < config.gate_inputs <= width:
-            fail("gate_inputs", f"an even number up to the model's width, {width}", config.gate_inputs, "16")
-        if pieces not in range(1, 5) or width % pieces:
-            fail("ngram_pieces", f"1 to 4, a divisor of the model's width, {width}", pieces, "1, 2 or 4")
+        most_inputs = min(width, 2 * config.attention_width)  # half of them are a value embedding's
+        if config.gate_inputs % 2 or not 0 < config.gate_inputs <= most_inputs:
+            fail("gate_inputs", f"an even number up to {most_inputs}", config.gate_inputs, "16")
 
         weight = functools.partial(torch.empty, device=device, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)
@@ -1915,7 +1925,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
     return geometry_tables(frequency, scale, windows, positions, getattr(torch, preset.model.dtype), device)
 
 
-# ==== 5. Optimizer: Muon and NorMuon for hidden matrices, Adam for the rest; sharded, but for n-grams and scalars =====
+# ==== 5. Optimizer: Muon and NorMuon for hidden matrices, Adam for the rest; sharded, but for scalars =================
 # One step of several ranks. Each line is a queue that works by itself, from left to right. The host only
 # fills the queues: it runs ahead and never waits for the device. "embed" stands for the tables that the
 # model reads before any matrix.
@@ -2149,15 +2159,15 @@ def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr
 
     Of PeerRows only the part of `rank` is updated, to which weights, exp_avg_sq and last_step belong.
 
-    ids [T, K] are the first of `lookup`, see group_ids: token t read the sum of the rows ids[t],
-    and grad [T, D] is that of these sums. g, the gradient of a row, is `scale` times the sum of
-    grad over the tokens that read it. There is one second moment a row, v in exp_avg_sq [rows],
-    which also decays over the steps since last_step [rows], the row's last update:
+    ids [T, K] are the first of `lookup`, see group_ids; with a table in pieces, T counts each piece of a token.
+    Reader t read the sum of the rows ids[t], and grad [T, D] is that of these sums. g, the gradient of a row, is
+    `scale` times the sum of grad over the readers that read it. There is one second moment a row, v in exp_avg_sq
+    [rows], which also decays over the steps since last_step [rows], the row's last update:
 
         v <- beta2^(step - last_step) v + (1 - beta2) mean(g^2)
 
-    The step divides by its root, with the share `pooling` of it replaced by (1 - beta2) mean((scale grad)^2), the mean
-    over tokens: a row that is read rarely and with small gradients then takes small steps.
+    The step divides by the root of (1 - pooling) v + pooling (1 - beta2) mean((scale grad)^2), where the mean is
+    over all readers: a row that is read rarely and with small gradients then takes small steps.
 
     lr, wd and cautious: see adam_step.
     """
@@ -2220,7 +2230,7 @@ class Owner:
 
         The same part of the buffer `grads` becomes the parameter's `info.grad_view`. Compiled code, perhaps another
         process's, takes it for granted that parameters are aligned as they were when it was compiled: so all are.
-        Matrices follow one another without a gap, since their sizes are multiples of 4.
+        Matrices follow one another without a gap, since their sizes are multiples of 4 (check_preset).
         """
         weights = self.weights.view(-1)
         grads = self.grads.view(-1)
@@ -2967,7 +2977,7 @@ class Trainer:
         self.model.inclusion_rates.copy_(counts / counts.max())
 
     def change_classes(self, stage: Stage):
-        """Begin a stage whose softmax has other classes than the one before: count anew, or use what was counted."""
+        """Begin a stage that samples otherwise than the one before: count anew, or use what was counted."""
         if stage.sampled_classes is None:
             self.share_counts()
         else:
@@ -3451,9 +3461,13 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
 # Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
 # their numbers, `ngram.ids` [N].
 MODEL_FORMAT = "train_gpt model 5"
-# Which rows of the table a text reads follows from these too, and no weight's shape would show it.
-LOOKUPS = f"{NGRAM_MULTIPLIERS} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
+
+
+def lookups(model: ModelConfig) -> str:
+    """What decides, besides the configuration, which rows of the table a text reads: no weight's shape would show it.
+    """
+    return f"{NGRAM_MULTIPLIERS[:model.ngram_orders]} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
 
 
 def header_hash(header: dict) -> str:
@@ -3509,7 +3523,7 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
     tokenizer = tokenizer_file(trainer.folder)
     content = {
         "model": asdict(preset.model),
-        "lookups": LOOKUPS,
+        "lookups": lookups(preset.model),
         "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
         "validation": {
             "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
@@ -3554,11 +3568,11 @@ def load_vector(x_ptr, index, size, row=0, other=0.0):
 
 
 # ---- orthogonalisation -----------------------------------------------------------------------------------------------
-# All three products of a step are written for wide matrices. A tall X is passed as its transposed view.
+# All three products of a round are written for wide matrices. A tall X is passed as its transposed view.
 # Strides are arguments, and a stride of 1 is compiled in, so loads are contiguous along whichever axis is,
-# and X^T X needs no copy. Five steps of polar-express took 1059 us on 14 matrices of 2304 x 768 (a sprint's MLPs),
+# and X^T X needs no copy. Five rounds of polar-express took 1059 us on 14 matrices of 2304 x 768 (a sprint's MLPs),
 # where products at 790 TFLOP/s, with half of each symmetric one, would take 401 and torch's took 1189; on 36 of
-# 192 x 768 they took 184, torch's 191. The default has four steps now.
+# 192 x 768 they took 184, torch's 191. The default has four rounds now.
 
 
 def product_tiles(batch, rows, columns, dtype, symmetric):
@@ -5317,7 +5331,7 @@ def first_length(first, *_):
 
 
 def compile_dynamic(function: Callable, count: Callable = first_length) -> Callable:
-    """torch.compile with one compilation for every stage and shard.
+    """torch.compile with one compilation for all numbers of tokens.
 
     count(*arguments) is the number that differs between calls, such as that of the tokens. A dimension of this size
     is symbolic in every tensor among the arguments, or in a tuple among them, but for parameters."""
@@ -5487,9 +5501,9 @@ def interrupt(number: int, _) -> NoReturn:
 
 def open_streams():
     """In the place of standard streams that a shell has closed (`>&-`), some that lead nowhere."""
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def printable(text: str, stream: TextIO) -> str:
@@ -6199,44 +6213,86 @@ def check_model_file(path: Path, model: ModelConfig):
         fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
 
 
+def check_model(preset: Preset, require: Callable):
+    """What check_preset asks of the model."""
+    model = preset.model
+    require(model.key_width % 4 == 0, "key_width", "a multiple of 4", model.key_width)
+    unit = preset.fp8_unit
+    side = max(unit, 4)  # so that parameters that follow one another are aligned to 16 bytes
+    sides = {
+        "width": model.width,
+        "mlp_width": model.mlp_width,
+        "heads * key_width": model.heads * model.key_width,
+        "heads * head_width": model.attention_width,
+    }
+    for name, size in sides.items():
+        require(size > 0 and size % side == 0, name, f"a multiple of {side}", size)
+    largest = {
+        "attention_scale": model.attention_scale * model.key_width,
+        "pointer_scale": model.pointer_scale * model.pointer_width,
+    }
+    for name, score in largest.items():
+        require(score < 60, name, "less than 60 / width, as no softmax has a running maximum", getattr(model, name))
+
+    least = model.vocabulary + bool(model.pointer_width)  # the pointer's copy token follows the vocabulary
+    padded = model.padded_vocabulary
+    rows = max(unit, CHUNKS)  # each of eight ranks has as many
+    require(padded >= least and padded % rows == 0, "padded_vocabulary", f"a multiple of {rows}, at least {least}",
+            padded)
+    require(model.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", model.dtype)
+
+    most = len(NGRAM_MULTIPLIERS)
+    require(1 <= model.ngram_orders <= most, "ngram_orders", f"1 to {most}, rows of NGRAM_MULTIPLIERS",
+            model.ngram_orders)
+    fewest = 2 * model.ngram_orders  # of each order a row for incomplete n-grams, and one for others
+    require(not 0 < model.ngram_rows < fewest, "ngram_rows", f"0, or at least {fewest}", model.ngram_rows)
+    pieces = model.ngram_pieces
+    require(pieces in range(1, 5) and model.width % pieces == 0, "ngram_pieces",
+            f"1 to 4, a divisor of the width, {model.width}", pieces)
+
+    require(any(layer.attention or layer.mlp for layer in model.layers), "layers", "one that is not empty", "none")
+    for index, layer in enumerate(model.layers):
+        require(layer.window in ("short", "long"), f"layer {index}: window", "short or long", layer.window)
+        for name in ("key_offset", "value_embedding", "attention_from"):
+            unused = getattr(layer, name) is None or getattr(layer, name) is False
+            require(layer.attention or unused, f"layer {index}: {name}", "attention in this layer", "none")
+
+
+def check_optimizer(config: OptimizerConfig, require: Callable):
+    """What check_preset asks of the optimizer."""
+    for name in ("cooldown_fraction", "momentum_warmup_fraction", "momentum_cooldown_fraction", "averaging_lookback",
+                 "averaging_interval_steps"):
+        value = getattr(config, name)
+        require(value > 0, name, "above 0; 1e-9 is as good as none", value)
+
+    usual = dict(OptimizerConfig.rules)
+    differing = usual.keys() ^ dict(config.rules)
+    require(not differing, "rules", "one for each role", f"more or less of {', '.join(sorted(differing))}")
+    for role, rule in config.rules:
+        what = f"rule of {role}"
+        other = usual[role]
+        require(type(rule) is type(other), what, type(other).__name__, type(rule).__name__)
+        if isinstance(rule, MuonRule):
+            continue
+        require(rule.sparse == other.sparse, what, f"sparse={other.sparse}", rule.sparse)
+        require(rule.sharded <= other.sharded, what, "sharded=False", rule.sharded)
+        require(not rule.sparse or rule.betas[0] == 0, what, "a first beta of 0, as there is no first moment",
+                rule.betas)
+
+
 def check_preset(preset: Preset):
     """Fail where a preset that somebody has edited asks for what would hang, crash or be ignored."""
     def require(good: bool, what: str, expected: str, found: Any):
         if not good:
             fail(what, expected, found, f"change the preset {preset.name} in train_gpt.py")
 
-    model = preset.model
-    require(model.key_width % 4 == 0, "key_width", "a multiple of 4", model.key_width)
-    least = model.vocabulary + bool(model.pointer_width)  # the pointer's copy token follows the vocabulary
-    padded = model.padded_vocabulary
-    unit = 16 if preset.fp8 else 1  # the sides of FP8 products are multiples of it
-    rows = max(unit, CHUNKS)  # each of eight ranks has as many
-    require(padded >= least and padded % rows == 0, "padded_vocabulary", f"a multiple of {rows}, at least {least}",
-            padded)
-    require(model.dtype in ("bfloat16", "float32"), "dtype", "bfloat16 or float32", model.dtype)
-    most = len(NGRAM_MULTIPLIERS)
-    require(1 <= model.ngram_orders <= most, "ngram_orders", f"1 to {most}, rows of NGRAM_MULTIPLIERS",
-            model.ngram_orders)
-    # Of each order a row for incomplete n-grams, and one for others; four orders at most.
-    require(not 0 < model.ngram_rows < 8, "ngram_rows", "0, or at least 8", model.ngram_rows)
-    require(any(layer.attention or layer.mlp for layer in model.layers), "layers", "one that is not empty", "none")
-    for index, layer in enumerate(model.layers):
-        require(layer.window in ("short", "long"), f"layer {index}: window", "short or long", layer.window)
-
-    config = preset.optimizer
-    for name in ("cooldown_fraction", "momentum_warmup_fraction", "momentum_cooldown_fraction", "averaging_lookback",
-                 "averaging_interval_steps"):
-        value = getattr(config, name)
-        require(value > 0, name, "above 0; 1e-9 is as good as none", value)
-    missing = dict(OptimizerConfig.rules).keys() - dict(config.rules)
-    require(not missing, "rules", "one for each role", f"none for {', '.join(sorted(missing))}")
-    for role, rule in config.rules:
-        if isinstance(rule, AdamRule) and rule.sparse:
-            require(rule.betas[0] == 0, f"rule of {role}", "a first beta of 0, as there is no first moment", rule.betas)
-
+    check_model(preset, require)
+    check_optimizer(preset.optimizer, require)
     for name in ("steps", "val_tokens", "val_window_tokens", "log_every_steps"):
         require(getattr(preset, name) >= 1, name, "at least 1", getattr(preset, name))
+    unit = preset.fp8_unit
     for index, stage in enumerate(preset.stages):
+        require(stage.steps >= 0, f"stage {index}: steps", "0 or more", stage.steps)
         tokens = stage.batch_tokens
         require(tokens > 0 and tokens % (CHUNKS * unit) == 0, f"stage {index}: batch_tokens",
                 f"a multiple of {CHUNKS * unit}", tokens)
@@ -6248,12 +6304,17 @@ def check_preset(preset: Preset):
         for name in ("document_cap_tokens", "short_window_tokens", "long_window_tokens"):
             require(getattr(stage, name) >= 1, f"stage {index}: {name}", "at least 1", getattr(stage, name))
         first, last = map(len, stage.targets)
-        require(first == last, f"stage {index}: targets", "as many at its end as at its start", stage.targets)
+        require(first == last > 0, f"stage {index}: targets", "as many at its end as at its start", stage.targets)
 
 
 def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
     """Fail if a run cannot begin or keep what it should, as far as that shows before the data are there."""
     check_versions(ranks)
+    if ranks.on_gpu:
+        for name in ("key_width", "head_width", "pointer_width"):
+            width = getattr(preset.model, name)
+            if width & (width - 1):
+                fail(name, "a power of two on a GPU", width, f"change the preset {preset.name} in train_gpt.py")
     if arguments.save:
         check_model_file(arguments.save, preset.model)
         kept = arguments.checkpoint

@@ -259,16 +259,35 @@ EDITS = [
     ("model", "key_width", 18), ("model", "padded_vocabulary", helpers.VOCABULARY), ("model", "dtype", "float64"),
     ("model", "padded_vocabulary", 520), ("stage", "batch_tokens", 1032), ("stage", "sampled_classes", 136),
     ("model", "ngram_rows", 3), ("model", "ngram_orders", 0), ("model", "ngram_orders", 4),
+    # more pieces than there are multipliers, none, and a third of a row of 32 numbers
+    ("model", "ngram_pieces", 5), ("model", "ngram_pieces", 0), ("model", "ngram_pieces", 3),
+    ("model", "width", 40), ("model", "mlp_width", 72), ("model", "heads", 0),
+    ("model", "attention_scale", 4.0), ("model", "pointer_scale", 4.0),
     ("model", "layers", (tg.EMPTY,)), ("model", "layers", (tg.Layer(window="medium"),)),
+    # of a layer without attention, what would be ignored
+    *[("model", "layers", (tg.Layer(attention=False, **{name: 0}),)) for name in ("value_embedding", "attention_from")],
+    ("model", "layers", (tg.Layer(attention=False, key_offset=True),)),
     ("optimizer", "cooldown_fraction", 0.0), ("optimizer", "averaging_interval_steps", 0),
     ("optimizer", "rules", tg.OptimizerConfig.rules[1:]),
-    ("optimizer", "rules", (*tg.OptimizerConfig.rules, ("ngram", tg.AdamRule(30.0, (0.9, 0.95), sparse=True)))),
+    *[("optimizer", "rules", (*tg.OptimizerConfig.rules, rule)) for rule in (
+        ("ngram", tg.AdamRule(30.0, (0.9, 0.95), sparse=True)),
+        ("ngram", tg.AdamRule(30.0, (0.0, 0.95), sharded=True)),
+        ("lm_head", tg.AdamRule(1.0, (0.0, 0.95), sparse=True)),
+        ("lm_head", tg.MuonRule(1.0)),
+        ("pointer", tg.AdamRule(1.0, (0.9, 0.95))),
+        ("scalar", tg.AdamRule(1.0, (0.9, 0.95), sharded=True)),
+        ("scalars", tg.AdamRule(1.0, (0.9, 0.95))))],
     ("preset", "stages", ()), ("preset", "stages", helpers.PRESET.stages[::-1]),
     ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
     ("stage", "batch_tokens", 500), ("stage", "document_cap_tokens", 0), ("stage", "long_window_tokens", 0),
-    ("stage", "targets", ((1.0, 0.5), (1.0,))),
+    ("stage", "targets", ((1.0, 0.5), (1.0,))), ("stage", "targets", ((), ())), ("stage", "steps", -5),
 ]
-TOLD = {"layers": "layers|layer 0: window", "stages": "steps|extension", "rules": "rules|rule of ngram"}
+TOLD = {
+    "layers": "layers|layer 0: [a-z_]+",
+    "heads": r"heads \* key_width",
+    "stages": "steps|extension",
+    "rules": "rules|rule of [a-z_]+",
+}
 
 
 @pytest.mark.parametrize("part, name, value", EDITS)
@@ -285,6 +304,14 @@ def test_an_edited_preset_gets_a_line(monkeypatch, capsys, part, name, value):
     what = TOLD.get(name, name)
     pattern = rf"train_gpt: (stage 0: )?({what}): expected .*, found .*; fix: change the preset tiny .*\n"
     assert re.fullmatch(pattern, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["key_width", "head_width", "pointer_width"])
+def test_kernels_want_powers_of_two(monkeypatch, name):
+    monkeypatch.setattr(tg, "check_versions", lambda ranks: None)
+    preset = replace(helpers.PRESET, model=replace(helpers.PRESET.model, **{name: 48}))
+    with pytest.raises(tg.Failure, match=f"{name}: expected a power of two on a GPU, found 48; fix: change the preset"):
+        tg.check_start(types.SimpleNamespace(), preset, types.SimpleNamespace(on_gpu=True))
 
 
 def test_every_preset_passes():

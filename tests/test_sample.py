@@ -237,18 +237,14 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
         assert not found[expected == 0].any()
 
 
+def typing(monkeypatch, text):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+
+
 def test_a_loop_of_prompts(saved, use, bytes_as_tokens, monkeypatch):
     """Each line begins a document of its own; the end of the input ends the loop."""
     path, _ = saved
-    lines = iter(["Once", "", "Twice"])
-
-    def typed(prompt):
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", typed)
+    typing(monkeypatch, b"Once\n\nTwice\n")
     found = use(path, "--length", 3)
     assert found.code == 0
     assert re.fullmatch(r"Once( \d+){1,3}\n( \d+){1,3}\nTwice( \d+){1,3}\n", found.out)
@@ -256,10 +252,23 @@ def test_a_loop_of_prompts(saved, use, bytes_as_tokens, monkeypatch):
     assert found.out.startswith(use(path, "Once", "--length", 3).out)
 
 
+def test_bytes_that_are_no_text_in_the_loop(monkeypatch):
+    typing(monkeypatch, b"ab\xff\n")
+    assert list(sample.typed_lines()) == ["ab\udcff"]
+
+
+def test_no_standard_input_at_all(saved, use, bytes_as_tokens, monkeypatch):
+    """As after `<&-` in a shell: nothing is typed."""
+    monkeypatch.setattr("sys.stdin", None)
+    found = use(saved[0])
+    assert (found.code, found.out) == (0, "")
+
+
 def test_ctrl_c_in_the_loop(saved, use, bytes_as_tokens, monkeypatch):
     def interrupted(prompt):
         raise KeyboardInterrupt
 
+    typing(monkeypatch, b"")
     monkeypatch.setattr("builtins.input", interrupted)
     found = use(saved[0])
     assert found.code == 130
