@@ -280,7 +280,8 @@ EDITS = [
     ("preset", "stages", ()), ("preset", "stages", helpers.PRESET.stages[::-1]),
     ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
     ("stage", "batch_tokens", 500), ("stage", "document_cap_tokens", 0), ("stage", "long_window_tokens", 0),
-    ("stage", "targets", ((1.0, 0.5), (1.0,))), ("stage", "targets", ((), ())), ("stage", "steps", -5),
+    ("stage", "targets", ((1.0, 0.5), (1.0,))), ("stage", "targets", ((), ())),
+    ("preset", "stages", (replace(helpers.PRESET.stages[0], steps=-1), *helpers.PRESET.stages[1:])),
 ]
 TOLD = {
     "layers": "layers|layer 0: [a-z_]+",
