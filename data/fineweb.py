@@ -403,7 +403,18 @@ def find_inputs(paths: Iterable[Path]) -> list[Path]:
         linked = f", {links} linked folder(s) not entered" if links else ""
         print(f"{path}: {len(texts)} files, {len(files) - len(texts)} of other kinds left out{linked}", flush=True)
         found += texts
+    refuse_twice(found)
     return found
+
+
+def refuse_twice(paths: Iterable[Path]) -> None:
+    """A text that is read twice would validate on what was trained on."""
+    seen = set()
+    for path in paths:
+        file = path.resolve()
+        if file in seen:
+            raise DataError(path, "each input once", f"{file} twice", "name it once, and no link to it beside it")
+        seen.add(file)
 
 
 def cut_long(documents: Iterable[str], most: int) -> Iterator[str]:

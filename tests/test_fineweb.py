@@ -579,6 +579,18 @@ def test_a_folder_is_searched_for_texts(ranks, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("inputs", [["own.txt", "./own.txt"], ["own.txt", "."], ["linked.txt", "own.txt"]])
+def test_an_input_named_twice_is_refused(tmp_path, monkeypatch, inputs):
+    """Its text would be in the validation and in the training."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.txt").touch()
+    if "linked.txt" in inputs:
+        Path("linked.txt").symlink_to("own.txt")
+    said = f"own.txt: expected each input once, found {tmp_path}/own.txt twice; fix: "
+    with pytest.raises(fineweb.DataError, match=said):
+        fineweb.find_inputs(map(Path, inputs))
+
+
 def test_parquet(ranks, tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
