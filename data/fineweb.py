@@ -162,12 +162,21 @@ def sha256_of(path: Path) -> str:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """{file name: SHA-256} as written beside the shards; empty where there is no such file."""
+    """{file name: SHA-256} as written beside the shards; empty where there is no such file.
+
+    Raises DataError for a line of another kind: what it names would pass for a shard that was compared."""
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return {}
-    return {match[2]: match[1] for line in lines if (match := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line))}
+    sums = {}
+    for number, line in enumerate(lines, 1):
+        if match := re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line):
+            sums[match[2]] = match[1].lower()
+        elif line.strip():
+            what = f"{folder / SUMS} line {number}"
+            raise DataError(what, "64 hexadecimal digits and a name", repr(line[:80]), "repair or remove the line")
+    return sums
 
 
 def write_sums(folder: Path, sums: dict[str, str]) -> None:

@@ -174,9 +174,9 @@ def main() -> int:
     parser.add_argument("--debs", type=Path, help="folder with the .deb files, instead of downloading them")
     parser.add_argument("--encoding", default="gpt2", help="as for fineweb.py tokenize")
     arguments = parser.parse_args()
-    before = fineweb.read_sums(here)
 
     try:
+        before = fineweb.read_sums(here)
         sums = build(arguments.out, arguments.debs, arguments.encoding)
     except (fineweb.DataError, OSError, subprocess.CalledProcessError) as error:
         known = isinstance(error, fineweb.DataError)

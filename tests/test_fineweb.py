@@ -374,8 +374,22 @@ def test_verify_knows_the_sums_and_the_empty_folder(tmp_path, capsys):
     fineweb.write_sums(tmp_path, {"a.bin": sha256(shard([BOS, 7])), "b.bin": "0" * 64})
     assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
     assert "b.bin: expected a shard, SHA256SUMS names it, found none; fix: fetch it again" in capsys.readouterr().out
-    (tmp_path / "SHA256SUMS").write_bytes(b"\xff\xfe no text\n")
-    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("line, said", [
+    (sha256(shard([BOS, 7])).upper().encode() + b" *a.bin\n\n", ""),
+    (sha256(shard([BOS, 8])).upper().encode() + b"  a.bin", "found 1 bad"),
+    (sha256(shard([BOS, 7])).encode()[:63] + b"  a.bin", "SHA256SUMS line 2: expected 64 hexadecimal digits and a name"),
+    (b"\xff\xfe no text\n", "SHA256SUMS line 2: expected 64 hexadecimal digits and a name"),
+])
+def test_verify_reads_every_line_of_the_sums(tmp_path, capsys, line, said):
+    """A shard whose line is skipped would pass for one that was compared."""
+    (tmp_path / "a.bin").write_bytes(shard([BOS, 7]))
+    (tmp_path / "SHA256SUMS").write_bytes(b"\n" + line)
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == (2 if said else 0)
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == bool(said)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
