@@ -650,16 +650,18 @@ class ShardWriter:
 
     Documents stay whole: the validation shard ends with the document that brings it above `val_tokens`, so that its
     first `val_tokens` tokens and the target of the last one exist, and no training document begins in it; a training
-    shard ends before `shard_tokens` would be passed. Everything is written as *.PID.part; finish() gives all files
-    their names, abort() deletes them.
+    shard ends before `shard_tokens` would be passed. `ranks`, the content of the tokenizer's file, goes beside them as
+    NAME.tiktoken, if it is not GPT-2's. Everything is written as *.PID.part; finish() gives all files their names,
+    abort() deletes them.
     """
 
-    def __init__(self, folder: Path, name: str, val_tokens: int, shard_tokens: int):
+    def __init__(self, folder: Path, name: str, val_tokens: int, shard_tokens: int, ranks: bytes | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.name = name
         self.val_tokens = val_tokens
         self.shard_tokens = shard_tokens
+        self.ranks = ranks
         self.finished: list[tuple[Path, int]] = []  # (final path, tokens)
         self.file: BinaryIO | None = None
         self.tokens = 0  # in the open shard
@@ -668,18 +670,26 @@ class ShardWriter:
         self.refuse_others()
 
     def refuse_others(self) -> None:
-        """No shard is ever replaced, nor mixed with those of another text."""
-        old = sorted(path.name for kind in ("train", "val") for path in self.folder.glob(f"{self.name}_{kind}_*.bin"))
+        """No file is ever replaced, and no shard mixed with those of another text, or of another tokenizer."""
+        old = sorted(path.name for kind in ("train", "val") for path in self.folder.glob(f"*_{kind}_*.bin"))
         if old:
             fix = "delete them, or give another --out"  # a training reads one corpus a folder
-            raise DataError(f"{self.folder}", f"no shards named {self.name}", old[0], fix)
+            raise DataError(f"{self.folder}", "no shards", old[0], fix)
+        for path in sorted(self.folder.glob("*.tiktoken")):  # a training takes any for its tokenizer
+            if path.read_bytes() != self.ranks:
+                expected = "no ranks but GPT-2's" if self.ranks is None else "only the ranks of --encoding"
+                fix = "move that file elsewhere, or give another --out"
+                raise DataError(f"{self.folder}", expected, path.name, fix)
 
     def path(self) -> Path:
         return self.folder / f"{self.name}_{'train' if self.train else 'val'}_{self.train:06d}.bin"
 
+    def encoding(self) -> Path:
+        return self.folder / f"{self.name}.tiktoken"
+
     @staticmethod
     def part(path: Path) -> Path:
-        """Where a shard is written; with the process's number, so that two at once do not write into one file."""
+        """Where a file is written; with the process's number, so that two at once do not write into one file."""
         return Path(f"{path}.{os.getpid()}.part")
 
     def add(self, document: np.ndarray) -> None:
@@ -712,19 +722,16 @@ class ShardWriter:
         self.finished.append((self.path(), self.tokens))
         self.file, self.tokens = None, 0
 
-    def finish(self, ranks: bytes | None = None) -> None:
-        """Give the shards their names. `ranks`, the content of the tokenizer's file, goes beside them, if it is not
-        GPT-2's."""
+    def finish(self) -> None:
+        """Give the files their names."""
         self.close_shard()
         if self.train == 0:
             self.refuse_short()
         self.refuse_others()  # another process may have finished meanwhile
         # Before the shards have their names, so that nobody takes the tokens for those of another tokenizer.
-        encoding = self.folder / f"{self.name}.tiktoken"
-        if ranks is None:
-            encoding.unlink(missing_ok=True)
-        else:
-            encoding.write_bytes(ranks)
+        if self.ranks is not None:
+            self.part(self.encoding()).write_bytes(self.ranks)
+            os.replace(self.part(self.encoding()), self.encoding())
         for path, _ in self.finished:
             os.replace(self.part(path), path)
 
@@ -751,6 +758,7 @@ class ShardWriter:
             with contextlib.suppress(OSError):  # a full disk, while the rest is written
                 self.file.close()
             self.part(self.path()).unlink(missing_ok=True)
+        self.part(self.encoding()).unlink(missing_ok=True)
         for path, _ in self.finished:
             self.part(path).unlink(missing_ok=True)
 
@@ -790,7 +798,7 @@ def tokenize(
     """
     paths = find_inputs(inputs)
     ranks = None if encoding == "gpt2" else Path(encoding).read_bytes()
-    writer = ShardWriter(folder, name, val_tokens or 0, shard_tokens)
+    writer = ShardWriter(folder, name, val_tokens or 0, shard_tokens, ranks)
     documents = cut_long(read_documents(paths, separator, key), document_characters)
     stream = encode_documents(documents, encoding, processes)
     try:
@@ -800,7 +808,7 @@ def tokenize(
                 writer.val_tokens, ordered = validation_share(stream)
             for document in ordered:
                 writer.add(document)
-        writer.finish(ranks)
+        writer.finish()
     except BaseException:
         writer.abort()
         raise

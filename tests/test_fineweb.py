@@ -493,9 +493,9 @@ def test_plain_text_and_empty_documents(ranks, tmp_path):
     assert decode(read(tmp_path / "a/text_train_000001.bin")) == ["first\n\n----\nstays", "fourth\nline"]
 
     arguments = ["--separator=----", "--val-tokens", 1, "--name", "cut", "--procs", 1]
-    assert tokenize(ranks, inputs, tmp_path / "a", *arguments) == 0
-    assert decode(read(tmp_path / "a/cut_val_000000.bin")) == ["first"]
-    assert decode(read(tmp_path / "a/cut_train_000001.bin")) == ["stays", "fourth\nline"]
+    assert tokenize(ranks, inputs, tmp_path / "c", *arguments) == 0
+    assert decode(read(tmp_path / "c/cut_val_000000.bin")) == ["first"]
+    assert decode(read(tmp_path / "c/cut_train_000001.bin")) == ["stays", "fourth\nline"]
 
 
 BOOK = "\n\n".join(
@@ -661,8 +661,9 @@ def test_bad_input_leaves_nothing(ranks, tmp_path, capsys):
     assert tokenize(ranks, good, out, "--val-tokens", "10,485,760", "--procs", 1) == 2
     assert "expected more than the 10,485,760 for validation, found 19," in capsys.readouterr().err
     (out / "text_train_000001.bin").write_bytes(b"mine")
-    assert tokenize(ranks, good, out, "--val-tokens", 0, "--procs", 1) == 2
-    assert "expected no shards named text, found text_train_000001.bin" in capsys.readouterr().err
+    for name in ("text", "zzz"):  # a training reads one corpus a folder
+        assert tokenize(ranks, good, out, "--val-tokens", 0, "--procs", 1, "--name", name) == 2
+        assert "expected no shards, found text_train_000001.bin" in capsys.readouterr().err
     assert (out / "text_train_000001.bin").read_bytes() == b"mine"
 
 
@@ -683,14 +684,20 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name, text):
 
 
 def test_the_ranks_beside_shards_are_theirs(tmp_path):
-    """Those of shards that somebody has deleted would be taken for the tokenizer of new ones."""
-    for number, ranks in enumerate((b"ranks", None, b"others")):
-        writer = fineweb.ShardWriter(tmp_path, "text", 0, 100)
+    """Those of shards that somebody has deleted would be taken for the tokenizer of new ones. Nobody's are lost."""
+    beside = tmp_path / "text.tiktoken"
+    for number in range(2):
+        writer = fineweb.ShardWriter(tmp_path, "text", 0, 100, b"ranks")
         writer.add(np.array([BOS, number], "<u2"))
-        writer.finish(ranks)
-        beside = tmp_path / "text.tiktoken"
-        assert (beside.read_bytes() if beside.exists() else None) == ranks
+        writer.finish()
+        assert beside.read_bytes() == b"ranks"
+        assert names(tmp_path) == ["text.tiktoken", "text_train_000001.bin"]
         (tmp_path / "text_train_000001.bin").unlink()
+
+    for name, ranks in (("text", None), ("text", b"others"), ("more", None)):
+        with pytest.raises(fineweb.DataError, match="expected .* ranks .*, found text.tiktoken; fix: move that file"):
+            fineweb.ShardWriter(tmp_path, name, 0, 100, ranks)
+        assert beside.read_bytes() == b"ranks"
 
 
 def test_packed_parquet_is_left_out(tmp_path):
@@ -709,7 +716,7 @@ def test_two_tokenizers_in_one_folder(tmp_path, monkeypatch):
     writers[1].finish()
     monkeypatch.setattr(fineweb.os, "getpid", lambda: 1)
     writers[0].add(np.array([BOS, 7], "<u2"))
-    with pytest.raises(fineweb.DataError, match="expected no shards named text, found text_train_000001.bin"):
+    with pytest.raises(fineweb.DataError, match="expected no shards, found text_train_000001.bin"):
         writers[0].finish()
     writers[0].abort()
     assert names(tmp_path) == ["text_train_000001.bin"]
