@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 INSTALL = ("expected it installed; fix: ./run.sh --check, then . .venv/bin/activate if it made that, "
            "or pip install -r requirements.txt")
@@ -74,6 +74,31 @@ class DataError(Exception):
     def __init__(self, what, expected, found, fix):
         super().__init__(f"{what}: expected {expected}, found {found}; fix: {fix}")
         self.parts = what, expected, found, fix
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said, as train_gpt.py says it, which needs torch
+
+
+def open_streams() -> None:
+    """In the place of standard streams that a shell has closed (`>&-`), some that lead nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+
+
+def say(text: object, stream: TextIO | None = None) -> None:
+    """A line, on stdout if no other stream is given, with what its encoding lacks escaped.
+
+    Where nobody reads any more, or the disk is full, the stream leads nowhere from then on: the work goes on."""
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    line = f"{text}\n".encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        stream.write(line)
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,7 +286,7 @@ def download(part: Path, name: str, url: str, size: int, sha256: str) -> None:
         if not have:
             fix = "run the same command again; if it stays, the mirror or a proxy changes the file"
             raise DataError(f"{name} SHA-256", sha256, found, fix)
-        print(f"{name}: the part left by an earlier run does not fit, starting over")
+        say(f"{name}: the part left by an earlier run does not fit, starting over")
 
 
 def lock(file: BinaryIO, name: str) -> None:
@@ -289,14 +314,14 @@ def fetch(folder: Path, shards: int) -> None:
         path = folder / name
         here = sha256_of(path) if path.exists() else None
         if here and here == sums.get(name):
-            print(f"{name}: already here, SHA-256 right")
+            say(f"{name}: already here, SHA-256 right")
         else:
             url, size, sha256 = find_on_hub(name)
             if here == sha256:
-                print(f"{name}: already here, SHA-256 as on the hub")
+                say(f"{name}: already here, SHA-256 as on the hub")
             else:
                 why = "another SHA-256 than on the hub, " if here else ""
-                print(f"{name}: {why}fetching {size:,} bytes", flush=True)
+                say(f"{name}: {why}fetching {size:,} bytes")
                 part = folder / f"{name}.part"
                 download(part, name, url, size, sha256)
                 read_header(part)
@@ -304,7 +329,7 @@ def fetch(folder: Path, shards: int) -> None:
             sums[name] = sha256
             write_sums(folder, sums)
         tokens += read_header(path)
-    print(f"{len(names)} shards, {tokens:,} tokens in {folder}")
+    say(f"{len(names)} shards, {tokens:,} tokens in {folder}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -365,15 +390,15 @@ def verify(folder: Path) -> None:
                 raise DataError(path, "another shard than the others", f"the same as {other}", fix)
         except DataError as error:
             bad += 1
-            print(f"error: {error}", flush=True)
+            say(f"error: {error}")
             continue
         good += 1
         tokens += shard.tokens
-        print(f"{path.name}  {shard.tokens:,} tokens  {shard.documents:,} documents  sha256 {shard.sha256}", flush=True)
-    print(f"{good} of {len(paths)} shards good, {tokens:,} tokens")
+        say(f"{path.name}  {shard.tokens:,} tokens  {shard.documents:,} documents  sha256 {shard.sha256}")
+    say(f"{good} of {len(paths)} shards good, {tokens:,} tokens")
     for error in missing_shards(path.name for path in paths):
         bad += 1
-        print(f"error: {error}", flush=True)
+        say(f"error: {error}")
     if bad:
         raise DataError(folder, "only good shards", f"{bad} bad", "see the lines above")
 
@@ -410,7 +435,7 @@ def find_inputs(paths: Iterable[Path]) -> list[Path]:
             raise DataError(path, expected, f"none among {len(files)}", "name the files themselves")
         links = sum(inner.is_symlink() and inner.is_dir() for inner in path.rglob("*"))
         linked = f", {links} linked folder(s) not entered" if links else ""
-        print(f"{path}: {len(texts)} files, {len(files) - len(texts)} of other kinds left out{linked}", flush=True)
+        say(f"{path}: {len(texts)} files, {len(files) - len(texts)} of other kinds left out{linked}")
         found += texts
     refuse_twice(found)
     return found
@@ -718,7 +743,7 @@ class ShardWriter:
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
-        print(f"{self.path().name}  {self.tokens:,} tokens", flush=True)
+        say(f"{self.path().name}  {self.tokens:,} tokens")
         self.finished.append((self.path(), self.tokens))
         self.file, self.tokens = None, 0
 
@@ -813,7 +838,7 @@ def tokenize(
         writer.abort()
         raise
     tokens = sum(tokens for _, tokens in writer.finished)
-    print(f"{len(writer.finished)} shards, {writer.documents:,} documents, {tokens:,} tokens in {folder}")
+    say(f"{len(writer.finished)} shards, {writer.documents:,} documents, {tokens:,} tokens in {folder}")
     return [path for path, _ in writer.finished]
 
 
@@ -894,15 +919,16 @@ def exit_status(
             message = f"{where}{error.strerror or error}; fix: check the path, its permissions and the free space"
         else:
             message = str(error)
-        print(f"error: {message}", file=sys.stderr)
+        say(f"error: {message}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
+        say(interrupted, sys.stderr)
         return 130
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
+    open_streams()
     arguments = parser().parse_args(argv)
 
     def work() -> None:

@@ -168,6 +168,7 @@ def build(out: Path, debs: Path | None, encoding: str) -> dict[str, str]:
 
 
 def main() -> int:
+    fineweb.open_streams()
     here = Path(__file__).resolve().parent / "sample"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=here, help="default %(default)s, whose shards are replaced")
@@ -181,11 +182,11 @@ def main() -> int:
     except (fineweb.DataError, OSError, subprocess.CalledProcessError) as error:
         known = isinstance(error, fineweb.DataError)
         fix = "" if known else "; fix: run on Debian 12 after apt-get update, or give --debs"
-        print(f"error: {error}{fix}", file=sys.stderr)
+        fineweb.say(f"error: {error}{fix}", sys.stderr)
         return 2
     for name, digest in sums.items():
         known = before.get(name)
-        print(f"{digest}  {name}  {'new' if known is None else 'unchanged' if known == digest else 'CHANGED'}")
+        fineweb.say(f"{digest}  {name}  {'new' if known is None else 'unchanged' if known == digest else 'CHANGED'}")
     return 0
 
 

@@ -593,6 +593,17 @@ def test_a_folder_is_searched_for_texts(ranks, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("redirection", ["| true", ">/dev/full", ">&-"])
+def test_a_closed_or_full_stdout_ends_nothing(ranks, tmp_path, redirection):
+    source = as_jsonl(tmp_path / "good.jsonl", TEXTS)
+    command = [sys.executable, ROOT / "data/fineweb.py", "tokenize", source, "--out", tmp_path / "out"]
+    options = ["--encoding", ranks, "--val-tokens", "100", "--shard-tokens", "2000", "--procs", "1"]
+    script = f'"$@" {redirection}; exit "${{PIPESTATUS[0]}}"'
+    done = subprocess.run(["bash", "-c", script, "bash", *command, *options], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list((tmp_path / "out").glob("*_train_*.bin"))) > 1
+
+
 @pytest.mark.parametrize("inputs", [["own.txt", "./own.txt"], ["own.txt", "."], ["linked.txt", "own.txt"]])
 def test_an_input_named_twice_is_refused(tmp_path, monkeypatch, inputs):
     """Its text would be in the validation and in the training."""
