@@ -589,9 +589,37 @@ def start_encoder(spec: str) -> None:
     encode = load_encoding(spec).encode_ordinary  # "<|endoftext|>" inside a text is text, never a document boundary
 
 
+@contextlib.contextmanager
+def silent_panic() -> Iterator[None]:
+    """Descriptor 2 leads nowhere meanwhile: where tiktoken panics, Rust writes lines and a stack there by itself."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def encode_long(text: str) -> list[int]:
+    """Tokens of a document that nobody has cut. Raises DataError where tiktoken panics, which is no Exception: on a
+    million blanks before a word, as it tries every number of them."""
+    try:
+        with silent_panic():
+            return encode(text)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a module that cannot be imported
+            raise
+        found = f"{len(text):,} characters that it cannot"
+        fix = f"--document-characters {DOCUMENT_CHARACTERS}"
+    raise DataError("document", "a text that tiktoken can split", found, fix)
+
+
 def encode_batch(texts: list[str]) -> list[np.ndarray]:
     """uint16 tokens of each document, 50256 first."""
-    return [np.array([BOS, *encode(text)], dtype="<u2") for text in texts]
+    tokens = (encode_long(text) if len(text) > DOCUMENT_CHARACTERS else encode(text) for text in texts)
+    return [np.array([BOS, *ids], dtype="<u2") for ids in tokens]
 
 
 def make_batches(documents: Iterable[str], characters: int = 1 << 18) -> Iterator[list[str]]:
@@ -611,12 +639,19 @@ def make_batches(documents: Iterable[str], characters: int = 1 << 18) -> Iterato
 
 
 def serve(pipe, spec: str) -> None:
-    """A worker process: batches in, tokens out, until the parent closes the pipe or is gone."""
+    """A worker process: batches in, tokens or the parts of a DataError out, until the parent closes the pipe or is
+    gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    open_streams()
     start_encoder(spec)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            pipe.send(encode_batch(pipe.recv()))
+            texts = pipe.recv()
+            try:
+                answer = encode_batch(texts)
+            except DataError as error:
+                answer = error.parts
+            pipe.send(answer)
 
 
 @contextlib.contextmanager
@@ -626,6 +661,15 @@ def worker_errors() -> Iterator[None]:
     except (EOFError, OSError):
         fix = "use fewer --procs, or split very long documents"
         raise DataError("tokenizer process", "an answer", "killed, perhaps out of memory", fix) from None
+
+
+def answer_of(pipe) -> list[np.ndarray]:
+    """A worker's answer. Raises DataError if it is one, or none comes."""
+    with worker_errors():
+        answer = pipe.recv()
+    if isinstance(answer, tuple):
+        raise DataError(*answer)
+    return answer
 
 
 def encode_documents(documents: Iterable[str], spec: str, processes: int) -> Iterator[np.ndarray]:
@@ -652,15 +696,17 @@ def encode_documents(documents: Iterable[str], spec: str, processes: int) -> Ite
             theirs.close()
             idle.append(ours)
         for batch in make_batches(documents):
+            if idle:
+                pipe, done = idle.popleft(), []
+            else:
+                pipe = busy.popleft()
+                done = answer_of(pipe)
             with worker_errors():
-                pipe, done = (idle.popleft(), []) if idle else (busy[0], busy.popleft().recv())
                 pipe.send(batch)
             busy.append(pipe)
             yield from done
         while busy:
-            with worker_errors():
-                done = busy.popleft().recv()
-            yield from done
+            yield from answer_of(busy.popleft())
     finally:
         for worker in workers:
             worker.terminate()

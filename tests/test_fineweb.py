@@ -480,6 +480,18 @@ def test_killed_worker_is_an_error_and_none_stays(ranks):
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("blank", [" ", "\n"])
+def test_a_text_that_tiktoken_cannot_split(ranks, tmp_path, capfd, blank, processes):
+    """It panics, with a stack on descriptor 2 and an error that is no Exception."""
+    (tmp_path / "blank.txt").write_text("a" + blank * 1_100_000 + " b")
+    whole = ["--document-characters", 0, "--procs", processes]
+    assert tokenize(ranks, tmp_path / "blank.txt", tmp_path / "out", *whole) == 2
+    said = "document: expected a text that tiktoken can split, found 1,100,003 characters that it cannot; fix: "
+    assert capfd.readouterr().err == f"error: {said}--document-characters 16384\n"
+    assert names(tmp_path / "out") == []
+
+
 @pytest.mark.fast
 def test_plain_text_and_empty_documents(ranks, tmp_path):
     (tmp_path / "one.txt").write_text("\nfirst\n\n----\nstays\n\n", encoding="utf-8")
