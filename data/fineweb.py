@@ -961,8 +961,9 @@ def exit_status(
         if isinstance(error, ImportError):
             message = f"{error.name}: {INSTALL}"
         elif isinstance(error, OSError):
-            where = f"{error.filename}: " if error.filename else ""
-            message = f"{where}{error.strerror or error}; fix: check the path, its permissions and the free space"
+            where = f"{error.filename or 'file'}: expected to be read or written"
+            fix = "check the path, its permissions and the free space"
+            message = f"{where}, found {error.strerror or error}; fix: {fix}"
         else:
             message = str(error)
         say(f"error: {message}", sys.stderr)

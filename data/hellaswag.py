@@ -9,7 +9,7 @@ without examples before them ("completion style"; other harnesses clean and form
 point or two). Guessing gives 0.25.
 
 Exit codes: 0 all is well; 2 usage or data, with one line that says what, expected, found and the fix; 130 interrupted.
-Importing does nothing but finding train_gpt.py and fineweb.py.
+Importing does nothing but finding train_gpt.py, sample.py and fineweb.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+sys.path.insert(0, str(FOLDER.parent))
 import sample
 import train_gpt as tg
-from fineweb import DataError, download, exit_status, find_on_hub, load_encoding, whole_number
+from data.fineweb import DataError, download, exit_status, find_on_hub, open_streams, say, whole_number
 
 DATASET = "Rowan/hellaswag"
 FILE = "data/validation-00000-of-00001.parquet"
@@ -76,7 +76,10 @@ def rows(path: Path) -> Iterator[Any]:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Every question of a file. Raises DataError at the first that is none."""
+    """Every question of a file. Raises DataError at the first that is none, and for a pipe, where to open it would wait
+    for somebody who writes into it."""
+    if path.exists() and not path.is_file():
+        raise DataError(path, "a file", "a folder, pipe, socket or device", "give a file with --questions")
     questions = []
     try:
         for row in rows(path):
@@ -158,6 +161,7 @@ def evaluate(
 
 
 def main(argv: list[str] | None = None) -> int:
+    open_streams()
     parser = argparse.ArgumentParser(
         description="HellaSwag accuracy of a model saved by train_gpt.py.", allow_abbrev=False
     )
@@ -166,20 +170,21 @@ def main(argv: list[str] | None = None) -> int:
         "--questions", type=Path, help="JSON lines or parquet (default: the validation set, fetched once)"
     )
     parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first N questions")
-    parser.add_argument("--encoding", default="gpt2", help="or a tiktoken file, see data/README.md")
+    parser.add_argument(
+        "--encoding", type=Path, metavar="FILE", help="the ranks file of the training's tokenizer, if not GPT-2's"
+    )
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def work() -> None:
         model, content = sample.load_model(arguments.model, device)
+        encoding = sample.encoding_of(content, arguments.encoding)
         path = arguments.questions or FOLDER / "hellaswag_val.parquet"
         if not arguments.questions and not path.exists():
             fetch(path)
         questions = read_questions(path)[:arguments.limit]
-        accuracy, acc_norm = evaluate(
-            model, content, questions, load_encoding(arguments.encoding).encode_ordinary, device
-        )
-        print(f"hellaswag, {len(questions)} questions: accuracy {accuracy:.4f}, acc_norm {acc_norm:.4f}")
+        accuracy, acc_norm = evaluate(model, content, questions, encoding.encode_ordinary, device)
+        say(f"hellaswag, {len(questions)} questions: accuracy {accuracy:.4f}, acc_norm {acc_norm:.4f}")
 
     return exit_status(work, errors=(DataError, tg.Failure))
 

@@ -3,8 +3,10 @@ the fetch from an imitation of the hub."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -17,7 +19,6 @@ from helpers import BOS, CPU, ROOT, tg
 from test_fineweb import hub  # noqa: F401
 
 sys.path.insert(0, str(ROOT / "data"))
-import fineweb
 import hellaswag
 
 QUESTIONS = [
@@ -48,7 +49,7 @@ def saved(corpus, tiny, tmp_path, monkeypatch, capsys):
     assert tg.main(arguments) == 0
     capsys.readouterr()
     monkeypatch.setattr(
-        hellaswag,
+        sample,
         "load_encoding",
         lambda spec: types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode())),
     )
@@ -124,7 +125,7 @@ def test_bad_questions(tmp_path, name):
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + BAD[name] + "\n")
     with pytest.raises(
-        fineweb.DataError,
+        hellaswag.DataError,
         match=r"q.jsonl question 2: expected ctx, endings and the label of the right one, found \w+: .*; fix: ",
     ):
         hellaswag.read_questions(path)
@@ -136,17 +137,51 @@ def test_other_bad_files(saved, tmp_path, capsys):
     empty.write_text("")
     broken.write_bytes(b"PAR1 no")
     (tmp_path / "model.txt").write_text("no model")
+    os.mkfifo(tmp_path / "pipe")
     for arguments in (
         [saved, "--questions", empty],
         [saved, "--questions", broken],
         [saved, "--questions", tmp_path / "none"],
+        [saved, "--questions", tmp_path / "pipe"],
+        [saved, "--encoding", empty],
         [tmp_path / "model.txt"],
     ):
         assert hellaswag.main([str(argument) for argument in arguments]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: ")
         assert said.count("\n") == 1
-        assert "; fix: " in said
+        assert re.search(": expected .*, found .*; fix: ", said)
+
+
+@pytest.mark.parametrize("ranks", [b"a tokenizer", None])
+def test_the_tokenizer_is_the_training_s(saved, tmp_path, monkeypatch, capsys, ranks):
+    """Chosen, or refused, as by sample.py: GPT-2's ids would mean other texts to the model."""
+    load_model = sample.load_model
+    chosen = []
+
+    def with_shards_of_ranks(path, device):
+        model, content = load_model(path, device)
+        content["validation"] = {"data": str(tmp_path), "encoding": hashlib.sha256(b"a tokenizer").hexdigest()}
+        return model, content
+
+    def load_encoding(spec):
+        chosen.append(spec)
+        return types.SimpleNamespace(encode_ordinary=lambda text: list(text.encode()))
+
+    monkeypatch.setattr(sample, "load_model", with_shards_of_ranks)
+    monkeypatch.setattr(sample, "load_encoding", load_encoding)
+    if ranks:
+        (tmp_path / "text.tiktoken").write_bytes(ranks)
+    questions = write(tmp_path / "q.jsonl", QUESTIONS)
+    assert hellaswag.main([str(saved), "--questions", str(questions)]) == (0 if ranks else 2)
+    assert chosen == ([str(tmp_path / "text.tiktoken")] if ranks else [])
+    assert ("--encoding: expected the training's, SHA-256 " in capsys.readouterr().err) == (not ranks)
+
+
+def test_a_full_disk_behind_stdout_ends_nothing(saved, tmp_path, monkeypatch):
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert hellaswag.main([str(saved), "--questions", str(write(tmp_path / "q.jsonl", QUESTIONS))]) == 0
 
 
 def test_fetching(hub, tmp_path):
