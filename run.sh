@@ -240,9 +240,13 @@ test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a
   printf -- '--- %s\n%s\n' "${files//$'\n'/ }" "$(cat "$name")"
 }
 
+valued() { case $1 in -k | -m | -p | -n) ;; *) return 1 ;; esac; } # OPTION: whether pytest takes the next argument for its value
+
 run_tests() { # Triton's interpreter is on or off for a whole process, so each file that turns it on has its own
-  local argument file number=0 chosen=() options=() fast='' together=() alone=()
+  local argument previous='' file number=0 chosen=() options=() fast='' together=() alone=()
   for argument in "$@"; do
+    if valued "$previous"; then options+=("$argument") previous=''; continue; fi
+    previous=$argument
     case $argument in
       --fast) fast=yes options+=(-m "fast and not slow") ;;
       *.py | *.py::*) chosen+=("$argument") ;;
@@ -309,9 +313,9 @@ from_where_typed() { # ARGUMENTS...: sets arguments, the same with the paths amo
     # Test files, or the model that a text is sampled from: its first operand, as a text may be a file's name too.
     operand=''
     case $1 in
-      test) [[ $argument == test ]] || operand=yes ;;
+      test) [[ $argument == test ]] || valued "$previous" || operand=yes ;;
       sample) [[ $model || $argument == sample || $argument == -* ]] || operand=yes
-        case $previous in --eval | --dense | --*=*) ;; --*) operand='' ;; esac ;; # it is that option's value
+        case $previous in -- | --eval | --dense | --*=*) ;; --*) operand='' ;; esac ;; # it is that option's value
     esac
     if [[ $operand && -f $(absolute "${argument%%::*}") ]]; then model=$(absolute "$argument") argument=$model; fi
     previous=$argument

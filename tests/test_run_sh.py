@@ -563,9 +563,12 @@ def test_paths_mean_the_folder_where_they_were_typed(machine, tmp_path_factory):
         sys.executable, "sample.py", "--encoding", f"{elsewhere}/once", "--seed", "once", f"{elsewhere}/model",
     ]
     assert found(*typed) == " ".join(expected), "an option's value is no model"
+    expected = [sys.executable, "sample.py", "--", f"{elsewhere}/model", "once"]
+    assert found("sample", "--", "model", "once") == " ".join(expected), "what ends the options has no value"
 
     (elsewhere / "test_mine.py").write_text("def test_1(): pass\n")
-    result = machine.run("test", "test_mine.py::test_1", cwd=elsewhere)
+    (elsewhere / "test_1").touch()
+    result = machine.run("test", "test_mine.py::test_1", "-k", "test_1", cwd=elsewhere)
     assert result.stdout.splitlines()[-1] == "1 passed, 0 failed, 0 skipped", result.stdout + result.stderr
 
 
@@ -590,6 +593,9 @@ def test_counts_tests_of_all_processes(machine):
 
     result = machine.run("test", "tests/test_a.py::test_1", "-k", "test_1")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "1 passed, 0 failed, 0 skipped")
+    machine.write("test_1/test_e.py", "def test_7(): pass\n")
+    result = machine.run("test", "tests/test_a.py", "-k", "test_1", "-m", "not tests")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "1 passed, 0 failed, 0 skipped"), "no folder"
     result = machine.run("test", "tests")
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "4 passed, 0 failed, 1 skipped"), "a folder"
     result = machine.run("test", "-k", "nothing")
