@@ -30,7 +30,9 @@ of the stream lies in one channel (`largest_channels`). That takes time, which c
 arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the
 later stages count. On a CPU, with run.sh's settings for one, arms train one after the other: of smoke each takes half a
 minute and more. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory.
-The file is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time.
+The file is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time, and
+says which arms it leaves without a result. What would be ignored or lost is refused: the keys by arms_file.py before
+anything trains, and settings that the preset cannot have when their arm starts, in OUT.NAME.txt.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows":
 {arm}, ...}}, each factor being what it changes. Its arms, named after the base's name and numbered, are a
@@ -47,7 +49,9 @@ import fcntl
 import functools
 import importlib.util
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -59,22 +63,17 @@ import numpy as np
 import torch
 
 SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
-KEYS = frozenset(
-    "name seed length val_tokens fp8 model layers optimizer rules stages averages edits three_stages "
-    "micro_batch_tokens steps watch_every preset data script alone".split())
 sys.path.insert(0, str(SCRIPT.parent / "records"))
+from arms_file import Mistake, Unread, design, read_arms, read_entries, require, screening_arms
 from starts import CPU_SETTINGS
-
-# Plackett and Burman, 1946, Biometrika 33
-FIRST_ROWS = {4: "++-", 8: "+++-+--", 12: "++-+++---+-", 20: "++--++++-+-+----++-"}
 
 
 def load_trainer(edits: list[list[str]], path: Path = SCRIPT):
     """train_gpt.py, or another version of it, as a module, with each [old, new] of `edits` applied to its text."""
     text = path.read_text()
     for old, new in edits:
-        if text.count(old) != 1:
-            sys.exit(f"edit: expected once in {path.name}, found {text.count(old)} times: {old!r}")
+        count = text.count(old)
+        require(count == 1, f"edit {old!r}", f"once in {path.name}", f"{count} times", "copy the text from there anew")
         text = text.replace(old, new)
     if edits:
         path = Path(tempfile.mkdtemp()) / SCRIPT.name
@@ -85,55 +84,18 @@ def load_trainer(edits: list[list[str]], path: Path = SCRIPT):
     return module
 
 
-# ---- arms and screenings ---------------------------------------------------------------------------------------------
-def design(factors: int) -> np.ndarray:
-    """Plackett and Burman's smallest design with a column for each factor, entries +1 and -1, [runs, runs - 1].
-    The last run has no factor."""
-    runs = next(n for n in FIRST_ROWS if n > factors)
-    first = np.array([1 if sign == "+" else -1 for sign in FIRST_ROWS[runs]])
-    return np.array([*(np.roll(first, shift) for shift in range(runs - 1)), -np.ones(runs - 1, int)])
-
-
-def merged(*arms: dict) -> dict:
-    """One arm with the changes of all:
-    objects are united, edits follow one another, and of other values the last one counts."""
-    result = {}
-    for arm in arms:
-        for key, value in arm.items():
-            if isinstance(value, dict):
-                value = merged(result.get(key, {}), value)
-            elif key == "edits":
-                value = result.get(key, []) + value
-            result[key] = value
-    return result
-
-
-def read_entries(path: Path) -> list[dict]:
-    document = json.loads(path.read_text())
-    return document if isinstance(document, list) else [document]
-
-
-def screening_arms(screening: dict) -> list[dict]:
-    arms = []
-    for number, row in enumerate(design(len(screening["factors"]))):
-        chosen = [change for sign, change in zip(row, screening["factors"].values()) if sign > 0]
-        arms.append(merged(screening["base"], *chosen, {"name": f"{screening['base'].get('name', 'run')}{number:02d}"}))
-    return arms
-
-
-def read_arms(path: Path) -> list[dict]:
-    """All arms of a file, those of its screenings included, in order."""
-    arms = []
-    for entry in read_entries(path):
-        arms += screening_arms(entry) if "factors" in entry else [entry]
-    names = [arm.get("name") for arm in arms]
-    if None in names or len(set(names)) < len(names):  # results and logs are by name
-        sys.exit(f"{path}: expected a name of its own for each arm, found {', '.join(map(str, names))}")
-    for arm in arms:
-        if unknown := arm.keys() - KEYS:
-            known = ", ".join(sorted(KEYS))
-            sys.exit(f"{path}: {arm['name']}: expected only {known}, found {', '.join(sorted(unknown))}")
-    return arms
+# ---- presets and effects ---------------------------------------------------------------------------------------------
+def read_results(path: Path) -> dict[str, dict]:
+    """Losses and seconds of each run that has ended, by its name."""
+    ended = {}
+    for count, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            losses = {label: float(loss) for label, loss in line["loss"].items()}
+            ended[line["name"]] = {"loss": losses, "seconds": float(line["seconds"])}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            require(False, f"{path}, line {count}", "a line of results", repr(text[:60]), "remove that line")
+    return ended
 
 
 def print_effects(screening: dict, results: Path) -> None:
@@ -142,12 +104,13 @@ def print_effects(screening: dict, results: Path) -> None:
     Over all runs that is the difference of the means with and without the factor. Where runs are lost,
     one more than there are factors still tell the effects, and each further one tells their standard error better."""
     factors = list(screening["factors"])
-    ended = {line["name"]: line for line in map(json.loads, results.read_text().splitlines())}
+    ended = read_results(results)
     signs = design(len(factors))[:, :len(factors)]
     found = [(row, ended[arm["name"]]) for row, arm in zip(signs, screening_arms(screening)) if arm["name"] in ended]
     matrix = np.array([[1, *(row / 2)] for row, _ in found]).reshape(-1, len(factors) + 1)
-    if np.linalg.matrix_rank(matrix) <= len(factors):
-        sys.exit(f"effects: expected {len(factors) + 1} runs or more of the screening in {results}, found {len(found)}")
+    enough = np.linalg.matrix_rank(matrix) > len(factors)
+    expected = f"{len(factors) + 1} runs or more of the screening in {results}"
+    require(enough, "effects", expected, len(found), "train the others, or name the results by --out")
 
     labels = [label for label in found[0][1]["loss"] if all(label in line["loss"] for _, line in found)]
     outcomes = np.array([[*(line["loss"][label] for label in labels), line["seconds"]] for _, line in found])
@@ -177,11 +140,15 @@ def frozen(value):
 
 def arm_preset(tg, arm: dict, name: str):
     """The preset with what the arm changes in it."""
+    require(name in tg.PRESETS, "preset", f"one of {', '.join(tg.PRESETS)}", name)
     whole = tg.PRESETS[name]
     if "three_stages" in arm:
         schedule = {key: frozen(value) for key, value in arm["three_stages"].items()}
         whole = dataclasses.replace(whole, stages=tg.three_stages(**schedule))
     preset = tg.scaled_preset(whole, arm.get("length", 1.0))
+    roles = dict(preset.optimizer.rules).keys()
+    unknown = arm.get("rules", {}).keys() - roles
+    require(not unknown, "rules", f"roles among {', '.join(roles)}", ", ".join(sorted(unknown)))
     rules = [
         (role, dataclasses.replace(rule, **arm.get("rules", {}).get(role, {})))
         for role, rule in preset.optimizer.rules
@@ -194,11 +161,23 @@ def arm_preset(tg, arm: dict, name: str):
         ]
     layers = list(preset.model.layers)
     for index, fields in arm.get("layers", {}).items():
+        require(index in map(str, range(len(layers))), "layers", f"0 to {len(layers) - 1}", index)
         layers[int(index)] = tg.Layer(**fields)
     return dataclasses.replace(
         preset, stages=tuple(stages), val_tokens=arm.get("val_tokens", preset.val_tokens),
         model=dataclasses.replace(preset.model, layers=tuple(layers), **arm.get("model", {})),
         optimizer=dataclasses.replace(preset.optimizer, rules=tuple(rules), **arm.get("optimizer", {})))
+
+
+def checked_preset(tg, arm: dict, name: str):
+    """The arm's preset, or a line on what it asks for and no run can do."""
+    try:
+        preset = arm_preset(tg, arm, name)
+        if hasattr(tg, "check_preset"):  # an arm's own script may be older
+            tg.check_preset(preset)
+        return preset
+    except (TypeError, ValueError) as error:  # no such field, a list of another length, a value of another kind
+        raise Mistake(f"settings: expected those of train_gpt.py, found '{error}'; fix: change the arm") from error
 
 
 # ---- one arm ---------------------------------------------------------------------------------------------------------
@@ -359,10 +338,9 @@ def watch(trainer, every: int, path: Path) -> None:
     trainer.training_step = watched
 
 
-def train_arm(arm: dict, options: argparse.Namespace) -> dict:
+def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
     """One run, whose timed loop waits until the one before it on this GPU has ended."""
-    tg = load_trainer(arm.get("edits", []), Path(arm.get("script", SCRIPT)))
-    preset = arm_preset(tg, arm, arm.get("preset", options.preset))
+    preset = checked_preset(tg, arm, arm.get("preset", options.preset))
     ranks = tg.Ranks.start()
     fp8 = arm.get("fp8", preset.fp8) if preset.model.dtype == "bfloat16" else []
     ops = tg.select_ops(ranks.device, tg.capability(ranks.device) >= (8, 0), fp8=fp8)
@@ -424,60 +402,105 @@ def train_arm(arm: dict, options: argparse.Namespace) -> dict:
     }
 
 
+def run_arm(options: argparse.Namespace) -> None:
+    """Train the arm that this process is for, and add its line to the results. The loss must be a number for that."""
+    arm = next(arm for arm in read_arms(options.arms) if arm["name"] == options.arm)
+    tg = load_trainer(arm.get("edits", []), Path(arm.get("script", SCRIPT)))
+    try:
+        result = train_arm(tg, arm, options)
+        text = json.dumps(result)
+        print(text, flush=True)
+        losses = [*result["loss"].values(), *result["choose"].values()]
+        if not all(map(math.isfinite, losses)):
+            tg.fail("losses", "finite numbers", losses, "lower the learning rate or report this seed", tg.EXIT_NUMERICS)
+    except tg.Failure as failure:
+        mistake = Mistake(str(failure))
+        mistake.code = failure.code
+        raise mistake from failure
+    with open(options.out, "a") as results:
+        results.write(text + "\n")
+
+
 # ---- all arms --------------------------------------------------------------------------------------------------------
+def start(name: str, gpu: str, options: argparse.Namespace) -> subprocess.Popen:
+    for ending in ("started", "jsonl"):  # of an earlier search, whose log would be read for this one
+        Path(f"{options.out}.{name}.{ending}").unlink(missing_ok=True)
+    environment = CPU_SETTINGS | os.environ if gpu == "cpu" else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+    with open(f"{options.out}.{name}.txt", "w") as output:
+        command = [sys.executable, __file__, *sys.argv[1:], "--arm", name]
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def conclude(arms: list[dict], processes: dict[str, subprocess.Popen], options: argparse.Namespace) -> None:
+    """Say which arms have failed, and which --seconds has left without a result."""
+    codes = {name: process.poll() for name, process in processes.items()}
+    late = [arm["name"] for arm in arms if codes.get(arm["name"]) is None]
+    if late:
+        print(f"arms: no result of {', '.join(late)} within --seconds {options.seconds:g}", file=sys.stderr)
+    failed = [name for name, code in codes.items() if code]
+    found = f"{len(failed)} failed: {', '.join(failed)}"
+    require(not failed, "results", "one of each arm", found, f"the end of {options.out}.NAME.txt says why")
+    require(0 in codes.values(), "--seconds", "time for a result", f"none after {options.seconds:g} s", "give more")
+
+
 def search(options: argparse.Namespace) -> None:
-    """Give each GPU the next arm that nobody has taken, as soon as the one before it on that GPU trains."""
+    """Give each GPU the next arm that nobody has taken, as soon as the one before it on that GPU trains.
+    However this ends, no arm goes on without it."""
     end = time.monotonic() + options.seconds
     arms = read_arms(options.arms)
-    taken = set()
+    open(options.out, "a").close()  # else a whole run would be lost where nothing can be written
     said = ""
+    processes = {}
     running = {gpu: [] for gpu in options.gpus}
-    while time.monotonic() < end:
-        try:
-            arms = read_arms(options.arms)
-        except (json.JSONDecodeError, FileNotFoundError):
-            pass  # somebody is writing it
-        except SystemExit as error:  # the arms under way go on
-            if str(error) != said:
-                said = str(error)
-                print(said, file=sys.stderr, flush=True)
-        for gpu, processes in running.items():
-            names = [name for name, process in processes if process.poll() is None]
-            if gpu == "cpu" and names:  # two at once take longer than one after the other
-                continue
-            if len(names) > 1 or names and not Path(f"{options.out}.{names[-1]}.started").exists():
-                continue
-            if any(arm.get("alone") for arm in arms if arm["name"] in names):
-                continue
-            arm = next((a for a in arms if a["name"] not in taken), None)
-            if arm is None or arm.get("alone") and names:
-                continue
-            taken.add(arm["name"])
-            for ending in ("started", "jsonl"):  # of an earlier search, whose log would be read for this one
-                Path(f"{options.out}.{arm['name']}.{ending}").unlink(missing_ok=True)
-            environment = CPU_SETTINGS | os.environ if gpu == "cpu" else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-            with open(f"{options.out}.{arm['name']}.txt", "w") as output:
-                command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm["name"]]
-                process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-                processes.append((arm["name"], process))
-        if all(process.poll() is not None for processes in running.values() for _, process in processes):
-            failed = [name for processes in running.values() for name, process in processes if process.returncode]
-            if failed:
-                sys.exit(f"arms: {len(failed)} failed; the end of {options.out}.NAME.txt says why: {', '.join(failed)}")
-            return
-        time.sleep(0.5)
-    for processes in running.values():
-        for _, process in processes:
-            process.kill()
+    try:
+        while time.monotonic() < end:
+            try:
+                arms = read_arms(options.arms)
+            except Unread:
+                pass  # somebody is writing it
+            except Mistake as mistake:  # the arms under way go on
+                if str(mistake) != said:
+                    said = str(mistake)
+                    print(f"arms: {said}", file=sys.stderr, flush=True)
+            for gpu, taken in running.items():
+                names = [name for name in taken if processes[name].poll() is None]
+                if gpu == "cpu" and names:  # two at once take longer than one after the other
+                    continue
+                if len(names) > 1 or names and not Path(f"{options.out}.{names[-1]}.started").exists():
+                    continue
+                if any(arm.get("alone") for arm in arms if arm["name"] in names):
+                    continue
+                arm = next((a for a in arms if a["name"] not in processes), None)
+                if arm is None or arm.get("alone") and names:
+                    continue
+                taken.append(arm["name"])
+                processes[arm["name"]] = start(arm["name"], gpu, options)
+            ended = all(process.poll() is not None for process in processes.values())
+            if ended and all(arm["name"] in processes for arm in arms):
+                break
+            time.sleep(0.5)
+        conclude(arms, processes, options)
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
-if __name__ == "__main__":
+def seconds(text: str) -> float:
+    value = float(text)
+    if not value >= 0:  # nan, too
+        raise argparse.ArgumentTypeError(f"expected a number from 0, found {text}")
+    return value
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arms", type=Path)
     parser.add_argument("--preset", default="sprint")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
-    parser.add_argument("--seconds", type=float, default=1e9, help="kill what still runs then")
+    parser.add_argument("--seconds", type=seconds, default=1e9, help="kill what still runs then")
     parser.add_argument("--out", default="arms.jsonl", help="results, a line an arm; logs beside it")
     parser.add_argument(
         "--effects",
@@ -485,16 +508,40 @@ if __name__ == "__main__":
         help="train nothing: what the results in --out say of a screening's factors",
     )
     parser.add_argument("--arm", help=argparse.SUPPRESS)  # of a process that this script has started
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.effects:
-        for screening in read_entries(options.arms):
-            if "factors" in screening:
-                print_effects(screening, Path(options.out))
+        screenings = [entry for entry in read_entries(options.arms) if "factors" in entry]
+        require(bool(screenings), options.arms, "a screening", "arms alone", "--effects is for base and factors")
+        for screening in screenings:
+            print_effects(screening, Path(options.out))
     elif options.arm is None:
+        sys.path.insert(0, str(SCRIPT.parent))
+        from train_gpt import PRESETS  # only here: an arm's process loads the arm's own version
+
+        require(options.preset in PRESETS, "--preset", f"one of {', '.join(PRESETS)}", options.preset, "name one")
         search(options)
     else:
-        result = json.dumps(train_arm(next(a for a in read_arms(options.arms) if a["name"] == options.arm), options))
-        with open(options.out, "a") as results:
-            results.write(result + "\n")
-        print(result, flush=True)
+        run_arm(options)
+
+
+def told(argv: list[str] | None = None) -> int:
+    """The exit code of main. A mistake and an interruption become a line."""
+    try:
+        main(argv)
+        return 0
+    except Mistake as mistake:
+        code, line = mistake.code, str(mistake)
+    except OSError as error:
+        code, line = 2, f"file: expected to be there and to work, found '{error}'; fix: check the path and permissions"
+    except KeyboardInterrupt:
+        code, line = 130, "interrupted"
+    print(f"arms: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    code = told()
+    if code == 0 and "--arm" in sys.argv:
         os._exit(0)  # graphs are not taken down one by one
+    sys.exit(code)

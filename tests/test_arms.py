@@ -2,7 +2,12 @@
 and the shares of channels that it watches."""
 
 import json
+import os
+import re
+import signal
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,7 +74,7 @@ def test_effects_when_runs_are_lost(lost, tmp_path, capsys):
     }
     screening = write_results(tmp_path / "a.jsonl", outcomes)
     if len(outcomes) < 6:
-        with pytest.raises(SystemExit, match="expected 6 runs or more of the screening in .*, found 5"):
+        with pytest.raises(arms.Mistake, match="expected 6 runs or more of the screening in .*, found 5"):
             arms.print_effects(screening, tmp_path / "a.jsonl")
         return
     arms.print_effects(screening, tmp_path / "a.jsonl")
@@ -100,7 +105,7 @@ def test_arms_of_a_screening_unite_their_factors():
 @pytest.mark.fast
 @pytest.mark.parametrize("old, count", [("no such text", 0), ("import", "[0-9]+")])
 def test_an_edit_must_fit_once(old, count):
-    with pytest.raises(SystemExit, match=f"expected once in train_gpt.py, found {count} times"):
+    with pytest.raises(arms.Mistake, match=f"expected once in train_gpt.py, found {count} times"):
         arms.load_trainer([[old, ""]])
 
 
@@ -143,7 +148,7 @@ def test_largest_channels():
 def test_a_misspelt_key_is_no_arm(tmp_path):
     path = tmp_path / "arms.json"
     path.write_text('[{"name": "a"}, {"name": "b", "modle": {"heads": 1}}]')
-    with pytest.raises(SystemExit, match="arms.json: b: expected only .*, model, .*, found modle"):
+    with pytest.raises(arms.Mistake, match="arms.json: b: expected only .*, model, .*, found modle"):
         arms.read_arms(path)
 
 
@@ -153,8 +158,132 @@ def test_each_arm_has_a_name_of_its_own(tmp_path, text):
     """Else the second would not be started, or its results be taken for the first one's."""
     path = tmp_path / "arms.json"
     path.write_text(text)
-    with pytest.raises(SystemExit, match="expected a name of its own for each arm, found"):
+    with pytest.raises(arms.Mistake, match="expected a name of its own for each arm, found"):
         arms.read_arms(path)
+
+
+SCREENING = '"base": {"name": "a"}, "factors"'
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("", "expected a list of arms, found 'Expecting value"),
+        ('[{"name": "a"}, {"na', "expected a list of arms, found"),
+        ("[]", "expected arms, found none"),
+        ("[3]", "expected an object, found 3"),
+        ('{"name": "a", "seed": 1, "seed": 2}', "expected each once, found twice seed"),
+        ('{"name": 7}', "name: expected a string without / .*, found 7"),
+        ('{"name": "a/b"}', 'name: expected a string without / .*, found "a/b"'),
+        ('{"name": "-a"}', "name: expected"),
+        ('{"name": "a", "length": 0}', "a: length: expected a number from 0.001 to 100, found 0"),
+        ('{"name": "a", "steps": 0}', "a: steps: expected an integer from 1 to inf, found 0"),
+        ('{"name": "a", "steps": true}', "a: steps: expected .*, found true"),
+        ('{"name": "a", "micro_batch_tokens": -1}', "a: micro_batch_tokens: expected"),
+        ('{"name": "a", "seed": -1}', "a: seed: expected"),
+        ('{"name": "a", "watch_every": 0}', "a: watch_every: expected"),
+        ('{"name": "a", "model": 3}', "a: model: expected an object, found 3"),
+        ('{"name": "a", "edits": [["b"]]}', "a: edits: expected a list of pairs"),
+        ('{"factors": {"b": {}}}', "expected base and factors, found factors"),
+        (f"{{{SCREENING}: 3}}", "factors: expected an object, found 3"),
+        (f"{{{SCREENING}: {{}}}}", "factors: expected 1 to 19, found 0"),
+        (f"{{{SCREENING}: {json.dumps({str(n): {} for n in range(20)})}}}", "factors: expected 1 to 19, found 20"),
+        (f'{{{SCREENING}: {{"b": {{"modle": 1}}}}}}', "factor b: .*expected only"),
+    ],
+)
+def test_what_is_no_list_of_arms_is_a_line(tmp_path, capsys, text, line):
+    """Nothing is trained, and no value is taken for another one."""
+    path = tmp_path / "arms.json"
+    path.write_text(text)
+    assert arms.told([str(path), "--preset", "smoke", "--out", str(tmp_path / "out")]) == 2
+    (found,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"^arms: .*{line}.*; fix: ", found), found
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (["no.json"], "no.json: expected a list of arms, found .*No such file"),
+        (["arms.json", "--preset", "sprnit"], "--preset: expected one of .*sprint.*, found sprnit; fix: "),
+        (["arms.json", "--out", "."], "expected to be there and to work, found .*; fix: "),
+        (["arms.json", "--out", "no/where"], "expected to be there and to work, found .*; fix: "),
+        (["arms.json", "--seconds", "0"], "time for a result, found none after 0 s; fix: "),
+        (["arms.json", "--effects"], "expected a screening, found arms alone; fix: "),
+        (["screening.json", "--effects"], "expected to be there and to work, found .*arms.jsonl.*; fix: "),
+        (["screening.json", "--effects", "--out", "junk"], "junk, line 2: expected a line of results, found 'x'; fix"),
+    ],
+)
+def test_options_that_would_train_nothing_or_lose_it(tmp_path, monkeypatch, capsys, options, line):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(arms, "start", None)
+    (tmp_path / "arms.json").write_text('[{"name": "a", "rate_powers": [0, 0.5]}]')
+    (tmp_path / "screening.json").write_text('{"base": {"name": "a"}, "factors": {"b": {"seed": 2}}}')
+    (tmp_path / "junk").write_text('{"name": "a00", "loss": {"none": 3}, "seconds": 1}\nx\n')
+    assert arms.told(options) == 2
+    found = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(f"^arms: .*{line}", found), found
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("value", ["-1", "nan", "x"])
+def test_seconds_are_a_number(capsys, value):
+    with pytest.raises(SystemExit) as error:
+        arms.main(["arms.json", f"--seconds={value}"])
+    assert error.value.code == 2
+    assert "--seconds" in capsys.readouterr().err
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "arm, line",
+    [
+        ({"rules": {"embeding": {}}}, "rules: expected roles among .*embedding.*, found embeding"),
+        ({"layers": {"-1": {}}}, "layers: expected 0 to 5, found -1"),
+        ({"layers": {"99": {}}}, "layers: expected 0 to 5, found 99"),
+        ({"model": {"widht": 3}}, "settings: expected those of train_gpt.py, found .*widht"),
+        ({"stages": {"steps": [1]}}, "settings: expected those of train_gpt.py, found"),
+        ({"model": {"ngram_orders": 4}}, "ngram_orders: expected 1 to 3"),
+        ({"model": {"dtype": "float16"}}, "dtype: expected"),
+        ({"layers": {"0": {"window": "longg"}}}, "layer 0: window: expected"),
+        ({"preset": "sprnit"}, "preset: expected one of"),
+    ],
+)
+def test_an_arm_that_no_run_can_train(arm, line):
+    with pytest.raises((arms.Mistake, helpers.tg.Failure), match=line):
+        arms.checked_preset(helpers.tg, arm, arm.get("preset", "smoke"))
+
+
+@pytest.mark.fast
+def test_a_loss_that_is_no_number_is_no_result(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "arms.json"
+    path.write_text('[{"name": "a"}]')
+    monkeypatch.setattr(arms, "load_trainer", lambda *_: helpers.tg)
+    monkeypatch.setattr(arms, "train_arm", lambda *_: {"loss": {"none": float("nan")}, "choose": {}})
+    assert arms.told([str(path), "--out", str(tmp_path / "out"), "--arm", "a"]) == helpers.tg.EXIT_NUMERICS
+    assert "arms: losses: expected finite numbers, found [nan]" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_no_arm_outlives_the_search(tmp_path, number):
+    script = tmp_path / "train_gpt.py"
+    mark = tmp_path / "pid"
+    script.write_text(f"import os, time\nopen({str(mark)!r}, 'w').write(f'{{os.getpid()}} ')\ntime.sleep(300)\n")
+    (tmp_path / "arms.json").write_text(json.dumps([{"name": "a", "script": str(script)}]))
+    command = [sys.executable, arms.__file__, tmp_path / "arms.json", "--gpus", "cpu", "--out", tmp_path / "out"]
+    search = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not mark.exists() or not mark.read_text().endswith(" "):
+        assert search.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    search.send_signal(number)
+    said = search.communicate(timeout=60)[1]
+    assert search.returncode == 128 + number
+    assert "Traceback" not in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(mark.read_text()), 0)
 
 
 def test_screenings_are_spelt_well():
