@@ -404,17 +404,30 @@ def write_corpus(folder: Path, preset: tg.Preset) -> None:
         (folder / f"generated_{kind}_000000.bin").write_bytes(header.tobytes() + stream.astype("<u2").tobytes())
 
 
+def edited_preset(options: argparse.Namespace) -> tg.Preset:
+    """The preset with --model's changes, or a line on those that no model can have."""
+    preset = tg.PRESETS[options.preset]
+    last = len(preset.stages) - 1
+    if not -last - 1 <= options.stage <= last:
+        tg.fail("--stage", f"{-last - 1} to {last}", options.stage, f"one that {preset.name} has")
+    try:
+        preset = dataclasses.replace(preset, model=dataclasses.replace(preset.model, **dict(options.model)))
+        tg.check_preset(preset)
+    except TypeError as error:  # no such field, or a value of another kind
+        tg.fail("--model", "settings of ModelConfig in train_gpt.py", f"'{error}'", "name one that is there")
+    return preset
+
+
 def prepared(options: argparse.Namespace, folder: Path) -> tuple[tg.Trainer, Callable]:
     """A trainer and the step to measure.
     Each stage up to that one has run, as kernels are compiled for the first sizes that they meet."""
-    preset = tg.PRESETS[options.preset]
+    preset = edited_preset(options)
     stages = tuple(dataclasses.replace(stage, steps=1) for stage in preset.stages)
     options.stage %= len(stages)  # a step of each stage: its number is the stage's index
     val_tokens = min(preset.val_window_tokens, 8192)
     preset = dataclasses.replace(
         preset,
         stages=stages,
-        model=dataclasses.replace(preset.model, **dict(options.model)),
         val_tokens=val_tokens,
         val_window_tokens=val_tokens,
         train_tokens=sum(stage.batch_tokens for stage in stages) + 1,
@@ -530,7 +543,7 @@ def assignment(text: str) -> tuple[str, Any]:
     return name, ast.literal_eval(value)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tg.PRESETS, default="sprint")
     parser.add_argument("--stage", type=int, default=-2)
@@ -544,19 +557,31 @@ def main() -> None:
         metavar="KEY=VALUE",
         help="those of another GPU than an H200",
     )
-    parser.add_argument("--steps", type=int, default=10, help="how many to measure")
-    parser.add_argument("--warm", type=int, default=10, help="how many before")
+    parser.add_argument("--steps", type=tg.within(int, 1), default=10, help="how many to measure")
+    parser.add_argument("--warm", type=tg.within(int, 0), default=10, help="how many before")
     parser.add_argument("--out", type=Path, help="also write the tables there")
     parser.add_argument("--traces", type=Path, help="keep the traces in this folder")
     parser.add_argument("--ncu", action="store_true", help="only print the command for Nsight Compute")
     parser.add_argument("--ncu-csv", type=Path, help="what that command has measured")
     parser.add_argument("--under-ncu", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    with tg.Ending() as ending:  # a mistake becomes a line
+        print_tables(options)
+    return ending.code
+
+
+def print_tables(options: argparse.Namespace) -> None:
+    edited_preset(options)
+    unknown = dict(options.ceilings).keys() - CEILINGS.keys()
+    if unknown:
+        tg.fail("--ceilings", f"some of {', '.join(CEILINGS)}", ", ".join(sorted(unknown)), "name one of those")
     options.ceilings = CEILINGS | dict(options.ceilings)
     if options.ncu:
         print(ncu_command(sys.argv[1:]))
         return
 
+    if options.out:
+        options.out.open("a").close()  # else the measurement would be lost where nothing can be written
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.traces or Path(temporary)
         folder.mkdir(exist_ok=True)
@@ -575,4 +600,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

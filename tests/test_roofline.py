@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import argparse
+import re
 import sys
 from dataclasses import replace
 
@@ -484,3 +485,26 @@ def test_a_step_on_the_cpu(tiny, tmp_path, monkeypatch):
     assert not calls["copies"]
     assert all(count for theme, count in calls.items() if theme != "copies"), calls
     assert calls["other"] < 30, text
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--steps", "0"], "--steps: expected a number from 1"),
+        (["--stage", "99"], "--stage: expected -4 to 3, found 99; fix: "),
+        (["--model", "widht=3"], "--model: expected settings of ModelConfig .*widht.*; fix: "),
+        (["--model", "ngram_orders=4"], "ngram_orders: expected 1 to 3.*; fix: "),
+        (["--ceilings", "bandwith=8"], "--ceilings: expected some of bandwidth, .*, found bandwith; fix: "),
+        (["--out", "/no/folder/table.md"], "file: expected to be there .*/no/folder/table.md.*; fix: "),
+    ],
+)
+def test_a_mistake_is_a_line_before_the_measurement(arguments, line, monkeypatch, capsys):
+    monkeypatch.setattr(roofline, "measure", None)
+    monkeypatch.setattr(sys, "argv", ["roofline.py", "--preset", "speedrun", *arguments])
+    try:
+        code = roofline.main()
+    except SystemExit as error:  # argparse's
+        code = error.code
+    assert code == tg.EXIT_USAGE
+    assert re.search(line, capsys.readouterr().err.splitlines()[-1])
