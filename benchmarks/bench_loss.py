@@ -24,6 +24,7 @@ from timing import DEVICE, DRY, host_milliseconds, milliseconds
 
 V, D = (160, 48) if DRY else (50304, 768)
 CAP = tg.Softcap()
+TOKENS = [32, 64] if DRY else [16_384, 32_768, 49_152]
 SCALES = tg.HeadScales()
 CEILINGS = {"GB/s": 4270.0, "bf16 TFLOP/s": 790.0, "fp8 TFLOP/s": 1500.0}
 # One batch chunk of each of the sprint's last stages, the extension aside: tokens, candidates, weights of the targets.
@@ -214,7 +215,7 @@ def print_pieces(columns):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 64] if DRY else [16_384, 32_768, 49_152])
+    parser.add_argument("--tokens", type=timing.token_count, nargs="+", default=TOKENS)
     parser.add_argument("--compiled", action="store_true", help="torch.compile too, at the first size")
     parser.add_argument("--cpu-dry-run", action="store_true")
     options = parser.parse_args()

@@ -12,6 +12,7 @@ how long the other one takes. The last line has the largest memory in use, the l
 often it had to give some back before it could go on.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -33,21 +34,26 @@ def hold_to(limit_bytes: int) -> None:
     torch.cuda.mem_get_info = mem_get_info
 
 
+def capability(text: str) -> tuple[int, int]:
+    major, minor = map(int, text.split("."))
+    return major, minor
+
+
 def main() -> int:
-    try:
-        gib = float(sys.argv[1])
-        capability = tuple(map(int, sys.argv[2].split(".")))
-    except (IndexError, ValueError):
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("gib", type=tg.within(float, 0.01), help="of memory that are free")
+    parser.add_argument("capability", type=capability, help="such as 8.6")
+    parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
+    options = parser.parse_args()
     if torch.cuda.is_available():
-        hold_to(int(gib * 2**30))
-        tg.capability = lambda device: capability
-    code = tg.main(sys.argv[3:])
+        hold_to(int(options.gib * 2**30))
+        tg.capability = lambda device: options.capability
+    code = tg.main(options.training)
     if torch.cuda.is_available():
         held = torch.cuda.memory_stats()
         used, reserved = (held[f"{kind}_bytes.all.peak"] / 2**30 for kind in ("allocated", "reserved"))
         retries = held["num_alloc_retries"]
-        print(f"in use {used:.2f} GiB, held {reserved:.2f} of {gib:g} GiB, given back {retries} times")
+        print(f"in use {used:.2f} GiB, held {reserved:.2f} of {options.gib:g} GiB, given back {retries} times")
     return code
 
 

@@ -310,7 +310,10 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[32, 64] if DRY else [16_384, 32_768, 49_152, STEP_TOKENS]
+        "--tokens",
+        type=timing.token_count,
+        nargs="+",
+        default=[32, 64] if DRY else [16_384, 32_768, 49_152, STEP_TOKENS],
     )
     parser.add_argument("--diagnose", metavar="STEPS", type=lambda text: [int(step) for step in text.split(",")])
     parser.add_argument("--cpu-dry-run", action="store_true")

@@ -9,6 +9,7 @@ step of a training all wait for the slowest: the ranks of one node that are slow
 slow ranks of different nodes the link between them.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def report(ranks: tg.Ranks) -> str:
 
 
 def main() -> int:
-    if sys.argv[1:]:
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     ranks = tg.Ranks.start()
     if ranks.world == 1:
         sys.exit("bench_network: expected several ranks, found one; fix: start it with torchrun, see its docstring")

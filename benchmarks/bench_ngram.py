@@ -81,8 +81,9 @@ def time_step(T, rows, pieces):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4096 if DRY else tg.GPT_SMALL.ngram_rows)
-    parser.add_argument("--pieces", type=int, default=tg.GPT_SMALL.ngram_pieces)
+    parser.add_argument("--rows", type=tg.within(int, 8), default=4096 if DRY else tg.GPT_SMALL.ngram_rows)
+    pieces = range(1, len(tg.HASH_MULTIPLIERS) + 1)
+    parser.add_argument("--pieces", type=int, choices=pieces, default=tg.GPT_SMALL.ngram_pieces)
     parser.add_argument("--cpu-dry-run", action="store_true")
     options = parser.parse_args()
     timing.require_gpu()

@@ -9,6 +9,7 @@ ranks' gradients are copies of its own, and their ids its own, moved along the t
 rows are updated as in truth.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -61,10 +62,14 @@ def fill(table, full, wait):
 
 
 def main():
-    # shortened, so that no log of it looks like a record's
-    if sys.argv[1:2] not in (["1"], ["2"], ["4"], ["8"]) or "--stop-after" not in sys.argv:
-        sys.exit(__doc__)
-    world = int(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("world", type=int, choices=(1, 2, 4, 8), help="how many ranks there would be")
+    parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
+    options = parser.parse_args()
+    if tg.parse_arguments(options.training).stop_after is None:
+        fix = "shorten the run, so that its log does not look like a record's"
+        parser.error(f"expected --stop-after N, found none; fix: {fix}")
+    world = options.world
     start = tg.Ranks.start
     gather = tg.SparseTable.all_gather
 
@@ -76,7 +81,7 @@ def main():
 
     tg.Ranks.start = staticmethod(start_alone)
     tg.SparseTable.all_gather = lambda table, parts: fill(table, *gather(table, parts))
-    sys.exit(tg.main(sys.argv[2:]))
+    sys.exit(tg.main(options.training))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ def report(profile: cProfile.Profile) -> None:
 
 
 if __name__ == "__main__":
+    tg.parse_arguments(sys.argv[1:])  # help and mistakes end here
     for method in METHODS:
         note_calls(method)
     if tg.triton is not None:
@@ -88,5 +89,6 @@ if __name__ == "__main__":
     try:
         code = profile.runcall(tg.main)
     finally:
-        report(profile)
+        if code != tg.EXIT_USAGE:
+            report(profile)
     sys.exit(code)

@@ -10,6 +10,7 @@ current folder, for https://ui.perfetto.dev. Replayed CUDA graphs show kernels a
 operators that launched them are there as well.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -35,22 +36,26 @@ def finish(profiler: torch.profiler.profile, rank: int) -> None:
         print(profiler.key_averages().table(sort_by=sort_by, row_limit=10))
 
 
+def span(text: str) -> tuple[int, int]:
+    first, last = map(int, text.split(":"))
+    return first, last
+
+
 def main() -> int:
-    try:
-        first, last = map(int, sys.argv[1].split(":"))
-    except (IndexError, ValueError):
-        sys.exit(__doc__)
-    options = tg.parse_arguments(sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("span", metavar="A:B", type=span, help="first and last step of the trace, from 0")
+    parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
+    own = parser.parse_args()
+    first, last = own.span
+    options = tg.parse_arguments(own.training)
     if options.stop_after is None:
         fix = "shorten the run, so that its log does not look like a record's"
-        sys.exit(f"bench_trace: expected --stop-after N, found none; fix: {fix}")
+        parser.error(f"expected --stop-after N, found none; fix: {fix}")
     if options.length == "auto":
-        sys.exit("bench_trace: --length: expected a number, found auto; fix: give what --check says it is")
+        parser.error("--length: expected a number, found auto; fix: give what --check says it is")
     steps = min(options.stop_after, tg.scaled_preset(tg.PRESETS[options.preset], options.length).steps)
     if not 0 <= first <= last < steps:
-        sys.exit(
-            f"bench_trace: expected 0 <= A <= B <= {steps - 1}, found {sys.argv[1]}; fix: name steps that the run has"
-        )
+        parser.error(f"expected 0 <= A <= B <= {steps - 1}, found {first}:{last}; fix: name steps that the run has")
 
     timed_loop = tg.timed_loop
     training_step = tg.Trainer.training_step
@@ -80,7 +85,7 @@ def main() -> int:
 
     tg.timed_loop = traced_loop
     tg.AdamTable.reduce_ = named_reduce
-    return tg.main(sys.argv[2:])
+    return tg.main(own.training)
 
 
 if __name__ == "__main__":

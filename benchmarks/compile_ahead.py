@@ -23,6 +23,7 @@ import getpass
 import hashlib
 import importlib.metadata
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -212,24 +213,31 @@ def compile_regions(names: set[str], preset: tg.Preset, capability: tuple[int, i
         train_and_validate(preset, batches, device)
 
 
+def capability_option(text: str) -> tuple[int, int]:
+    """A reader of --capability."""
+    if not re.fullmatch(r"[0-9]+\.[0-9]", text):
+        raise argparse.ArgumentTypeError(f"expected two numbers as in 9.0, found {text}")
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tg.PRESETS, default="sprint")
-    parser.add_argument("--capability", default="9.0")
+    parser.add_argument("--capability", type=capability_option, default="9.0")
     parser.add_argument("--regions", action="store_true")
     parser.add_argument("--only", nargs="+", help="these regions and no kernels, in this process")
     parser.add_argument("--device", default="cuda:0", help="of the regions; the tests take a CPU")
     options = parser.parse_args()
     preset = tg.PRESETS[options.preset]
-    capability = tuple(map(int, options.capability.split(".")))
     if options.only:
-        compile_regions(set(options.only), preset, capability, torch.device(options.device))
+        compile_regions(set(options.only), preset, options.capability, torch.device(options.device))
         return
 
     started = time.perf_counter()
     compiled = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: cache_hit or compiled.append(1)
-    compile_only(capability)
+    compile_only(options.capability)
     with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
         train_and_validate(preset, packed(preset, list(range(len(preset.stages)))))
     print(f"{len(compiled)} kernels compiled in {time.perf_counter() - started:.1f} s")

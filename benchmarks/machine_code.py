@@ -22,7 +22,7 @@ from pathlib import Path
 
 import triton
 
-from compile_ahead import compile_only, packed, tg, train_and_validate
+from compile_ahead import capability_option, compile_only, packed, tg, train_and_validate
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
@@ -99,16 +99,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=tg.PRESETS, default="sprint")
     parser.add_argument("--stages", type=int, nargs="+", help="from 0; by default all")
-    parser.add_argument("--capability", default="9.0")
+    parser.add_argument("--capability", type=capability_option, default="9.0")
     options = parser.parse_args()
     preset = tg.PRESETS[options.preset]
     kernels = {}  # by hash, as stages share most of them
-    compile_only(tuple(map(int, options.capability.split("."))),
-                 lambda name, kernel: kernels.setdefault(kernel.hash, (name, kernel)))
+    compile_only(options.capability, lambda name, kernel: kernels.setdefault(kernel.hash, (name, kernel)))
     train_and_validate(preset, packed(preset, options.stages or list(range(len(preset.stages)))))
 
     bad = 0
-    print(f"Triton {triton.__version__}, compute capability {options.capability}, {options.preset}")
+    print(f"Triton {triton.__version__}, compute capability {'.'.join(map(str, options.capability))}, {options.preset}")
     print(f"{'kernel':28} registers  shared  instructions  spills  faults")
     for name, kernel in sorted(kernels.values(), key=lambda found: found[0]):
         code = disassembled(kernel.asm["cubin"])

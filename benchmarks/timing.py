@@ -10,6 +10,7 @@ all functions time a call on the CPU, in the interpreter, which says nothing abo
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -33,6 +34,14 @@ def require_gpu() -> None:
     """Ends a benchmark that has no GPU to run on, unless it is a dry run."""
     if not DRY and not torch.cuda.is_available():
         sys.exit(f"{Path(sys.argv[0]).name}: needs a CUDA GPU, found none; --cpu-dry-run proves that it runs through")
+
+
+def token_count(text: str) -> int:
+    """A reader of --tokens: FP8 products take multiples of 16."""
+    value = int(text)
+    if value < 16 or value % 16:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 16, at least 16, found {text}")
+    return value
 
 
 def machine() -> str:

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = "speedrun", "scaling", "trace", "sprint", "nodes", "killed"
@@ -211,6 +212,19 @@ def table(logs: Path) -> str:
     return "\n".join(["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *map(row, paths)])
 
 
+def refuse(expected: str, found: str, fix: str) -> NoReturn:
+    print(f"whole_node: expected {expected}, found {found}; fix: {fix}", file=sys.stderr)
+    sys.exit(2)
+
+
+def count_gpus() -> int:
+    """As many as nvidia-smi lists, which a node without a driver lacks."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return 0 if listed.returncode else len(listed.stdout.splitlines())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--webmix", type=Path, required=True, help="the data of the speedrun")
@@ -226,14 +240,15 @@ def main() -> None:
         path = getattr(options, name)
         setattr(options, name, path and path.resolve())
     if options.processes is None:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-        gpus = max(len(listed.stdout.splitlines()), 1)
+        gpus = count_gpus()
+        if not gpus:
+            refuse("GPUs", "none", "--processes says how many processes to start without them")
         options.processes = 1 << (min(gpus, 8).bit_length() - 1)  # the trainer takes 1, 2, 4 or 8
 
     options.out.mkdir(parents=True, exist_ok=True)
     node = Node(options)
     if node.logs.exists() and not options.dry_run:
-        sys.exit(f"whole_node: expected a new --out, found logs in {node.logs}; fix: another folder")
+        refuse("a new --out", f"logs in {node.logs}", "another folder")
     for task in options.only:
         globals()[task](node)
     if not options.dry_run:

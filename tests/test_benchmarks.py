@@ -1,0 +1,78 @@
+"""The scripts benchmarks/bench_*.py and whole_node.py: help is no error, and a mistake is a line before any work."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+import helpers
+
+sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
+
+USAGE = helpers.tg.EXIT_USAGE
+SHORT = ["--preset", "smoke", "--stop-after=2"]
+
+
+def exit_code(monkeypatch, name, *arguments):
+    """Of the main function of a script that ends at once."""
+    script = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    with pytest.raises(SystemExit) as error:
+        script.main()
+    return error.value.code
+
+
+@pytest.mark.parametrize("name", ["bench_memory", "bench_ranks", "bench_trace", "bench_network"])
+def test_help_is_no_error(name, monkeypatch, capsys):
+    assert exit_code(monkeypatch, name, "--help") == 0
+    assert "python benchmarks" in capsys.readouterr().out or name == "bench_network"
+
+
+@pytest.mark.parametrize(
+    "name, arguments, line",
+    [
+        ("bench_memory", ["x", "8.6"], "gib: "),
+        ("bench_memory", ["1", "x"], "capability: "),
+        ("bench_ranks", ["3", *SHORT], "world: "),
+        ("bench_ranks", ["8", "--preset", "smoke"], "expected --stop-after N, found none; fix: "),
+        ("bench_trace", ["x", *SHORT], "A:B: "),
+        ("bench_trace", ["1:2", "--preset", "smoke"], "expected --stop-after N, found none; fix: "),
+        ("bench_network", ["x"], "unrecognized arguments: x"),
+        ("bench_loss", ["--tokens", "7"], "--tokens: expected a multiple of 16, at least 16, found 7"),
+        ("bench_loss", ["--tokens", "0"], "--tokens: expected a multiple of 16, at least 16, found 0"),
+        ("bench_mlp", ["--tokens", "7"], "--tokens: expected a multiple of 16, at least 16, found 7"),
+        ("bench_ngram", ["--pieces", "0"], "--pieces: "),
+        ("bench_ngram", ["--pieces", "5"], "--pieces: "),
+        ("bench_ngram", ["--rows", "0"], "--rows: "),
+        ("machine_code", ["--capability", "x"], "--capability: expected two numbers as in 9.0, found x"),
+        ("compile_ahead", ["--capability", "9"], "--capability: expected two numbers as in 9.0, found 9"),
+    ],
+)
+def test_a_mistake_is_a_line(name, arguments, line, monkeypatch, capsys):
+    if name == "machine_code":
+        pytest.importorskip("triton")
+    assert exit_code(monkeypatch, name, *arguments) == USAGE
+    assert line in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_ranks_take_an_option_spelt_with_its_value(monkeypatch):
+    monkeypatch.setattr(helpers.tg.Ranks, "start", helpers.tg.Ranks.start)  # the script replaces both
+    monkeypatch.setattr(helpers.tg.SparseTable, "all_gather", helpers.tg.SparseTable.all_gather)
+    monkeypatch.setattr(helpers.tg, "main", lambda argv: argv)
+    assert exit_code(monkeypatch, "bench_ranks", "8", *SHORT) == SHORT
+
+
+@pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["--nonsense"], USAGE), (["--data", "/none"], USAGE)])
+def test_no_profile_of_a_start_that_was_none(arguments, code):
+    script = helpers.ROOT / "benchmarks/bench_startup.py"
+    run = subprocess.run([sys.executable, script, "--preset", "smoke", *arguments], capture_output=True, text=True)
+    assert run.returncode == code
+    assert "milestone" not in run.stdout
+
+
+def test_a_node_without_gpus(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
+    assert exit_code(monkeypatch, "whole_node", "--webmix", "x", "--out", str(tmp_path), "--dry-run") == USAGE
+    assert "whole_node: expected GPUs, found none; fix: " in capsys.readouterr().err
