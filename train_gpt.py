@@ -811,8 +811,8 @@ HASH_MULTIPLIERS = 1, 2654435761, 2246822519, 3266489917
 
 
 def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: int, orders: int) -> np.ndarray:
-    """Rows of the n-gram table's parameter for the n-grams that end at each token: int32 [T * pieces, orders], see
-    NGRAM_MULTIPLIERS and ModelConfig.ngram_pieces.
+    """Rows of the n-gram table's parameter for the n-grams that end at each token: int32 [T * pieces, orders], of the
+    first `orders` of NGRAM_MULTIPLIERS; see ModelConfig.ngram_pieces.
 
     There are `rows` rows for each piece, of which each order has an equal part. The hash is the xor of the
     multiplied tokens, times the piece's multiplier, modulo the largest odd number below the part's size. The last row
@@ -1426,7 +1426,7 @@ def head_gates(h, value, gate, attn_scale):
 
     They read the first channels of h, the norm of what attention reads. gate is [H, inputs], or [2 H, inputs] with a
     value embedding. attn_scale [T] multiplies the gates of the outputs: multiplied with weights, as in record 47, it
-    take passes over them. Attention's backward pass divides by these gates, so they are kept from zero.
+    would take passes over them. Attention's backward pass divides by these gates, so they are kept from zero.
 
     A further gate of the heads is H more rows of Block.gate, a chunk here, and a factor of `gates` before the clamp. It
     may read no channel beyond `inputs`: an AttentionSource keeps no more."""
@@ -1925,7 +1925,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
     return geometry_tables(frequency, scale, windows, positions, getattr(torch, preset.model.dtype), device)
 
 
-# ==== 5. Optimizer: Muon and NorMuon for hidden matrices, Adam for the rest; sharded, but for scalars =================
+# ==== 5. Optimizer: Muon and NorMuon for hidden matrices, Adam for the rest; most of it sharded =======================
 # One step of several ranks. Each line is a queue that works by itself, from left to right. The host only
 # fills the queues: it runs ahead and never waits for the device. "embed" stands for the tables that the
 # model reads before any matrix.

@@ -380,6 +380,14 @@ def test_a_further_order_takes_one_more_row_of_multipliers(corpus, tiny, monkeyp
     assert trainer.training_step(0, batches).isfinite()
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_texts_shorter_than_an_ngram(monkeypatch, length):
+    """Of five tokens, of which four lie before the last one: its row is that of the incomplete ones."""
+    monkeypatch.setattr(tg, "NGRAM_MULTIPLIERS", ((3, 5, 7, 11, 13),))
+    found = tg.hash_ngrams(np.arange(length, dtype=np.uint16), np.arange(length), 100, 1, 1)
+    assert (found == 99).all()
+
+
 def recalled(piece, vocabulary):
     """By the words of longest_suffix_match's docstring, for one document."""
     for end in range(1, len(piece) + 1):
