@@ -215,7 +215,7 @@ class ModelConfig:
     # Rows of the table of hashed n-grams, whose embedding is added in every layer (records 62, 92). Each order that is
     # looked up has an equal part of them. 0: no hashed n-grams.
     ngram_rows: int
-    ngram_orders: int = 2  # so many of NGRAM_MULTIPLIERS are looked up: 2, pairs and triples; 3, quadruples as well
+    ngram_orders: int = 2  # the first so many of NGRAM_MULTIPLIERS are looked up: pairs and triples; 3: quadruples too
     # Each row is cut into so many pieces, 1 to 4 (see HASH_MULTIPLIERS), and an n-gram takes each of its pieces from
     # another row: two n-grams that share one piece rarely share the others. The table's parameter has one row for each
     # piece.
@@ -1429,7 +1429,8 @@ def head_gates(h, value, gate, attn_scale):
     would take passes over them. Attention's backward pass divides by these gates, so they are kept from zero.
 
     A further gate of the heads is H more rows of Block.gate, a chunk here, and a factor of `gates` before the clamp. It
-    may read no channel beyond `inputs`: an AttentionSource keeps no more."""
+    reads what the others read, so half of it of a value embedding. Beyond `inputs` an AttentionSource keeps no channel.
+    """
     inputs = gate.size(1)
     if value is None:
         gate_inputs = h[:, :inputs]

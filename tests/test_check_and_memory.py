@@ -255,10 +255,11 @@ def test_what_does_not_fit():
         tg.memory_plan(window, FAST, 38 * GB)
 
 
+ORDERS = len(tg.NGRAM_MULTIPLIERS)
 EDITS = [
     ("model", "key_width", 18), ("model", "padded_vocabulary", helpers.VOCABULARY), ("model", "dtype", "float64"),
     ("model", "padded_vocabulary", 520), ("stage", "batch_tokens", 1032), ("stage", "sampled_classes", 136),
-    ("model", "ngram_rows", 3), ("model", "ngram_orders", 0), ("model", "ngram_orders", 4),
+    ("model", "ngram_rows", 3), ("model", "ngram_orders", 0), ("model", "ngram_orders", ORDERS + 1),
     # more pieces than there are multipliers, none, and a third of a row of 32 numbers
     ("model", "ngram_pieces", 5), ("model", "ngram_pieces", 0), ("model", "ngram_pieces", 3),
     ("model", "width", 40), ("model", "mlp_width", 72), ("model", "heads", 0),
