@@ -28,11 +28,12 @@ run ends early, and is validated without averages. With `watch_every` a line eac
 says which entry of each matrix of a layer is largest, as [magnitude, row, column], what the scalars are, and how much
 of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While one
 arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the
-later stages count. On a CPU, with run.sh's settings for one, arms train one after the other: of smoke each takes half a
-minute and more. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory.
-The file is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time, and
-says which arms it leaves without a result. What would be ignored or lost is refused: the keys by arms_file.py before
-anything trains, and settings that the preset cannot have when their arm starts, in OUT.NAME.txt.
+later stages count. `mhz, watts` are medians of a sample a second, which tell a slower GPU from slower kernels. On a
+CPU, with run.sh's settings for one, arms train one after the other: of smoke each takes half a minute and more. With
+`"alone": true` an arm waits until the GPU is free, where two would not fit into its memory. The file is read again
+before each arm, so arms may be appended while it runs. `--seconds` ends the search in time, and says which arms it
+leaves without a result. What would be ignored or lost is refused: the keys by arms_file.py before anything trains, and
+settings that the preset cannot have when their arm starts, in OUT.NAME.txt.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows":
 {arm}, ...}}, each factor being what it changes. Its arms, named after the base's name and numbered, are a
@@ -44,6 +45,7 @@ there is room for show how large chance is.
 
 import argparse
 import bisect
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -51,12 +53,15 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +70,7 @@ import torch
 SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
 sys.path.insert(0, str(SCRIPT.parent / "records"))
 from arms_file import Mistake, Unread, design, read_arms, read_entries, require, screening_arms
+from record import query_gpus
 from starts import CPU_SETTINGS
 
 
@@ -338,6 +344,31 @@ def watch(trainer, every: int, path: Path) -> None:
     trainer.training_step = watched
 
 
+@contextlib.contextmanager
+def sampled_clock(interval: float = 1.0) -> Iterator[list[str]]:
+    """A list that meanwhile gets a line every `interval` seconds: the GPU's clock, and the power that it draws."""
+    samples = []
+    ended = threading.Event()
+
+    def sample():
+        while not ended.wait(interval):
+            samples.extend(query_gpus("--query-gpu=clocks.sm,power.draw"))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+
+
+def medians(samples: list[str]) -> list[float]:
+    """Of each column of lines like "1980 MHz, 693.21 W"; lines in which something is not available do not count."""
+    rows = [re.fullmatch(r"([0-9.]+) MHz, ([0-9.]+) W", line) for line in samples]
+    return [statistics.median(map(float, column)) for column in zip(*(row.groups() for row in rows if row))]
+
+
 def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
     """One run, whose timed loop waits until the one before it on this GPU has ended."""
     preset = checked_preset(tg, arm, arm.get("preset", options.preset))
@@ -366,7 +397,8 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
         log_path = Path(f"{options.out}.{arm['name']}.jsonl")
         log = tg.RunLog(log_path)
         try:
-            tg.timed_loop(trainer, log, steps, None)
+            with sampled_clock() as samples:
+                tg.timed_loop(trainer, log, steps, None)
         finally:
             log.close()
         seconds = clock.milliseconds() / 1e3
@@ -397,6 +429,7 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
         "rate_powers": {label: found[2:] for label, found in losses.items()},
         "seconds": round(seconds, 2),
         "ms": [round(statistics.median(t), 2) if t else None for t in times],
+        "mhz, watts": medians(samples) if ranks.on_gpu else [],
         "mib": tg.peak_memory_mib(ranks),
         "largest_weights": largest,
     }

@@ -266,6 +266,27 @@ def test_a_loss_that_is_no_number_is_no_result(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fast
+def test_clock_and_power_are_sampled_and_their_medians_told(monkeypatch):
+    lines = iter(["345 MHz, 120.00 W", "1755 MHz, [N/A]", "1980 MHz, 690.50 W", "1785 MHz, 699.00 W"])
+    asked = []
+
+    def query(text):
+        asked.append(text)
+        return [line for line in [next(lines, None)] if line]
+
+    monkeypatch.setattr(arms, "query_gpus", query)
+    with arms.sampled_clock(interval=0.001) as samples:
+        while len(samples) < 4:
+            time.sleep(0.01)
+    after = len(asked)
+    assert set(asked) == {"--query-gpu=clocks.sm,power.draw"}
+    assert arms.medians(samples) == [1785, 690.5]
+    assert arms.medians(["[N/A], [N/A]"]) == arms.medians([]) == []
+    time.sleep(0.05)
+    assert len(asked) == after
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_no_arm_outlives_the_search(tmp_path, number):
     script = tmp_path / "train_gpt.py"
