@@ -28,12 +28,12 @@ run ends early, and is validated without averages. With `watch_every` a line eac
 says which entry of each matrix of a layer is largest, as [magnitude, row, column], what the scalars are, and how much
 of the stream lies in one channel (`largest_channels`). That takes time, which counts in the line of results. While one
 arm trains, the next on that GPU compiles and warms up, which disturbs the first seconds of the timing: of `ms`, the
-later stages count. `mhz, watts` are medians of a sample a second, which tell a slower GPU from slower kernels. On a
-CPU, with run.sh's settings for one, arms train one after the other: of smoke each takes half a minute and more. With
-`"alone": true` an arm waits until the GPU is free, where two would not fit into its memory. The file is read again
-before each arm, so arms may be appended while it runs. `--seconds` ends the search in time, and says which arms it
-leaves without a result. What would be ignored or lost is refused: the keys by arms_file.py before anything trains, and
-settings that the preset cannot have when their arm starts, in OUT.NAME.txt.
+later stages count. `mhz, watts` are medians of what nvidia-smi says every two seconds, which tell a slower GPU from
+slower kernels. On a CPU, with run.sh's settings for one, arms train one after the other: of smoke each takes half a
+minute and more. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory. The
+file is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time, and
+says which arms it leaves without a result. What would be ignored or lost is refused: the keys by arms_file.py before
+anything trains, and settings that the preset cannot have when their arm starts, in OUT.NAME.txt.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows":
 {arm}, ...}}, each factor being what it changes. Its arms, named after the base's name and numbered, are a
@@ -345,7 +345,7 @@ def watch(trainer, every: int, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def sampled_clock(interval: float = 1.0) -> Iterator[list[str]]:
+def sampled_clock(interval: float = 2.0) -> Iterator[list[str]]:
     """A list that meanwhile gets a line every `interval` seconds: the GPU's clock, and the power that it draws."""
     samples = []
     ended = threading.Event()
