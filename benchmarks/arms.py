@@ -31,9 +31,10 @@ arm trains, the next on that GPU compiles and warms up, which disturbs the first
 later stages count. `mhz, watts` are medians of what nvidia-smi says every two seconds, which tell a slower GPU from
 slower kernels. On a CPU, with run.sh's settings for one, arms train one after the other: of smoke each takes half a
 minute and more. With `"alone": true` an arm waits until the GPU is free, where two would not fit into its memory. The
-file is read again before each arm, so arms may be appended while it runs. `--seconds` ends the search in time, and
-says which arms it leaves without a result. What would be ignored or lost is refused: the keys by arms_file.py before
-anything trains, and settings that the preset cannot have when their arm starts, in OUT.NAME.txt.
+file is read all the time, so arms may be appended while others train, and one that is taken out is stopped. `--seconds`
+ends the search in time, and says which arms it leaves without a result. What would be ignored or lost is refused: the
+keys by arms_file.py before anything trains, and settings that the preset cannot have when their arm starts, in
+OUT.NAME.txt.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows":
 {arm}, ...}}, each factor being what it changes. Its arms, named after the base's name and numbered, are a
@@ -437,7 +438,8 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
 
 def run_arm(options: argparse.Namespace) -> None:
     """Train the arm that this process is for, and add its line to the results. The loss must be a number for that."""
-    arm = next(arm for arm in read_arms(options.arms) if arm["name"] == options.arm)
+    arm = next((arm for arm in read_arms(options.arms) if arm["name"] == options.arm), None)
+    require(arm is not None, options.arms, f"an arm {options.arm}", "none", "leave it there until it has ended")
     tg = load_trainer(arm.get("edits", []), Path(arm.get("script", SCRIPT)))
     try:
         result = train_arm(tg, arm, options)
@@ -476,6 +478,12 @@ def conclude(arms: list[dict], processes: dict[str, subprocess.Popen], options: 
     require(0 in codes.values(), "--seconds", "time for a result", f"none after {options.seconds:g} s", "give more")
 
 
+def stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
 def search(options: argparse.Namespace) -> None:
     """Give each GPU the next arm that nobody has taken, as soon as the one before it on that GPU trains.
     However this ends, no arm goes on without it."""
@@ -495,8 +503,10 @@ def search(options: argparse.Namespace) -> None:
                 if str(mistake) != said:
                     said = str(mistake)
                     print(f"arms: {said}", file=sys.stderr, flush=True)
+            for name in processes.keys() - {arm["name"] for arm in arms}:
+                stop(processes.pop(name))
             for gpu, taken in running.items():
-                names = [name for name in taken if processes[name].poll() is None]
+                names = [name for name in taken if name in processes and processes[name].poll() is None]
                 if gpu == "cpu" and names:  # two at once take longer than one after the other
                     continue
                 if len(names) > 1 or names and not Path(f"{options.out}.{names[-1]}.started").exists():
@@ -515,9 +525,7 @@ def search(options: argparse.Namespace) -> None:
         conclude(arms, processes, options)
     finally:
         for process in processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            stop(process)
 
 
 def seconds(text: str) -> float:

@@ -364,6 +364,51 @@ def test_arms_may_be_appended_while_they_run(tmp_path, monkeypatch):
     assert started == ["a", "b"]
 
 
+@pytest.mark.fast
+def test_an_arm_that_is_taken_out_is_stopped(tmp_path, monkeypatch):
+    """Whether it trains or waits for that; those that stay end, and one that comes back starts again."""
+    path = tmp_path / "arms.json"
+    contents = iter(["b", "bc", "c", "ca"])
+    started, killed, runs = [], [], []
+
+    class Run:
+        returncode = 0
+
+        def __init__(self, command, **_):
+            self.name, self.code = command[-1], None
+            started.append(self.name)
+            runs.append(self)
+            (tmp_path / f"out.{self.name}.started").touch()
+
+        def poll(self):
+            return self.code
+
+        def kill(self):
+            killed.append(self.name)
+            self.code = -9
+
+        def wait(self):
+            pass
+
+    def write(names):
+        path.write_text(json.dumps([{"name": name} for name in names]))
+
+    def sleep(seconds):
+        names = next(contents, None)
+        if names is not None:
+            write(names)
+            return
+        for run in runs:
+            run.code = run.code or 0
+
+    write("ab")
+    monkeypatch.setattr(arms.subprocess, "Popen", Run)
+    monkeypatch.setattr(arms.time, "sleep", sleep)
+    arms.search(SimpleNamespace(arms=path, gpus=["0"], seconds=60, out=tmp_path / "out"))
+    assert started == ["a", "b", "c", "a"]
+    assert killed == ["a", "b"]
+
+
 def test_an_arm_that_needs_the_gpu_alone_has_no_neighbour(tmp_path, monkeypatch):
     """Neither one before it nor one after it; and it reads no log of an earlier search for its own."""
     path = tmp_path / "arms.json"
