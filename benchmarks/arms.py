@@ -21,8 +21,8 @@ arms.json is a list of arms. All keys but the name are optional:
 on the track's validation tokens, which judge, and as `choose` that on the tokens of the same shard behind them:
 constants are chosen by the latter.
 
-`layers` replaces layers by index, `three_stages` all stages by those that the function of that name makes, and `edits`
-try what is no setting. `averages` are further running averages, [rate,
+`layers` changes layers by index, and leaves their other fields as they are; `three_stages` replaces all stages by those
+that the function of that name makes; `edits` try what is no setting. `averages` are further running averages, [rate,
 share]: the run is validated with each of them besides the preset's own and none, so they cost no run. With `steps` the
 run ends early, and is validated without averages. With `watch_every` a line each so many steps in OUT.NAME.watch.jsonl
 says which entry of each matrix of a layer is largest, as [magnitude, row, column], what the scalars are, and how much
@@ -169,7 +169,7 @@ def arm_preset(tg, arm: dict, name: str):
     layers = list(preset.model.layers)
     for index, fields in arm.get("layers", {}).items():
         require(index in map(str, range(len(layers))), "layers", f"0 to {len(layers) - 1}", index)
-        layers[int(index)] = tg.Layer(**fields)
+        layers[int(index)] = dataclasses.replace(layers[int(index)], **fields)
     return dataclasses.replace(
         preset, stages=tuple(stages), val_tokens=arm.get("val_tokens", preset.val_tokens),
         model=dataclasses.replace(preset.model, layers=tuple(layers), **arm.get("model", {})),

@@ -256,6 +256,17 @@ def test_an_arm_that_no_run_can_train(arm, line):
 
 
 @pytest.mark.fast
+def test_an_arm_leaves_the_other_fields_of_a_layer():
+    layers = helpers.tg.PRESETS["smoke"].model.layers
+    assert layers[1] == helpers.tg.Layer(value_embedding=1, window="long", key_offset=True)
+    changes = {"1": {"mlp": False}, "2": {"skip_from": None}}
+    changed = arms.checked_preset(helpers.tg, {"layers": changes}, "smoke").model.layers
+    assert changed[1] == helpers.tg.Layer(value_embedding=1, window="long", key_offset=True, mlp=False)
+    assert changed[2] == helpers.tg.Layer(attention=False)
+    assert (changed[0], changed[3:]) == (layers[0], layers[3:])
+
+
+@pytest.mark.fast
 def test_a_loss_that_is_no_number_is_no_result(tmp_path, monkeypatch, capsys):
     path = tmp_path / "arms.json"
     path.write_text('[{"name": "a"}]')
