@@ -112,7 +112,8 @@ def test_every_preset_is_consistent(preset):
         assert layer.window in ("short", "long")
     own = [layer.value_embedding for layer in model.layers]
     tables = [table for table in own if table not in (None, tg.NGRAMS)]
-    assert sorted(set(tables)) == list(range(model.value_embeddings))
+    all_tables = set(range(model.value_embeddings))
+    assert set(tables) == all_tables or set(tables) < all_tables and model.final_values
     assert len(tables) == len(set(tables)) or preset.name == "seeds", "one table a use, but for the public records'"
     assert sum(stage.steps * stage.batch_tokens for stage in preset.stages) < preset.train_tokens
     for stage in preset.stages:
@@ -199,13 +200,13 @@ def test_the_speedrun_on_webmix():
     webmix = tg.PRESETS["speedrun-webmix"]
     assert webmix.model == SPEEDRUN.model
     assert webmix.val_attention_windows == SPEEDRUN.val_attention_windows
-    assert [stage.steps for stage in webmix.stages] == [601, 601, 575, 24]
+    assert [stage.steps for stage in webmix.stages] == [617, 617, 591, 25]
     assert [replace(stage, steps=0) for stage in webmix.stages] == [
         replace(stage, steps=0) for stage in SPEEDRUN.stages
     ]
     assert (
         sum(stage.steps * stage.batch_tokens for stage in webmix.stages)
-        == 235_929_600
+        == 242_417_664
         < webmix.train_tokens
         <= 243_200_000
     )
@@ -218,7 +219,8 @@ def test_the_narrow_speedrun_on_webmix():
     """Where tokens are free: the same corpus, validation and schedule but for its length, and a narrower model."""
     webmix = tg.PRESETS["speedrun-webmix"]
     narrow = tg.PRESETS["speedrun-webmix-free"]
-    assert replace(narrow, name=webmix.name, status=webmix.status, model=webmix.model, stages=webmix.stages) == webmix
+    own = {name: getattr(webmix, name) for name in ("name", "status", "model", "stages", "optimizer")}
+    assert replace(narrow, **own) == webmix
     assert narrow.model.width < webmix.model.width
     assert sum(stage.steps * stage.batch_tokens for stage in narrow.stages) <= 243_200_000
     working = [layer for layer in narrow.model.layers if layer != tg.EMPTY]

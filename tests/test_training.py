@@ -224,6 +224,8 @@ def plain_features(model, documents, geometry):
         if layer.mlp:
             x = x + (mixed(norm(x), block.mlp_taps) @ block.up.T).relu().square() @ block.down
         after[index] = x
+    if config.final_values:
+        sources += [model.value_embeddings[table][tokens] for table in model.unread_tables()]
     weights = norm(x)[:, :config.gate_inputs] @ model.final_gate.to(x.dtype).T
     for weight, source in zip(weights.T, sources, strict=True):
         x = x + weight[:, None] * torch.nn.functional.pad(source, (0, x.size(1) - source.size(1)))
@@ -257,16 +259,17 @@ def test_initial_weights(tiny):
             ), path
 
 
-@pytest.mark.parametrize("key_width", [16, 8])
+@pytest.mark.parametrize("key_width, unread_tables", [(16, 0), (8, 0), (16, 2)])
 @pytest.mark.fast
-def test_features_and_gradients_by_their_formulas(tiny, key_width):
-    """Queries and keys as wide as values, and half as wide:
-    then v and out are two matrices each of the shape that q and k have."""
-    config = replace(DOUBLE, key_width=key_width)
+def test_features_and_gradients_by_their_formulas(tiny, key_width, unread_tables):
+    """Queries and keys as wide as values, and half as wide: then v and out are two matrices each of the shape that q
+    and k have. And with tables that no layer reads."""
+    config = replace(DOUBLE, key_width=key_width, value_embeddings=MODEL.value_embeddings + unread_tables)
     documents = packed(pieces_of([20, 12], np.random.default_rng(4)))
     geometry = geometry_of(config, 20, (3, 9))
     found = random_model(config)
     want = random_model(config)
+    assert len(found.unread_tables()) == unread_tables
     block = found.blocks["1"]
     assert block.qkv.shape == (2 * 2 * key_width + 32, 32)
     assert block.qkv.info.matrix_shape == block.out.info.matrix_shape == (2 * key_width, 32)

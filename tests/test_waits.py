@@ -31,8 +31,8 @@ import helpers
 from helpers import CPU, MODEL, PRESET, ROOT, L, tg
 
 # Two layers with everything and two MLPs between them, in sizes that give every parameter of a group but `down` the
-# first place in one. The first table of values is gathered at once, the second when a step starts, and the third is
-# read by no layer.
+# first place in one. The first table of values is gathered at once, the second when a step starts. No layer reads the
+# third, and the final states do only if values enter them.
 STEPS = 3
 WAITING = replace(
     PRESET,
@@ -53,6 +53,7 @@ WAITING = replace(
         ),
     ),
 )
+UNREAD = replace(WAITING, model=replace(WAITING.model, final_values=False))
 
 
 # ---- the double ------------------------------------------------------------------------------------------------------
@@ -141,13 +142,13 @@ def checked_adam(grad, lookup, *state, **options):
     tg.sparse_adam_reference(grad, lookup, *state, **options)
 
 
-def train(corpus, ranks, double=None):
+def train(corpus, ranks, double=None, preset=WAITING):
     """STEPS steps of two micro-batches from random weights, averages between them.
     Returns all losses and the state and, in words, what a step left under way: a captured one must not."""
     rows_of_all = double.rows_of_all if double else tg.peer_rows_reference
     ops = replace(tg.select_ops(CPU), sparse_adam=checked_adam, peer_rows=rows_of_all)
-    trainer = helpers.make_trainer(corpus, WAITING, ops, ranks)
-    trainer.micro_chunks = {stage: tg.CHUNKS // ranks.world // 2 for stage in WAITING.stages}
+    trainer = helpers.make_trainer(corpus, preset, ops, ranks)
+    trainer.micro_chunks = {stage: tg.CHUNKS // ranks.world // 2 for stage in preset.stages}
     helpers.randomise(trainer.model)
     losses = []
     left = set()
@@ -167,10 +168,10 @@ def train(corpus, ranks, double=None):
     return {"losses": torch.stack(losses), **trainer.optimizer.state()}, left
 
 
-def differences(corpus, ranks, want):
+def differences(corpus, ranks, want, preset=WAITING):
     """What training with the double does otherwise than the state `want` says; "" if nothing."""
     try:
-        found, left = train(corpus, ranks, Later(ranks))
+        found, left = train(corpus, ranks, Later(ranks), preset)
     except Exception as error:
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     other = sum(not same(found[name], want[name]) for name in want)
@@ -194,6 +195,7 @@ MUTANTS = {
             "gathered(self.value_embeddings[layer.value_embedding])": "self.value_embeddings[layer.value_embedding]"
         },
     ),
+    "value embedding of the final states": ("GPT.features", {"gathered(table)": "table"}),
     "pointer": ("GPT.predictions", {"gathered(self.pointer)": "self.pointer"}),
     "head": ("GPT.predictions", {"gathered(self.lm_head)": "self.lm_head"}),
     "gradients of matrices": ("MatrixBank.compute_", {"group.pending_reduce()": "pass"}),
@@ -207,7 +209,6 @@ MUTANTS = {
     "row numbers": ("SparseTable.start_step", {"wait()": "pass"}),
     "gradients of rows": ("SparseTable.compute_", {"\n    wait()": "\n    pass"}),
     "sorted rows": ("SparseTable.compute_", {"self.under_way.wait_sorted()": "pass"}),
-    "weights that no layer reads": ("Optimizer.step", {"owner.wait_gather()": "pass"}),
     "side stream 0": ("Optimizer.step", {"in waits:\n        wait()": "in waits[1:]:\n        wait()"}),
     "side stream 1": ("Optimizer.step", {"in waits:\n        wait()": "in waits[:1]:\n        wait()"}),
     "embedding": ("Optimizer.step", {"table.wait_gather()": "pass"}),
@@ -248,6 +249,8 @@ MUTANTS = {
         {"barrier)": "barrier); self.ranks.shard(self.weights).mul_(2)"},
     ),
 }
+# The same, where nothing reads the third table.
+MUTANTS_OF_UNREAD = {"weights that nothing reads": ("Optimizer.step", {"owner.wait_gather()": "pass"})}
 # The same, where memory is shared.
 MUTANTS_OF_SHARED_MEMORY = {
     "rows of other ranks": ("GPT.features", {"gathered(self.ngram)": "self.ngram"}),
@@ -287,20 +290,22 @@ def run_rank(rank, corpus, folder):
     want, _ = train(corpus, ranks)
     found = {"two ranks": differences(corpus, ranks, want)}
 
-    def try_mutants(mutants, start):
+    def try_mutants(mutants, start, want, preset=WAITING):
         for name, (function, edits) in mutants.items():
             holder, last, original = find(function)
             setattr(holder, last, mutated(function, edits))
-            found[name] = differences(corpus, start(), want)
+            found[name] = differences(corpus, start(), want, preset)
             setattr(holder, last, original)
 
-    try_mutants(MUTANTS, lambda: tg.Ranks(rank, 2, CPU))
+    try_mutants(MUTANTS, lambda: tg.Ranks(rank, 2, CPU), want)
+    want, _ = train(corpus, ranks, preset=UNREAD)
+    try_mutants(MUTANTS_OF_UNREAD, lambda: tg.Ranks(rank, 2, CPU), want, UNREAD)
     found["one rank"] = differences(corpus, tg.Ranks(0, 1, CPU), train(corpus, tg.Ranks(0, 1, CPU))[0])
     tg.Ranks.start = staticmethod(lambda: tg.Ranks(rank, 2, CPU))
     helpers.FileMemory(folder, rank).install()
     want, _ = train(corpus, tg.Ranks.start())
     found["two ranks that share memory"] = differences(corpus, tg.Ranks.start(), want)
-    try_mutants(MUTANTS_OF_SHARED_MEMORY, tg.Ranks.start)
+    try_mutants(MUTANTS_OF_SHARED_MEMORY, tg.Ranks.start, want)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
 
@@ -328,7 +333,7 @@ def test_late_is_early(found, case):
     assert found[case] == ""
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *MUTANTS_OF_SHARED_MEMORY])
+@pytest.mark.parametrize("name", [*MUTANTS, *MUTANTS_OF_UNREAD, *MUTANTS_OF_SHARED_MEMORY])
 def test_a_missing_wait_is_seen(found, name):
     assert found[name]
 
@@ -344,7 +349,7 @@ def test_every_wait_has_a_mutant():
             if not isinstance(function, ast.FunctionDef) or getattr(top, "name", "") in ("Ranks", "Watchdog"):
                 continue
             name = function.name if function is top else f"{top.name}.{function.name}"
-            mutants = (MUTANTS | MUTANTS_OF_SHARED_MEMORY).values()
+            mutants = (MUTANTS | MUTANTS_OF_UNREAD | MUTANTS_OF_SHARED_MEMORY).values()
             replaced = " ".join(old for place, edits in mutants if place == name for old in edits)
             calls = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Call)]
             missing += [(name, call) for call in calls if waits.fullmatch(call) and call not in replaced]
