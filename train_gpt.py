@@ -2727,10 +2727,10 @@ def state_hash(state: dict) -> str:
 
 
 # ---- memory and data -------------------------------------------------------------------------------------------------
-# Memory of training in bytes a token of a micro-batch, by the operators of the MLP. With FP8 the speedrun takes 161,000
+# Memory of training in bytes a token of a micro-batch, by the operators of the MLP. With FP8 the speedrun takes 153,000
 # on one H200, and the rest is for larger models; the other two were measured for one. Logits are not included: a
 # stage's classes give their size.
-PEAK_TOKEN_BYTES = {"fp8": 220_000, "bf16": 359_000, "reference": 849_000}
+PEAK_TOKEN_BYTES = {"fp8": 210_000, "bf16": 359_000, "reference": 849_000}
 RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
 VALIDATION_TOKEN_BYTES = 39_000  # the same for a validation window, with its logits
 LATER_BYTES = 7 * 2**28  # for gradients, averages and exchanges, which are not there yet when the room is measured
