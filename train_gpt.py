@@ -460,7 +460,7 @@ def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
 
 PRESETS = {preset.name: preset for preset in (
     Preset(
-        "speedrun", GPT_SMALL, three_stages(900, 900, 900, 40), OptimizerConfig(cooldown_fraction=0.9),
+        "speedrun", GPT_SMALL, three_stages(990, 990, 990, 42), OptimizerConfig(cooldown_fraction=0.9),
         train_tokens=500_000_000,  # a shard more than the schedule needs, whose length is an estimate
         val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # Nearly one pass over 243 M tokens, where FineWeb is not to be had.
