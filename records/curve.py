@@ -149,17 +149,20 @@ def draw(specs: list[str], path: Path) -> None:
     save(curve_figure(specs), path)
 
 
-WEBMIX, ONE_GPU = "speedrun-webmix", "1 x NVIDIA H200"
+WEBMIX, ONE_GPU = ("speedrun-webmix", "speedrun-webmix-free"), "1 x NVIDIA H200"
 
 
 def ends_on_webmix() -> list[tuple[str, float, float, str]]:
-    """(words, seconds, loss, marker) of whole runs on one H200: our records of the track, and the public ones in
-    curves/."""
-    ours = [folder for folder in finished(HOME, WEBMIX) if folder.hardware == ONE_GPU]
+    """(words, seconds, loss, marker) of whole runs on one H200: our records of its tracks, and the public ones in
+    curves/. Of a track the first and the newest record have words."""
     found = []
-    for folder in ours:
-        mean, n = folder.record["means"]["a"], len(folder.runs("a"))
-        found.append((f"{folder.path.name.partition('_')[2]} (n = {n})", mean["ms"] / 1e3, mean["loss"], "s"))
+    for track in WEBMIX:
+        ours = [folder for folder in finished(HOME, track) if folder.hardware == ONE_GPU]
+        for folder in ours:
+            mean, n = folder.record["means"]["a"], len(folder.runs("a"))
+            named = folder in (ours[0], ours[-1])
+            words = f"{folder.path.name.partition('_')[2]} (n = {n})" if named else ""
+            found.append((words, mean["ms"] / 1e3, mean["loss"], "s"))
     for name, words in (("record-92", "record 92, 800 steps (n = 1)"),
                         ("record-92-short", "record 92, 500 steps (n = 1)")):
         (run,) = load_runs(name)[1]
@@ -172,8 +175,9 @@ def draw_ends(figure, axes) -> None:
     labels = []
     for words, seconds, loss, marker in ends_on_webmix():
         colour = COLOURS[0] if marker == "s" else COLOURS[1]
-        axes.plot(seconds, loss, marker, color=colour)
-        labels.append((f"{words}:\n{loss:.4f} in {seconds:.1f} s", (seconds, loss), colour))
+        axes.plot(seconds, loss, marker, color=colour, alpha=1.0 if words else 0.4)
+        if words:
+            labels.append((f"{words}:\n{loss:.4f} in {seconds:.1f} s", (seconds, loss), colour))
     axes.set(xlabel="seconds on the clock", ylabel="final validation loss", title="webmix, one H200: measured ends")
     axes.margins(0.3)
     axes.title.set_fontsize(9)
