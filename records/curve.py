@@ -149,14 +149,15 @@ def draw(specs: list[str], path: Path) -> None:
     save(curve_figure(specs), path)
 
 
-WEBMIX, ONE_GPU = ("speedrun-webmix", "speedrun-webmix-free"), "1 x NVIDIA H200"
+WEBMIX_TRACKS = "speedrun-webmix", "speedrun-webmix-free"
+ONE_GPU = "1 x NVIDIA H200"
 
 
 def ends_on_webmix() -> list[tuple[str, float, float, str]]:
-    """(words, seconds, loss, marker) of whole runs on one H200: our records of its tracks, and the public ones in
-    curves/. Of a track the first and the newest record have words."""
+    """(words, seconds, loss, marker) of whole runs on webmix and one H200: our records, and the public ones in curves/.
+    Of a track the first and the newest record have words."""
     found = []
-    for track in WEBMIX:
+    for track in WEBMIX_TRACKS:
         ours = [folder for folder in finished(HOME, track) if folder.hardware == ONE_GPU]
         for folder in ours:
             mean, n = folder.record["means"]["a"], len(folder.runs("a"))
