@@ -19,7 +19,7 @@ Model card: GPT-2-small class, 768 wide, ten working layers, GPT-2's 50,257 toke
             p = softmax(23 σ((h W_head + 5) / 7.5)), where the share of one class goes where a pointer points
     sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2048; sprint: 3 heads, MLPs of 2304; 2^25 rows each
     train   matrices by Muon and NorMuon, bf16 with 16 more bits; tables and scalars by Adam, rows by Adam without a
-            first moment; steps of 32,768 to 196,608 tokens; a sample of the classes; FP8 products; averaged weights
+            first moment; steps of 32,768 to 294,912 tokens; a sample of the classes; FP8 products; averaged weights
     names   DistAdam is Adam with AdamTable; smear is taps; bigram hash is ngram; sparse attention gate is gate;
             backout and MUDD are final_states; YaRN is in rotary_frequencies; value embeddings keep their name
 
@@ -434,13 +434,15 @@ GPT_TINY = ModelConfig(
 
 
 def three_stages(first_steps: int, second_steps: int, third_steps: int, extension_steps: int,
-                 classes: Sequence[int | None] = (6144, 10_240, 10_240, None)) -> tuple[Stage, ...]:
+                 classes: Sequence[int | None] = (6144, 10_240, 10_240, None),
+                 third_batch: tuple[int, float] = (196_608, 1.45)) -> tuple[Stage, ...]:
     """Batches, windows and learning rates grow by stage (record 46), while the second and third next token fade as
-    targets (record 53). The extension follows (record 35). `classes` are those of each stage's sampled softmax."""
+    targets (record 53). The extension follows (record 35). `classes` are those of each stage's sampled softmax, and
+    `third_batch` the tokens of a step and the learning rate from the third stage on."""
     # In this order: steps, tokens of a batch, cap of a document, short window, long window, learning rate, targets.
     first = Stage(first_steps, 65_536, 3072, 128, 384, 0.75, ((1.0, 0.5, 0.25), (1.0, 0.3, 0.0)))
     second = Stage(second_steps, 131_072, 3072, 256, 896, 1.13, ((1.0, 0.3), (1.0, 0.0)))
-    third = Stage(third_steps, 196_608, 3072, 256, 1408, 1.45)
+    third = Stage(third_steps, third_batch[0], 3072, 256, 1408, third_batch[1])
     extension = replace(
         third, steps=extension_steps, short_window_tokens=384, long_window_tokens=1664, extension=True)
     stages = first, second, third, extension
@@ -458,14 +460,19 @@ def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
     return small, replace(first, steps=152, targets=(small.targets[1], first.targets[1])), *others
 
 
+# At the speedrun's length, not at the sprint's, half as many tokens again in a step of the third stage pay. Then the
+# average of the weights has less noise to remove, and counts for less.
+LATE_BATCH = 294_912, 1.85
+SPEEDRUN_OPTIMIZER = OptimizerConfig(cooldown_fraction=0.9, averaged_share=0.5)
+
 PRESETS = {preset.name: preset for preset in (
     Preset(
-        "speedrun", GPT_SMALL, three_stages(990, 990, 990, 42), OptimizerConfig(cooldown_fraction=0.9),
+        "speedrun", GPT_SMALL, three_stages(990, 990, 660, 28, third_batch=LATE_BATCH), SPEEDRUN_OPTIMIZER,
         train_tokens=500_000_000,  # a shard more than the schedule needs, whose length is an estimate
         val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # Nearly one pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
-        "speedrun-webmix", GPT_SMALL, three_stages(617, 617, 591, 25), OptimizerConfig(cooldown_fraction=0.9),
+        "speedrun-webmix", GPT_SMALL, three_stages(607, 607, 388, 17, third_batch=LATE_BATCH), SPEEDRUN_OPTIMIZER,
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
@@ -2734,7 +2741,7 @@ PEAK_TOKEN_BYTES = {"fp8": 210_000, "bf16": 359_000, "reference": 849_000}
 RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
 VALIDATION_TOKEN_BYTES = 39_000  # the same for a validation window, with its logits
 LATER_BYTES = 7 * 2**28  # for gradients, averages and exchanges, which are not there yet when the room is measured
-USEFUL_MICRO_BATCH_TOKENS = 196_608  # the largest batch of a step; half of it takes 1 % longer
+USEFUL_MICRO_BATCH_TOKENS = 294_912  # the largest batch of a step; a half of it takes 1 % longer
 
 
 def micro_batch_chunks(stage: Stage, ranks: Ranks, most_tokens: int) -> int:

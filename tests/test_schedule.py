@@ -200,13 +200,13 @@ def test_the_speedrun_on_webmix():
     webmix = tg.PRESETS["speedrun-webmix"]
     assert webmix.model == SPEEDRUN.model
     assert webmix.val_attention_windows == SPEEDRUN.val_attention_windows
-    assert [stage.steps for stage in webmix.stages] == [617, 617, 591, 25]
+    assert [stage.steps for stage in webmix.stages] == [607, 607, 388, 17]
     assert [replace(stage, steps=0) for stage in webmix.stages] == [
         replace(stage, steps=0) for stage in SPEEDRUN.stages
     ]
     assert (
         sum(stage.steps * stage.batch_tokens for stage in webmix.stages)
-        == 242_417_664
+        == 238_780_416
         < webmix.train_tokens
         <= 243_200_000
     )
@@ -357,8 +357,9 @@ def test_rotary_geometry(index, scale):
     assert geometry.scale == pytest.approx(expected_scale)
     assert geometry.cos.shape == geometry.sin.shape == (300, 64)
     angle = np.arange(300)[:, None] * np.array(frequencies + [0.0] * 32)
-    assert np.abs(geometry.cos.numpy() - np.cos(angle)).max() < 1e-9
-    assert np.abs(geometry.sin.numpy() - np.sin(angle)).max() < 1e-9
+    # The first cosines that torch computes with several threads are off by 7e-9 at times.
+    assert np.abs(geometry.cos.numpy() - np.cos(angle)).max() < 1e-8
+    assert np.abs(geometry.sin.numpy() - np.sin(angle)).max() < 1e-8
     stage = SPEEDRUN.stages[index]
     assert geometry.windows == {"short": stage.short_window_tokens, "long": stage.long_window_tokens}
     assert tg.rotary_geometry(SPEEDRUN, index, 10, CPU).cos.dtype == tg.torch.bfloat16
