@@ -262,6 +262,7 @@ class AdamRule:
     betas: tuple[float, float]
     decay: float = 0.0  # share of a weight, times the square of the learning rate
     sharded: bool = False  # large tables: each rank updates a slice of the rows
+    looked_up: bool = False  # sharded ones whose gradients all come from lookups: only rows that were read have one
     sparse: bool = False  # larger ones: only the rows that a step has read are updated; no first moment
 
 
@@ -310,8 +311,8 @@ class OptimizerConfig:
         ("pointer", MuonRule(2.0)),
         ("mlp_up", MuonRule(2.0)),
         ("mlp_down", MuonRule(4.0)),
-        ("embedding", AdamRule(75.0, (0.65, 0.98), sharded=True)),
-        ("value_embedding", AdamRule(75.0, (0.75, 0.98), decay=0.025, sharded=True)),
+        ("embedding", AdamRule(75.0, (0.65, 0.98), sharded=True, looked_up=True)),
+        ("value_embedding", AdamRule(75.0, (0.75, 0.98), decay=0.025, sharded=True, looked_up=True)),
         ("ngram", AdamRule(30.0, (0.0, 0.95), sparse=True)),
         ("lm_head", AdamRule(1.0, (0.5, 0.98), decay=0.75, sharded=True)),
         ("scalar", AdamRule(10.0, (0.9, 0.99))),
@@ -1976,8 +1977,9 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 # One rank          Nothing is communicated. Both side streams remain.
 # NCCL              It communicates on a stream of its own, and reduce-scatter brings the mean of the ranks.
 # Shared memory     GPUs that can read each other's memory use copy engines on Ranks.copy_stream. Every rank's
-#                   version of a gradient is copied, and the kernel that reads them takes the mean. A barrier
-#                   precedes each exchange; start_step has one for all its gathers of weights. Scalars use NCCL.
+#                   version of a gradient is copied, or of embeddings read where it is, and the kernel that reads
+#                   them takes the mean. A barrier precedes each exchange; start_step has one for all its gathers
+#                   of weights. Scalars use NCCL.
 # CPU               There are no streams: everything happens as it is called.
 #
 # Five ways home: how a gradient comes to its update. "In place" is memory_for_grad: a kernel writes where the optimizer
@@ -1985,7 +1987,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 #
 #   of                 made by                     collected in         leaves                what a rank updates
 #   matrices           autograd, FP8 in place      the group's buffer   hook, reduce-scatter  its own
-#   embeddings         EmbeddingLookup.backward    .grad, receive_grad  hook, reduce-scatter  its rows
+#   embeddings         EmbeddingLookup.backward    RowGrads, in place   hook; others read it  its rows
 #   head               HeadLoss, sampled in place  .grad                hook, reduce-scatter  its rows
 #   rows of n-grams    EmbeddingLookup.backward    a list, receive_grad hook, all-gather      its own of those read
 #   scalars and gates  autograd                    a flat buffer a role step, all-reduce      all
@@ -2150,6 +2152,23 @@ def embedding_grad_reference(grad, tokens, vocab_rows):
     return wide.new_zeros(vocab_rows, grad.shape[1]).index_add_(0, tokens.long(), wide).to(grad.dtype)
 
 
+class RowGrads(NamedTuple):
+    """What every rank has of the gradient of a table's rows: a row that no lookup has read may hold anything."""
+    grads: list[Tensor]  # of all ranks, [rows, width], in memory that this rank can read
+    present: list[Tensor]  # of all ranks, int8 [rows]: 1 where `grads` holds a gradient, else 0
+    addresses: Tensor  # int64 [2, ranks]: where the tensors of both lists begin
+
+    @staticmethod
+    def of(grads: list[Tensor], present: list[Tensor]) -> RowGrads:
+        places = [[tensor.data_ptr() for tensor in tensors] for tensors in (grads, present)]
+        return RowGrads(grads, present, torch.tensor(places, device=grads[0].device))
+
+    def dense(self) -> Tensor:
+        """[ranks, rows, width], with zeros in the other rows."""
+        return torch.stack([torch.where(present[:, None] > 0, grad, 0)
+                            for grad, present in zip(self.grads, self.present)])
+
+
 def adam_step(weights, grad, second_moment, lr, wd, epsilon, cautious):
     """The weights after one Adam step. `lr` is the learning rate with both bias corrections, see step_rates. The share
     `wd` of a weight decays: everywhere (AdamW), or if `cautious` only where the update shrinks the weight too (record
@@ -2162,7 +2181,9 @@ def adam_step(weights, grad, second_moment, lr, wd, epsilon, cautious):
 
 
 def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2, epsilon, *, cautious=True):
-    """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...]."""
+    """One Adam step in place, computed in float32, by the mean of the gradients `received` [ranks, ...] or RowGrads."""
+    if isinstance(received, RowGrads):
+        received = received.dense()
     g = received.float().mean(0)
     m = exp_avg.float().lerp(g, 1 - beta1)
     v = exp_avg_sq.float().lerp(g * g, 1 - beta2)
@@ -2468,14 +2489,6 @@ class AdamTable(Adam):
             self.received = self.shard.new_empty(ranks.world, *self.shard.shape)
         parameter.info.grad_view = self.grads
 
-    def receive_grad(self, grad: Tensor, *lookup: Tensor):
-        """Add the gradient [T, width] of a lookup to the table's. The first one of a step writes all of it."""
-        table = self.parameter
-        add = table.grad is not None
-        if not add:
-            table.grad = memory_for_grad(table)
-        self.ops.embedding_grad(grad, lookup, table.grad, add)
-
     def reduce_(self):
         grad = self.parameter.grad
         received = self.received
@@ -2484,6 +2497,45 @@ class AdamTable(Adam):
         else:
             grad = self.grads.copy_(grad)  # nothing to copy if kernels wrote it there
         self.pending_reduce = self.ranks.reduce_scatter(grad, received), received
+
+
+class LookupTable(AdamTable):
+    """A table whose gradients all come from lookups: few of its rows have one, all others are neither written nor read.
+
+    Where memory is shared, the update reads those of other ranks where they are: copies would bring whole slices, and
+    the tables whose gradients are the last ones would wait for them. Through NCCL or gloo whole tables travel.
+    """
+    present = None  # see RowGrads, for all rows of this rank's gradient; None: a row without a gradient holds zeros
+    row_grads = None  # of this rank's slice
+
+    def __post_init__(self):
+        super().__post_init__()
+        ranks = self.ranks
+        if not ranks.reads_all_memory:
+            return
+        self.received = None
+        self.present = ranks.shared(torch.zeros(len(self.weights), dtype=torch.int8, device=ranks.device))
+        if self.grads is None:
+            self.grads = self.parameter.info.grad_view = torch.empty_like(self.weights)
+        grads, present = ranks.versions(self.grads), ranks.versions(self.present)
+        self.row_grads = RowGrads.of(list(map(ranks.shard, grads)), list(map(ranks.shard, present)))
+
+    def receive_grad(self, grad: Tensor, *lookup: Tensor):
+        """Add the gradient [T, width] of a lookup to the table's. The first one of a step begins a new one."""
+        table = self.parameter
+        add = table.grad is not None
+        if not add:
+            table.grad = memory_for_grad(table)
+        self.ops.embedding_grad(grad, lookup, table.grad, self.present, add)
+
+    def reduce_(self):
+        if self.row_grads is None:
+            return super().reduce_()
+        grad = self.parameter.grad
+        if grad.data_ptr() != self.grads.data_ptr():  # autograd's, which plain operators leave it to: of all rows
+            self.grads.copy_(grad)
+            self.present.fill_(1)
+        self.pending_reduce = self.ranks.meet(self.grads), self.row_grads
 
 
 @dataclass
@@ -2609,7 +2661,8 @@ class Optimizer:
             if isinstance(rule, MuonRule):
                 matrices[info.matrix_shape].append(parameter)
             elif rule.sharded:
-                self.dense.append(AdamTable([parameter], rule, config, ranks, ops))
+                kind = LookupTable if rule.looked_up else AdamTable
+                self.dense.append(kind([parameter], rule, config, ranks, ops))
             elif rule.sparse:
                 table = SparseTable([parameter], rule, config, ranks, ops)
                 self.sparse.append(table)
@@ -5065,15 +5118,15 @@ def sum_group(grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, 
 
 @jit
 def embedding_grad_kernel(
-    grad_ptr, order_ptr, starts_ptr, partial_ptr, vocab_rows, dense_ptr, width,
+    grad_ptr, order_ptr, starts_ptr, partial_ptr, vocab_rows, dense_ptr, present_ptr, width,
     IDS_PER_ROW: constexpr, SPAN: constexpr,
     BLOCK_M: constexpr, BLOCK_N: constexpr, ADD: constexpr,
 ):
-    """dense[v] = the sum of the gradient rows of id v, zeros without any, for all v < vocab_rows; ADD: += instead.
+    """dense[v] = the sum of the gradient rows of id v, for all v < vocab_rows; ADD: += instead.
 
-    There are no atomics and no memset. The ids of a program are far apart, since frequent ids are
-    neighbours. It moves 2 T D + 2 V D bytes in bf16: 178 MB for T = 65536, D = 768. Reference:
-    embedding_grad_reference.
+    Rows without any become zeros, or, with `present` of RowGrads, stay what they are. There are no atomics and no
+    memset. The ids of a program are far apart, since frequent ids are neighbours. It moves 2 T D + 2 V D bytes in bf16,
+    with `present` 2 T D + 2 U D for U ids that occur. Reference: embedding_grad_reference.
     """
     column = tl.arange(0, BLOCK_N)
     for row in range(tl.program_id(0), vocab_rows, tl.num_programs(0)):
@@ -5082,13 +5135,19 @@ def embedding_grad_kernel(
         total = sum_group(
             grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N)
         row_ptr = dense_ptr + tl.cast(row, tl.int64) * width + column
-        inside = column < width
+        # Rows without a gradient are not touched. To combine a mask with a scalar, `inside & (begin < end)`, makes
+        # integers of it in Triton's interpreter, which refuses them as a mask from 3.9 on.
+        written = tl.where(begin < end, width, 0)
         if ADD:
-            # Rows without a gradient are not touched. To combine a mask with a scalar, `inside & (begin < end)`, makes
-            # integers of it in Triton's interpreter, which refuses them as a mask from 3.9 on.
-            inside = column < tl.where(begin < end, width, 0)
-            total += tl.load(row_ptr, inside)
-        tl.store(row_ptr, total, inside)
+            held = written
+            if present_ptr is not None:
+                held = tl.where(tl.load(present_ptr + row) > 0, written, 0)
+            total += tl.load(row_ptr, column < held, other=0.0)
+        elif present_ptr is None:
+            written = width
+        tl.store(row_ptr, total, column < written)
+        if present_ptr is not None:
+            tl.store(present_ptr + row, 1 if ADD else (begin < end).to(tl.int8), begin < end if ADD else True)
 
 
 def sum_spans(grad, ids, order, rank=0, parts=1):
@@ -5107,16 +5166,17 @@ def sum_spans(grad, ids, order, rank=0, parts=1):
     return partial, shape
 
 
-def embedding_grad(grad, lookup, dense, add=False):
+def embedding_grad(grad, lookup, dense, present=None, add=False):
     """Write the gradient of a table [vocab_rows, D] to `dense`, or add it, from grad [T, D]; see embedding_grad_kernel.
 
-    lookup: the ids [T] that the rows of grad belong to, and their order and starts, see sort_ids.
+    lookup: the ids [T] that the rows of grad belong to, and their order and starts, see sort_ids. `present` is that of
+    RowGrads.
     """
     ids, order, starts = lookup
     grad = grad.contiguous()
     partial, shape = sum_spans(grad, ids, order)
     embedding_grad_kernel[(triton.cdiv(len(dense), 8),)](
-        grad, order, starts, partial, len(dense), dense, BLOCK_M=4, ADD=add, num_warps=2, **shape)
+        grad, order, starts, partial, len(dense), dense, present, BLOCK_M=4, ADD=add, num_warps=2, **shape)
     return dense
 
 
@@ -5167,25 +5227,40 @@ def adam_step_tile(weights, grad, second_moment, lr_ptr, wd_ptr, epsilon, CAUTIO
 
 @jit
 def adam_kernel(
-    weights_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_ptr, wd_ptr, beta1, beta2, epsilon, size,
-    RANKS: constexpr, CAUTIOUS: constexpr, BLOCK: constexpr,
+    weights_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_ptr, wd_ptr, beta1, beta2, epsilon, rows, width,
+    addresses_ptr,
+    RANKS: constexpr, CAUTIOUS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
 ):
-    """One Adam step of BLOCK of the weights [size], whose gradients grad [RANKS, size] are averaged; float32 inside.
+    """One Adam step of BLOCK_M x BLOCK_N of the weights [rows, width], whose gradients grad [RANKS, rows, width] are
+    averaged; float32 inside. Or the gradients are RowGrads, given by their addresses, and in the weights' dtype.
 
-    With one rank it moves 14 bytes a weight in bf16: 38.6 M weights take 184 us on an H100. Reference: adam_reference.
+    With one rank it moves 14 bytes a weight in bf16, 12 in rows without a gradient: 38.6 M weights take 184 us on an
+    H100. Reference: adam_reference.
     """
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    weights = load_vector(weights_ptr, index, size)
-    exp_avg = load_vector(exp_avg_ptr, index, size)
-    exp_avg_sq = load_vector(exp_avg_sq_ptr, index, size)
-    grad = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(RANKS):
-        grad += load_vector(grad_ptr, index, size, rank) / RANKS
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (row < rows)[:, None] & (column < width)
+    index = row[:, None] * width + column
+    weights = tl.load(weights_ptr + index, inside, other=0.0)
+    exp_avg = tl.load(exp_avg_ptr + index, inside, other=0.0)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + index, inside, other=0.0)
+    grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if addresses_ptr is None:
+        for rank in tl.static_range(RANKS):
+            grad += tl.load(grad_ptr + rank * rows * width + index, inside, other=0.0) / RANKS
+    else:
+        present = ()  # what all ranks answer is under way together, before the first answer is needed
+        for rank in tl.static_range(RANKS):
+            present_ptr = tl.load(addresses_ptr + RANKS + rank).to(tl.pointer_type(tl.int8))
+            present += (load_vector(present_ptr, row, rows, other=0) > 0,)
+        for rank in tl.static_range(RANKS):
+            rows_ptr = tl.multiple_of(tl.load(addresses_ptr + rank).to(weights_ptr.dtype), 16)
+            held = present[rank][:, None] & (column < width)
+            grad += tl.load(rows_ptr + index, held, other=0.0).to(tl.float32) / RANKS
 
     exp_avg += (1 - beta1) * (grad - exp_avg)
     exp_avg_sq += (1 - beta2) * (grad * grad - exp_avg_sq)
     weights = adam_step_tile(weights, exp_avg, exp_avg_sq, lr_ptr, wd_ptr, epsilon, CAUTIOUS)
-    inside = index < size
     tl.store(exp_avg_ptr + index, exp_avg, inside)
     tl.store(exp_avg_sq_ptr + index, exp_avg_sq, inside)
     tl.store(weights_ptr + index, weights, inside)
@@ -5197,9 +5272,14 @@ def adam(weights, received, *arguments, cautious=True):
     Inductor, which made one before, chose between two configurations by timing it alone. Beside NorMuon one of them is
     slow: after three of eight cold starts steps took 0.9 ms longer, on an H100.
     """
-    size = weights.numel()
-    adam_kernel[(triton.cdiv(size, 1024),)](
-        weights, received, *arguments, size, RANKS=len(received), CAUTIOUS=cautious, BLOCK=1024)
+    grads, addresses, ranks = received, None, len(received)
+    if isinstance(received, RowGrads):
+        grads, addresses, ranks = None, received.addresses, len(received.grads)
+    rows, width = weights.shape if weights.dim() == 2 else (1, len(weights))
+    block_m, block_n = (4, 256) if rows > 1 else (1, 1024)
+    adam_kernel[triton.cdiv(rows, block_m), triton.cdiv(width, block_n)](
+        weights, grads, *arguments, rows, width, addresses, RANKS=ranks, CAUTIOUS=cautious,
+        BLOCK_M=block_m, BLOCK_N=block_n)
 
 
 @jit
@@ -5327,8 +5407,8 @@ class Ops:
     head_loss_eval: Callable  # the same without a gradient; Triton's sums in float64
     pointer: Callable  # (queries and keys [T, 2, W], documents, window, scale) -> log_copy [T] of Targets
     embed: Callable  # (table [rows, width], documents) -> [T, width]
-    # (grad [T, width], lookup, dense [rows, width], add): the gradient of a table becomes `dense`, or is added to it.
-    # lookup: the ids [T], and their order and starts by sort_ids.
+    # (grad [T, width], lookup, dense [rows, width], present, add): the gradient of a table becomes `dense`, or is added
+    # to it. lookup: the ids [T], and their order and starts by sort_ids. present: see RowGrads, or None.
     embedding_grad: Callable
     adam: Callable  # see adam_reference
     group_ids: Callable  # (ids [T, K]) -> what sparse_adam takes as its lookup: the ids, and what sorting them gave
@@ -5381,8 +5461,10 @@ def reference_ops() -> Ops:
     def embed(table, documents):
         return F.embedding(documents.tokens, table)
 
-    def embedding_grad(grad, lookup, dense, add):
+    def embedding_grad(grad, lookup, dense, present, add):
         found = embedding_grad_reference(grad, lookup[0], len(dense)).to(dense.dtype)
+        if present is not None:
+            present.mul_(int(add)).index_fill_(0, lookup[0].long(), 1)
         return dense.add_(found) if add else dense.copy_(found)
 
     def project_heads(inputs, weight, value, *rest, **settings):
@@ -5641,6 +5723,11 @@ class Ranks:
         return bool(self.copy_stream)
 
     @property
+    def reads_all_memory(self) -> bool:
+        """Whether this rank can read every rank's memory: all share it, or there is no other rank."""
+        return self.deals_rows or self.world == 1
+
+    @property
     def row_parts(self) -> int:
         """In how many parts rows of sparse tables are dealt out."""
         return self.world if self.deals_rows else 1
@@ -5678,11 +5765,15 @@ class Ranks:
 
     def versions(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's version of a shared tensor, in the order of the ranks."""
+        if self.world == 1:
+            return [tensor]
         _, versions = self.peers[tensor.data_ptr()]
         return [version.view_as(tensor) for version in versions]
 
     def meet(self, tensor: Tensor) -> Callable:
         """Returns the wait until every rank is where this one is now on the current stream; `tensor` is shared."""
+        if self.world == 1:
+            return lambda: None
         handle, _ = self.peers[tensor.data_ptr()]
         self.copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copy_stream):

@@ -60,12 +60,13 @@ def main() -> int:
     timed_loop = tg.timed_loop
     training_step = tg.Trainer.training_step
     profiler = torch.profiler.profile()
-    reduce_ = tg.AdamTable.reduce_
 
-    def named_reduce(table):
+    def named(reduce_):
         """A hook reduces a table in the midst of the backward pass: its own event shows when."""
-        with torch.profiler.record_function(f"reduce {table.role}"):
-            reduce_(table)
+        def named_reduce(table):
+            with torch.profiler.record_function(f"reduce {table.role}"):
+                reduce_(table)
+        return named_reduce
 
     def traced_loop(trainer, *rest):
         """Only the steps of the timed loop count: the warm-up makes some too."""
@@ -84,7 +85,8 @@ def main() -> int:
         return timed_loop(trainer, *rest)
 
     tg.timed_loop = traced_loop
-    tg.AdamTable.reduce_ = named_reduce
+    for kind in (tg.LookupTable, tg.AdamTable):
+        kind.reduce_ = named(kind.reduce_)
     return tg.main(own.training)
 
 

@@ -59,7 +59,7 @@ THEMES = {
     "MLP": ("mlp", "relu_squared_mlp"),
     "head and loss": ("head_loss",),
     "pointer": ("pointer", "pointer_in"),
-    "embeddings and tables": ("embed", "AdamTable"),
+    "embeddings and tables": ("embed", "LookupTable", "AdamTable"),
     "n-grams": ("sum_rows", "SparseTable", "sparse_adam"),
     "optimizer: matrices": ("MatrixBank", "MatrixGroup", "orthogonalize", "nesterov_momentum", "normuon_update"),
     "optimizer: Adam of tables and scalars": ("adam", "AdamScalars"),
@@ -109,7 +109,7 @@ def named(function: Callable, name: str) -> Callable:
 def named_ops(ops: tg.Ops) -> tg.Ops:
     """Operators and compiled regions in ranges that bear their names.
     The phases of the optimizer get theirs, too, in the classes themselves."""
-    for owner in (tg.MatrixGroup, tg.MatrixBank, tg.AdamTable, tg.SparseTable, tg.AdamScalars):
+    for owner in (tg.MatrixGroup, tg.MatrixBank, tg.LookupTable, tg.AdamTable, tg.SparseTable, tg.AdamScalars):
         for phase in ("start_step", "receive_grad", "reduce_", "compute_"):
             if hasattr(owner, phase):
                 setattr(owner, phase, named(getattr(owner, phase), owner.__name__))

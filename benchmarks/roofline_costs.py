@@ -179,10 +179,18 @@ def embedding_grad(a):
     size, count = groups(a, lambda lengths: lengths >= 0)
     dense = a["dense_ptr"]
     size += a["starts_ptr"].nbytes
-    return Cost(size + (2 * count * a["width"] * dense.itemsize if a["ADD"] else dense.nbytes))
+    written = count * a["width"] * dense.itemsize
+    if a["ADD"]:
+        written *= 2  # read, too
+    elif a["present_ptr"] is None:
+        written = dense.nbytes
+    else:
+        written += a["present_ptr"].nbytes
+    return Cost(size + written)
 
 
 def adam(a):
+    """Of RowGrads, which are given by their addresses, nothing is counted."""
     return Cost(moved(a) + moved(a, "weights_ptr", "exp_avg_ptr", "exp_avg_sq_ptr"))  # these are read and written
 
 

@@ -286,6 +286,15 @@ def time_limit(processor_seconds=240, seconds=1800):
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
+def with_lookups(ops):
+    """What makes these operators, but for lookups of embeddings, which are a GPU's: their gradients bypass autograd."""
+    def embed(table, documents):
+        return tg.EmbeddingLookup.apply(
+            torch.nn.functional.embedding, table, documents.tokens, documents.order, documents.starts
+        )
+    return lambda: replace(ops, embed=embed)
+
+
 class FileMemory:
     """torch.distributed._symmetric_memory by files that all processes map. What waits for streams returns at once, as
     all is in order anyway, but for what torch does on a stream of its own (see Ranks.shared): that happens at the next
@@ -336,6 +345,7 @@ class FileMemory:
             return ranks
 
         tg.Ranks.start = staticmethod(start_sharing)
+        tg.reference_ops = with_lookups(tg.reference_ops())
         tg.symmetric_memory = self
         torch.cuda.current_stream = nothing
         torch.cuda.stream = lambda _: contextlib.nullcontext()

@@ -831,6 +831,41 @@ def test_embedding_grad(name, D=24):
     assert torch.equal(added[empty].nan_to_num(7), before[empty].nan_to_num(7))  # not touched
 
 
+@pytest.mark.parametrize("name", token_cases())
+def test_embedding_grad_of_the_rows_that_occur(name, D=24):
+    """Two lookups of a step: the first writes the rows that occur, and says so of every row. The second adds to those,
+    writes what is new to it, and leaves all others, which may hold anything."""
+    ids, order, starts = lookup = embedding_inputs(name)
+    occurs = starts.diff() > 0
+    grad = guarded(torch.randn(len(ids), D, generator=torch.Generator().manual_seed(D)))
+    want = tg.embedding_grad(grad, lookup, grad.new_empty(len(occurs), D))
+    dense = torch.full_like(want, torch.nan)
+    present = guarded(torch.full((len(occurs),), 7, dtype=torch.int8))
+    tg.embedding_grad(grad, lookup, dense, present)
+    assert torch.equal(present, occurs.to(torch.int8))
+    assert torch.equal(dense[occurs], want[occurs])
+    assert dense[~occurs].isnan().all()
+
+    old = torch.zeros_like(present)
+    old[::2] = 1
+    present.copy_(old)
+    dense[(old == 1) & ~occurs] = 5.0
+    dense[(old == 0) & occurs] = torch.nan
+    before = dense.clone()
+    tg.embedding_grad(grad, lookup, dense, present, add=True)
+    assert torch.equal(present, old | occurs.to(torch.int8))
+    new = occurs & (old == 0)
+    both = occurs & (old == 1)
+    assert torch.equal(dense[new], want[new])
+    torch.testing.assert_close(
+        dense[both],
+        before[both] + want[both],
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    assert torch.equal(dense[~occurs].nan_to_num(7), before[~occurs].nan_to_num(7))
+
+
 def test_embedding_lookup(monkeypatch):
     """Over two micro-batches, each with a table read twice: the first makes the gradient, the rest is added, the hooks
     hear of each once, though autograd itself has no gradient, and the next step begins anew. A table without a gradient
@@ -842,7 +877,7 @@ def test_embedding_lookup(monkeypatch):
     )
     table, idle = (tg.make_param("lm_head", plain.detach().clone()) for _ in range(2))
     for t in (table, idle):
-        t.info.owner = tg.AdamTable(
+        t.info.owner = tg.LookupTable(
             [t],
             tg.AdamRule(1.0, (0.5, 0.9)),
             tg.OptimizerConfig(),
@@ -933,6 +968,35 @@ def test_adam(update, cautious, dtype, ranks, size):
         tolerance = 2.0 ** -8 if dtype == torch.bfloat16 else 1e-5
         for found, exact in zip(states, (w - move - shrink * w * decays, m, v)):
             torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("rows, width", [(1, 4), (70, 24), (9, 768)])
+@pytest.mark.parametrize("update", ADAM.values(), ids=ADAM)
+@pytest.mark.fast
+def test_adam_of_row_grads(update, rows, width, ranks):
+    """As with zeros in the rows that no lookup of a rank has read, whatever these hold. Ranks have rows of their own,
+    and some rows have none."""
+    generator = torch.Generator().manual_seed(rows)
+    random = lambda *shape: torch.rand(*shape, generator=generator)
+    dense = random(ranks, rows, width).to(DEVICE)
+    missing = (random(ranks, rows, 1) < 0.6).to(DEVICE)
+    dense[missing.expand_as(dense)] = 0
+    grads = [
+        guarded(part.masked_fill(gone, torch.nan))
+        for part, gone in zip(dense, missing)
+    ]
+    present = [
+        guarded((~gone).flatten().to(torch.int8))
+        for gone in missing
+    ]
+    start = [random(rows, width) for _ in range(3)]
+    rates = [torch.tensor(x, device=DEVICE) for x in (0.1, 0.3)]
+    constants = *rates, 0.8, 0.9, 1e-8
+    found, want = ([guarded(state) for state in start] for _ in range(2))
+    update(found[0], tg.RowGrads.of(grads, present), *found[1:], *constants)
+    update(want[0], dense, *want[1:], *constants)
+    assert all(map(torch.equal, found, want))
 
 
 # ---- sparse Adam -----------------------------------------------------------------------------------------------------

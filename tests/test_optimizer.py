@@ -432,7 +432,7 @@ def test_every_parameter_is_in_exactly_one_group():
         kind = (
             tg.MatrixBank
             if isinstance(rule, tg.MuonRule)
-            else tg.AdamTable
+            else (tg.LookupTable if rule.looked_up else tg.AdamTable)
             if rule.sharded
             else tg.SparseTable
             if rule.sparse
@@ -441,7 +441,7 @@ def test_every_parameter_is_in_exactly_one_group():
         assert type(owner) is kind, name
         assert parameter.is_contiguous(), f"{name}: compiled code takes it for aligned"
         assert parameter.data_ptr() % 16 == 0, f"{name}: compiled code takes it for aligned"
-        if grads is not None:
+        if grads is not None and kind is not tg.LookupTable:
             parameter.grad = torch.randn_like(parameter)
             place = grads.view(-1)[parameter.storage_offset() :][: parameter.numel()]
             gradient = parameter.grad.flatten()
@@ -580,7 +580,7 @@ def test_the_state_is_complete(corpus, tiny):
         for name, t in held.items()
         if not t.equal(before[name]) and t.untyped_storage().data_ptr() not in known
     }
-    assert all(name.endswith(("grads", "received")) for name in changed), (
+    assert all(name.endswith(("grads", "received", "present")) for name in changed), (
         "but for where gradients come together"
     )
     assert not [name for name, t in state.items() if t.equal(start[name])]

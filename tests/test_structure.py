@@ -361,7 +361,7 @@ def tree_of(name):
     "name",
     [
         "GPT.forward", "GPT.features", "GPT.evaluate", "Block.forward", "Optimizer",
-        "MatrixBank", "AdamTable", "SparseTable", "AdamScalars",
+        "MatrixBank", "AdamTable", "LookupTable", "SparseTable", "AdamScalars",
     ],
 )
 def test_roles_come_from_tables(name):

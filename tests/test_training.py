@@ -548,7 +548,8 @@ def test_table_gradients_leave_once_during_the_backward_pass(corpus, tiny, monke
         return counted_reduce
 
     monkeypatch.setattr(torch.Tensor, "backward", counted_backward)
-    monkeypatch.setattr(tg.AdamTable, "reduce_", counted(tg.AdamTable.reduce_))
+    for kind in (tg.LookupTable, tg.AdamTable):
+        monkeypatch.setattr(kind, "reduce_", counted(kind.reduce_))
     for kind in (tg.AdamScalars, tg.SparseTable):
         monkeypatch.setattr(
             kind,

@@ -255,6 +255,7 @@ MUTANTS_OF_UNREAD = {"weights that nothing reads": ("Optimizer.step", {"owner.wa
 MUTANTS_OF_SHARED_MEMORY = {
     "rows of other ranks": ("GPT.features", {"gathered(self.ngram)": "self.ngram"}),
     "rows of other ranks at the validation": ("Optimizer.gather", {"owner.gather_()": "pass"}),
+    "gradients where other ranks have them": ("Adam.compute_", {"wait()": "pass"}),
 }
 # The one call that waits for nothing: Optimizer.step has waited for the embedding, which gathers at once.
 NEEDLESS = "GPT.features", "gathered(self.embedding)"

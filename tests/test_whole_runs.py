@@ -542,7 +542,8 @@ def test_stopping_after_more_than_everything(run):
 def test_a_trace_of_some_steps(corpus, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tg, "timed_loop", tg.timed_loop)  # the script replaces it, and the next one
-    monkeypatch.setattr(tg.AdamTable, "reduce_", tg.AdamTable.reduce_)
+    for kind in (tg.LookupTable, tg.AdamTable):
+        monkeypatch.setattr(kind, "reduce_", kind.reduce_)
     options = [
         "--preset", "tiny", "--data", str(corpus), "--log-dir", str(tmp_path), "--seed", "3",
         "--stop-after", "9",
