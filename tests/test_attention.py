@@ -274,6 +274,24 @@ def test_the_layers_gates_are_positive(embedded, scale):
     assert (value_gates is not None) == embedded
 
 
+@pytest.mark.parametrize("rows", [1, 5, 8, 12])
+@pytest.mark.fast
+def test_few_outputs(rows):
+    """The product and its gradients are those of the weight as it is, but made with a multiple of 8 rows."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, grad = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((7, 4), (rows, 4), (7, rows))
+    )
+    x.requires_grad_()
+    weight.requires_grad_()
+    found = tg.few_outputs(x, weight)
+    assert found._base.shape == (7, rows + -rows % 8)
+    torch.testing.assert_close(found, x @ weight.T)
+    got = torch.autograd.grad(found, (x, weight), grad)
+    torch.testing.assert_close(got, (grad @ weight, grad.T @ x))
+
+
 @interpreted
 @each_tile
 @pytest.mark.parametrize("window", [14, 15, 30, 46])
