@@ -462,8 +462,8 @@ def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
     return small, replace(first, steps=152, targets=(small.targets[1], first.targets[1])), *others
 
 
-# Half as many tokens again in a step of the third stage: that pays at the speedrun's length, and no shorter run has
-# tried it. The average of the weights then has less noise to remove, and counts for less.
+# Half as many tokens again in a step of the third stage: that pays at the speedrun's length (record late-batches),
+# and no shorter run has tried it. The average of the weights then has less noise to remove, and counts for less.
 LATE_BATCH = 294_912, 1.85
 SPEEDRUN_OPTIMIZER = OptimizerConfig(cooldown_fraction=0.9, averaged_share=0.5)
 
@@ -5145,8 +5145,9 @@ def embedding_grad_kernel(
         total = sum_group(
             grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N)
         row_ptr = dense_ptr + tl.cast(row, tl.int64) * width + column
-        # Rows without a gradient are not touched. To combine a mask with a scalar, `inside & (begin < end)`, makes
-        # integers of it in Triton's interpreter, which refuses them as a mask from 3.9 on.
+        # How many columns are written: none of a row without a gradient, unless it becomes zeros. To combine a mask with
+        # a scalar, `inside & (begin < end)`, makes integers of it in Triton's interpreter, which refuses them as a mask
+        # from 3.9 on.
         written = tl.where(begin < end, width, 0)
         if ADD:
             held = written

@@ -1,6 +1,6 @@
 """Time of products with few outputs, as of the gates: a weight of so many rows as it is, and filled up; not a test.
 
-    python benchmarks/bench_gates.py                    under 60 s on an H200
+    python benchmarks/bench_gates.py                    a minute on an H200, by estimate
     python benchmarks/bench_gates.py --cpu-dry-run      few tokens: proves that it runs through
 
 Microseconds, medians over replays of a CUDA graph: `x W` transposed, and the gradients of x [tokens, 16] and of the
