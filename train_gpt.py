@@ -5145,9 +5145,9 @@ def embedding_grad_kernel(
         total = sum_group(
             grad_ptr, order_ptr, partial_ptr, begin, end, width, IDS_PER_ROW, SPAN, BLOCK_M, BLOCK_N)
         row_ptr = dense_ptr + tl.cast(row, tl.int64) * width + column
-        # How many columns are written: none of a row without a gradient, unless it becomes zeros. To combine a mask with
-        # a scalar, `inside & (begin < end)`, makes integers of it in Triton's interpreter, which refuses them as a mask
-        # from 3.9 on.
+        # How many columns are written: none of a row without a gradient, unless it becomes zeros. To combine a mask
+        # with a scalar, `inside & (begin < end)`, makes integers of it in Triton's interpreter, which refuses them as a
+        # mask from 3.9 on.
         written = tl.where(begin < end, width, 0)
         if ADD:
             held = written
