@@ -18,8 +18,8 @@ Model card: GPT-2-small class, 768 wide, ten working layers, GPT-2's 50,257 toke
     output  h = norm(x + mlp + w0 x0 + w1 g + ...)              w: linear in norm(x); in the speedrun all values follow
             p = softmax(23 σ((h W_head + 5) / 7.5)), where the share of one class goes where a pointer points
     sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2048; sprint: 3 heads, MLPs of 2304; 2^25 rows each
-    train   matrices by Muon and NorMuon, bf16 with 16 more bits; tables and scalars by Adam, rows by Adam without a
-            first moment; steps of 32,768 to 294,912 tokens; a sample of the classes; FP8 products; averaged weights
+    train   matrices by Muon, NorMuon and EMA-Nesterov, bf16 with 16 more bits; tables and scalars by Adam, rows by Adam
+            without a first moment; steps of 32,768 to 294,912 tokens; sampled classes; FP8 products; averaged weights
     names   DistAdam is Adam with AdamTable; smear is taps; bigram hash is ngram; sparse attention gate is gate;
             backout and MUDD are final_states; YaRN is in rotary_frequencies; value embeddings keep their name
 
@@ -289,6 +289,13 @@ class OptimizerConfig:
     momentum_cooldown_fraction: float = 0.07
     second_moment_decay: float = 0.95  # of NorMuon
 
+    # EMA-Nesterov (arXiv 2605.25395): a matrix also moves so many times its drift, the running mean of its steps. 0: it
+    # does not, and keeps none.
+    drift_factor: float = 0.0
+    drift_decay: float = 0.98
+    drift_start_fraction: float = 0.12  # of all steps, without it
+    drift_cooldown_fraction: float = 0.24  # of all steps; in these the factor falls to 0
+
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
     adam_epsilon: float = 1e-10  # record 20
     # An n-gram row's second moment is mixed with so much of the mean over the tokens of the step, so that rows of small
@@ -465,7 +472,7 @@ def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
 # Half as many tokens again in a step of the third stage: that pays at the speedrun's length (record late-batches),
 # and no shorter run has tried it. The average of the weights then has less noise to remove, and counts for less.
 LATE_BATCH = 294_912, 1.85
-SPEEDRUN_OPTIMIZER = OptimizerConfig(cooldown_fraction=0.9, averaged_share=0.5)
+SPEEDRUN_OPTIMIZER = OptimizerConfig(cooldown_fraction=0.9, averaged_share=0.5, drift_factor=0.3)
 
 PRESETS = {preset.name: preset for preset in (
     Preset(
@@ -578,12 +585,23 @@ def muon_momentum(preset: Preset, step: int) -> float:
     return low + (high - low) * min(warm, cool, 1.0)
 
 
+def drift_factor(preset: Preset, step: int) -> float:
+    """Zero at first, while weights often turn, and again at the end, where steps shrink and weights are averaged."""
+    config = preset.optimizer
+    passed = step / preset.steps
+    if passed < config.drift_start_fraction:
+        return 0.0
+    return config.drift_factor * min(1.0, (1 - passed) / config.drift_cooldown_fraction)
+
+
 def step_rates(preset: Preset, step: int) -> dict[str, float]:
-    """What an optimizer step reads: its number, Muon's learning rate and momentum, and for each role with an AdamRule
-    the step size, bias corrections included, and the share of a weight that decays."""
+    """What an optimizer step reads: its number; Muon's learning rate, momentum and, before and after the step, the
+    factor of the drift; and for each role with an AdamRule the step size, bias corrections included, and the share of a
+    weight that decays."""
     config = preset.optimizer
     scale = learning_rate(preset, step)
-    rates = {"step": step + 1.0, "muon": config.muon_learning_rate * scale, "momentum": muon_momentum(preset, step)}
+    rates = {"step": step + 1.0, "muon": config.muon_learning_rate * scale, "momentum": muon_momentum(preset, step),
+             "drift": drift_factor(preset, step), "next drift": drift_factor(preset, step + 1)}
 
     for role, rule in config.rules:
         if isinstance(rule, AdamRule):
@@ -2122,13 +2140,18 @@ def plain_momentum(momentum_buffer, received, momentum):
     return average.to(received.dtype)
 
 
-def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weight_decay, beta2, cautious):
+def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weight_decay, beta2, cautious,
+                   drift=None, drift_decay=None, factor=None, next_factor=None):
     """Apply orthogonalised updates [..., rows, columns] to the weights, in place; for low_bits see join_float32.
 
     NorMuon divides each line of a matrix by the running root mean square of its updates, then restores the norm of the
     whole matrix. The lines are the rows if second_moment is [..., rows, 1], the columns if it is [..., 1, columns].
     Without a second moment this is Muon. Decay, if cautious, shrinks no weight that the update makes larger.
-    Sources: Muon, Keller Jordan 2024-10; NorMuon, arXiv 2510.05491; public records 41-43 and 48.
+
+    With a `drift`, the running mean of the steps of weights w, the weights are w + factor * drift: there the gradient
+    was taken and the update begins. They become w' + next_factor * drift', where w' - w is a step.
+    Sources: Muon, Keller Jordan 2024-10; NorMuon, arXiv 2510.05491; public records 41-43 and 48; EMA-Nesterov, arXiv
+    2605.25395.
     """
     update = update.float()
     if second_moment is not None:
@@ -2146,11 +2169,17 @@ def normuon_update(update, weight, low_bits, second_moment, multiplier, lr, weig
     wd = weight_decay * lr * step_size
     if cautious:
         wd = (update * value >= 0) * wd
-    value = value - value * wd - update * step_size
+    updated = value - value * wd - update * step_size
+    if drift is not None:
+        step = updated - (value - factor * drift)
+        mean = drift + (1 - drift_decay) * (step - drift)
+        drift.copy_(mean)
+        updated = updated + next_factor * mean
+
     if low_bits is None:
-        weight.copy_(value)
+        weight.copy_(updated)
     else:
-        high, low = split_float32(value)
+        high, low = split_float32(updated)
         weight.copy_(high)
         low_bits.copy_(low)
 
@@ -2307,7 +2336,8 @@ class Updated:
     """
     side = None  # the side stream on which Optimizer.step queues compute_; None: the compute stream
     # The attributes that training changes; every one has some of them.
-    state_names = ("weights", "low_bits", "momentum", "second_moment", "exp_avg", "exp_avg_sq", "last_step", "average")
+    state_names = ("weights", "low_bits", "momentum", "second_moment", "drift", "exp_avg", "exp_avg_sq", "last_step",
+                   "average")
     low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
     average = None  # of matrices and dense tables, see average_
 
@@ -2430,6 +2460,7 @@ class MatrixBank(Updated):
             by_row = (rows >= columns) == config.normuon_long_side
             lines = (rows, 1) if by_row else (1, columns)
             self.second_moment = torch.zeros(*self.shard.shape[:2], *lines, device=ranks.device)
+        self.drift = torch.zeros_like(self.momentum) if config.drift_factor else None
         self.look_ahead = ops.compile(nesterov_momentum if config.nesterov else plain_momentum)
         self.update = ops.compile(normuon_update)
 
@@ -2444,7 +2475,8 @@ class MatrixBank(Updated):
         update = self.look_ahead(self.momentum, self.received, rates["momentum"])
         update = self.ops.orthogonalize(update.flatten(0, 1), ORTHOGONALIZATIONS[config.orthogonalization])
         self.update(update.view(self.shard.shape), self.shard, self.low_bits, self.second_moment, self.multiplier,
-                    rates["muon"], config.muon_weight_decay, config.second_moment_decay, config.cautious_decay)
+                    rates["muon"], config.muon_weight_decay, config.second_moment_decay, config.cautious_decay,
+                    self.drift, config.drift_decay, rates["drift"], rates["next drift"])
 
 
 @dataclass(eq=False)
@@ -6381,9 +6413,12 @@ def check_model(preset: Preset, require: Callable):
 def check_optimizer(config: OptimizerConfig, require: Callable):
     """What check_preset asks of the optimizer."""
     for name in ("cooldown_fraction", "momentum_warmup_fraction", "momentum_cooldown_fraction", "averaging_lookback",
-                 "averaging_interval_steps"):
+                 "averaging_interval_steps", "drift_cooldown_fraction"):
         value = getattr(config, name)
         require(value > 0, name, "above 0; 1e-9 is as good as none", value)
+    for name in ("drift_factor", "drift_decay"):
+        value = getattr(config, name)
+        require(0 <= value < 1, name, "0 or more, and below 1", value)
 
     usual = dict(OptimizerConfig.rules)
     differing = usual.keys() ^ dict(config.rules)

@@ -269,6 +269,7 @@ EDITS = [
     *[("model", "layers", (tg.Layer(attention=False, **{name: 0}),)) for name in ("value_embedding", "attention_from")],
     ("model", "layers", (tg.Layer(attention=False, key_offset=True),)),
     ("optimizer", "cooldown_fraction", 0.0), ("optimizer", "averaging_interval_steps", 0),
+    ("optimizer", "drift_factor", 1.0), ("optimizer", "drift_cooldown_fraction", 0.0),
     ("optimizer", "rules", tg.OptimizerConfig.rules[1:]),
     *[("optimizer", "rules", (*tg.OptimizerConfig.rules, rule)) for rule in (
         ("ngram", tg.AdamRule(30.0, (0.9, 0.95), sparse=True)),

@@ -19,11 +19,9 @@ RULES = dict(tg.OptimizerConfig().rules)
 OPS = tg.select_ops(CPU)
 
 
-def rates(rate=0.02, momentum=0.9, **roles):
-    return {
-        name: torch.tensor(value)
-        for name, value in {"muon": rate, "momentum": momentum, **roles}.items()
-    }
+def rates(rate=0.02, momentum=0.9, drift=0.0, next_drift=0.0):
+    named = {"muon": rate, "momentum": momentum, "drift": drift, "next drift": next_drift}
+    return {name: torch.tensor(value) for name, value in named.items()}
 
 
 # ---- bfloat16 weights with their lower 16 bits -----------------------------------------------------------------------
@@ -131,8 +129,10 @@ class Written:
         self.config = config
         self.m = torch.zeros_like(self.p)
         self.v = 0.0
+        self.behind = self.p  # what p would be without its drift
+        self.drift = torch.zeros_like(self.p)
 
-    def step(self, gradient, rate, momentum, decay=2.4, beta2=0.95):
+    def step(self, gradient, rate, momentum, next_drift, decay=2.4, beta2=0.95):
         config = self.config
         g = gradient.double()
         self.m = momentum * self.m + (1 - momentum) * g
@@ -155,7 +155,10 @@ class Written:
         if config.scale_tall_updates:
             eta *= max(1, rows / columns) ** 0.5
         decaying = (x * self.p >= 0) if config.cautious_decay else 1
-        self.p = self.p - self.p * decaying * (decay * rate) * eta - x * eta
+        ahead = self.p - self.p * decaying * (decay * rate) * eta - x * eta
+        self.drift = 0.98 * self.drift + 0.02 * (ahead - self.behind)
+        self.behind = ahead
+        self.p = ahead + next_drift * self.drift
 
 
 @pytest.mark.parametrize(
@@ -166,9 +169,11 @@ class Written:
     pytest.param(tg.OptimizerConfig(normuon_long_side=False), id="short lines"),
     pytest.param(tg.OptimizerConfig(cautious_decay=False), id="plain decay"),
     pytest.param(FIRST_MUON, id="first Muon"),
+    pytest.param(tg.OptimizerConfig(drift_factor=0.9), id="drift"),
 ])
 def test_matrix_bank_follows_the_formulas(config, shape):
-    """Five steps of a bank with a stacked parameter and one of another rate, changing rates and momentum, float32."""
+    """Five steps of a bank with a stacked parameter and one of another rate, float32; rates, momentum and the factor of
+    the drift change."""
     torch.manual_seed(1)
     stacked = tg.make_param("attention", torch.randn(3 * shape[0], shape[1]), shape)
     single = tg.make_param("mlp_down", torch.randn(shape), shape)
@@ -176,6 +181,7 @@ def test_matrix_bank_follows_the_formulas(config, shape):
     assert bank.low_bits is None
     written = [Written(m, 2.0, config) for m in stacked.detach().view(3, *shape)]
     written.append(Written(single.detach(), 4.0, config))
+    factors = [0.0, 0.3, 0.9, 0.5, 0.5, 0.2] if config.drift_factor else [0.0] * 6
     for step in range(5):
         gradients = torch.randn(4, *shape) * 10.0 ** (step - 2)
         stacked.grad = gradients[:3].view_as(stacked)
@@ -183,9 +189,9 @@ def test_matrix_bank_follows_the_formulas(config, shape):
         rate = 0.3 / (step + 1)
         momentum = 0.85 + 0.02 * step
         bank.groups[0].reduce_()
-        bank.compute_(rates(rate, momentum))
+        bank.compute_(rates(rate, momentum, *factors[step:step + 2]))
         for one, gradient in zip(written, gradients):
-            one.step(gradient, rate, momentum)
+            one.step(gradient, rate, momentum, factors[step + 1])
         assert stacked.grad is None, "the next gradient is not added to this one"
         assert single.grad is None, "the next gradient is not added to this one"
     found = [*stacked.detach().view(3, *shape), single.detach()]

@@ -287,6 +287,17 @@ def test_averaging():
     }
 
 
+def test_drift_factor():
+    """500 steps: from 60 on, and from 380 on a line to 0 after the last."""
+    config = replace(CONFIG, drift_factor=0.3, drift_start_fraction=0.12, drift_cooldown_fraction=0.24)
+    preset = replace(SPEEDRUN, optimizer=config, stages=helpers.three_stages((200, 200, 90), 10))
+    expected = {0: 0.0, 59: 0.0, 60: 0.3, 380: 0.3, 440: 0.15, 499: 0.0025}
+    assert {step: tg.drift_factor(preset, step) for step in expected} == pytest.approx(expected)
+    for step in (58, 59, 200, 498):
+        assert tg.step_rates(preset, step)["next drift"] == tg.step_rates(preset, step + 1)["drift"]
+    assert tg.step_rates(preset, 499)["next drift"] == 0, "the weights end without it"
+
+
 def test_step_rates():
     """Muon's rate is .023 times the schedule;
     Adam's carries .008, its role's multiplier and the bias corrections, the decay the square of the rate."""

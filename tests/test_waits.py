@@ -217,7 +217,7 @@ MUTANTS = {
         "MatrixBank.compute_",
         {
             "group.pending_reduce()": "pass",
-            "cautious_decay)": "cautious_decay)\n    for group in self.groups:\n        group.pending_reduce()",
+            '"next drift"])': '"next drift"])\n    for group in self.groups:\n        group.pending_reduce()',
         },
     ),
     "late: gradients of tables and scalars": (
