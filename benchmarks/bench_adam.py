@@ -8,8 +8,6 @@ read and written, all bf16; the ceiling is their time at 4.27 TB/s. Errors are F
 one step that starts from moments of training's size; each tensor's own rounding to bf16 leaves about 2^-9.2 = 0.0017.
 """
 
-import argparse
-
 import torch
 
 import timing  # before train_gpt: it chooses between interpreter and GPU
@@ -64,11 +62,7 @@ def report(name, rows, width, rates):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu-dry-run", action="store_true")
-    parser.parse_args()
-    timing.require_gpu()
-    print(f"{timing.machine()}\n")
+    timing.begin(__doc__)
 
     columns = "table", "rows x width", "ms", "GB/s", "ceiling ms", "reference ms", "error of weight", "mean", "square"
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")

@@ -7,8 +7,6 @@ Microseconds, medians over replays of a CUDA graph: `x W` transposed, and the gr
 weight W [rows, 16]. train_gpt.few_outputs fills weights up by what this shows.
 """
 
-import argparse
-
 import torch
 
 import timing  # before train_gpt: it chooses between interpreter and GPU
@@ -31,11 +29,7 @@ def products(tokens: int, rows: int) -> list[float]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu-dry-run", action="store_true")
-    parser.parse_args()
-    timing.require_gpu()
-    print(f"{timing.machine()}\n")
+    timing.begin(__doc__)
 
     columns = "tokens", "rows", "product", "gradient of x", "of the weight", "sum"
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")

@@ -36,6 +36,17 @@ def require_gpu() -> None:
         sys.exit(f"{Path(sys.argv[0]).name}: needs a CUDA GPU, found none; --cpu-dry-run proves that it runs through")
 
 
+def begin(description: str) -> None:
+    """The start of a benchmark without options of its own: reads the command line and prints a headline."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cpu-dry-run", action="store_true")
+    parser.parse_args()
+    require_gpu()
+    print(f"{machine()}\n")
+
+
 def token_count(text: str) -> int:
     """A reader of --tokens: FP8 products take multiples of 16."""
     value = int(text)
