@@ -2123,7 +2123,7 @@ def mean_gradient(received):
     return sum(part.float() for part in received.unbind()) / len(received)
 
 
-# The next two are plain functions of tensors, compiled as regions; what changes with the step is a 0-d tensor.
+# The next three are plain functions of tensors, compiled as regions; what changes with the step is a 0-d tensor.
 def nesterov_momentum(momentum_buffer, received, momentum):
     """Update the float32 momentum [..., rows, columns] in place and return the look-ahead gradient in the dtype of the
     gradients, `received` [ranks, ..., rows, columns]."""
@@ -2516,7 +2516,8 @@ class AdamTable(Adam):
     The moments have the dtype of the weights: bfloat16's rounding, 2^-8, is small against the 2 % and more of the
     way to a gradient, or its square, that a step moves them. So an update moves 14 bytes a weight instead of 22.
     """
-    grads = received = None  # places in shared memory, if there is any
+    grads = received = None  # this rank's gradient, and copies of all ranks', if there is shared memory
+    copies_grads = True
 
     def __post_init__(self):
         ranks = self.ranks
@@ -2528,7 +2529,8 @@ class AdamTable(Adam):
         # A gradient that others read needs a fixed place in shared memory; otherwise it stays where it was made.
         if ranks.copy_stream:
             self.grads = ranks.shared(torch.zeros_like(self.weights))
-            self.received = self.shard.new_empty(ranks.world, *self.shard.shape)
+            if self.copies_grads:
+                self.received = self.shard.new_empty(ranks.world, *self.shard.shape)
         parameter.info.grad_view = self.grads
 
     def reduce_(self):
@@ -2547,6 +2549,7 @@ class LookupTable(AdamTable):
     Where memory is shared, the update reads those of other ranks where they are: copies would bring whole slices, and
     the tables whose gradients are the last ones would wait for them. Through NCCL or gloo whole tables travel.
     """
+    copies_grads = False
     present = None  # see RowGrads, for all rows of this rank's gradient; None: a row without a gradient holds zeros
     row_grads = None  # of this rank's slice
 
@@ -2555,7 +2558,6 @@ class LookupTable(AdamTable):
         ranks = self.ranks
         if not ranks.reads_all_memory:
             return
-        self.received = None
         self.present = ranks.shared(torch.zeros(len(self.weights), dtype=torch.int8, device=ranks.device))
         if self.grads is None:
             self.grads = self.parameter.info.grad_view = torch.empty_like(self.weights)
