@@ -311,8 +311,8 @@ class OptimizerConfig:
     averaging_lookback: float = 0.074  # the share of all steps that it looks back over: interval / rate steps
     averaged_share: float = 0.65  # of the final weights; 0: no averages are kept
 
-    # Multipliers and betas by role. Those of scalars and gates are record 52's, the first betas of tables the public
-    # records'; n-grams have no first moment (record 92).
+    # Multipliers and betas by role. The multipliers of scalars and gates, and their first betas, are record 52's, the
+    # first betas of tables the public records'; n-grams have no first moment (record 92).
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
         ("attention", MuonRule(2.0)),
         ("pointer", MuonRule(2.0)),
@@ -322,8 +322,8 @@ class OptimizerConfig:
         ("value_embedding", AdamRule(75.0, (0.75, 0.98), decay=0.025, sharded=True, looked_up=True)),
         ("ngram", AdamRule(30.0, (0.0, 0.95), sparse=True)),
         ("lm_head", AdamRule(1.0, (0.5, 0.98), decay=0.75, sharded=True)),
-        ("scalar", AdamRule(10.0, (0.9, 0.99))),
-        ("gate", AdamRule(1.0, (0.9, 0.99))))
+        ("scalar", AdamRule(10.0, (0.9, 0.95))),
+        ("gate", AdamRule(1.0, (0.9, 0.95))))
 
 
 @dataclass(frozen=True)
