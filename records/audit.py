@@ -41,7 +41,7 @@ def differences(logged: dict[str, Any], found: dict[str, Any]) -> list[str]:
                          if logged.get(name) != found.get(name)]
     if not logged.get("gpus"):
         found_differences.append("a CPU, whose sums depend on its threads")
-    elif logged["world"] > 1:
+    elif logged.get("world", 1) > 1:
         found_differences.append("several GPUs, of which no two runs are equal")
     return found_differences
 
