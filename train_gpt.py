@@ -408,7 +408,7 @@ GPT_SPRINT = replace(
 
 # Where tokens are free, a narrow model reaches a loss first, with more of them (records/LOG.md).
 GPT_NARROW = replace(
-    GPT_SMALL, width=512, heads=3, mlp_width=2048, value_embeddings=3, ngram_orders=2, ngram_pieces=1,
+    GPT_SMALL, width=512, heads=3, value_embeddings=3, ngram_pieces=1,
     layers=(EMPTY, MLP_ONLY, LAYERS[2], EMPTY, LAYERS[4], EMPTY, *LAYERS[6:]))
 
 # The U-Net of the public records up to 2025: the second half of the layers takes what the first half had, in the
@@ -485,7 +485,7 @@ PRESETS = {preset.name: preset for preset in (
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
-        "speedrun-webmix-free", GPT_NARROW, three_stages(494, 494, 474, 20),
+        "speedrun-webmix-free", GPT_NARROW, three_stages(469, 469, 300, 12, third_batch=LATE_BATCH), SPEEDRUN_OPTIMIZER,
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304,
         status="speedrun-webmix-free: for 3.2257, record 92's loss after 138 M tokens"),
