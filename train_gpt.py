@@ -910,6 +910,21 @@ def longest_suffix_match(tokens: np.ndarray, positions: np.ndarray, vocabulary: 
     return rows
 
 
+def ngram_lookups(tokens: np.ndarray, positions: np.ndarray, model: ModelConfig) -> np.ndarray:
+    """Rows of the n-gram table's parameter that each token reads: int32 [T * pieces, lookups], hashed n-grams first."""
+    pieces = model.ngram_pieces
+    lookups = np.empty((len(tokens) * pieces, 0), np.int32)
+    if model.ngram_rows:
+        lookups = hash_ngrams(tokens, positions, model.ngram_rows, pieces, model.ngram_orders)
+    if model.longest_suffix_match:
+        matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
+        # Hashed rows lie by piece, then by order; behind them the pieces of a match lie side by side.
+        first_pieces = pieces * (model.ngram_rows + matches)
+        all_pieces = first_pieces[:, None] + np.arange(pieces)
+        lookups = np.column_stack([lookups, all_pieces.ravel().astype(np.int32)])
+    return lookups
+
+
 @dataclass(frozen=True)
 class HostBatch:
     """A micro-batch on the host: the fields of Documents one after the other in one int32 array, pinned for a GPU."""
@@ -953,20 +968,15 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
     tokens = np.concatenate([document[:-1] for document in documents])
     positions = np.concatenate([np.arange(length) for length in lengths])
     remaining = np.repeat(lengths, lengths) - 1 - positions
-
     order, starts = sort_ids(tokens, model.padded_vocabulary)
-    pieces = model.ngram_pieces
-    ngrams = np.empty((len(tokens) * pieces, 0), int)
-    if model.ngram_rows:
-        ngrams = hash_ngrams(tokens, positions, model.ngram_rows, pieces, model.ngram_orders)
-    if model.longest_suffix_match:
-        matches = longest_suffix_match(tokens, positions, model.padded_vocabulary)
-        # Hashed rows lie by piece, then by order; behind them the pieces of a match lie side by side.
-        first_pieces = pieces * (model.ngram_rows + matches)
-        ngrams = np.column_stack([ngrams, (first_pieces[:, None] + np.arange(pieces)).ravel()])
 
     # What the head has to predict, see Targets: the next token's class, and a sampled softmax's classes.
     targets = [np.concatenate([document[1:] for document in own]) for own in chunks.values()]
+    # The arrays of a chunk stay in the processor's cache; those of all chunks would not.
+    ends = np.cumsum([len(ids) for ids in targets])[:-1]
+    parts = zip(np.split(tokens, ends), np.split(positions, ends))
+    ngrams = np.concatenate([ngram_lookups(*part, model) for part in parts])
+
     fields = {
         "tokens": tokens,
         "order": order,
@@ -983,12 +993,12 @@ def pack(chunks: dict[int, list[np.ndarray]], model: ModelConfig, pin: bool, sam
         fields["classes"], fields["num_always"], class_index = map(np.array, zip(*samples))
         fields["class_index"] = class_index.ravel()
 
-    data = torch.zeros(sum(aligned(array.size) for array in fields.values()), dtype=torch.int32, pin_memory=pin)
-    batch = HostBatch(data, {name: array.shape for name, array in fields.items()}, digest)
-    views = batch.views(data)
-    for name, array in fields.items():
-        getattr(views, name).numpy()[:] = array
-    return batch
+    # Each field, then what aligns the next one, in one pass on one core: torch.zeros would first use all of them.
+    gap = np.zeros(3, np.int32)
+    laid_out = [(array.ravel(), gap[:aligned(array.size) - array.size]) for array in fields.values()]
+    data = torch.empty(sum(aligned(array.size) for array in fields.values()), dtype=torch.int32, pin_memory=pin)
+    np.concatenate(list(itertools.chain(*laid_out)), out=data.numpy())
+    return HostBatch(data, {name: array.shape for name, array in fields.items()}, digest)
 
 
 def chunk_digest(number: int, tokens: np.ndarray) -> int:
