@@ -490,7 +490,7 @@ PRESETS = {preset.name: preset for preset in (
         train_tokens=243_000_000, val_tokens=4_194_304,
         status="speedrun-webmix-free: for 3.2257, record 92's loss after 138 M tokens"),
     Preset(
-        "sprint", GPT_SPRINT, sprint_stages(10_240),
+        "sprint", GPT_SPRINT, sprint_stages(10_240), OptimizerConfig(drift_factor=0.3),
         train_tokens=94_000_000, val_tokens=2_097_152, status="sprint: at most one pass over one shard"),
     Preset(
         "smoke", GPT_TINY,
