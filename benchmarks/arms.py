@@ -18,8 +18,8 @@ arms.json is a list of arms. All keys but the name are optional:
      "script": "another/train_gpt.py"}
 
 `preset`, `data` and `script` take the place of the options and of this repository's train_gpt.py. A result has the loss
-on the track's validation tokens, which judge, and as `choose` that on the tokens of the same shard behind them:
-constants are chosen by the latter.
+on the track's validation tokens, which judge, and as `choose` that on `choosing tokens` others, by which constants are
+chosen: those of the same shard behind them and, where these are few, the last training tokens.
 
 `layers` changes layers by index, and leaves their other fields as they are; `three_stages` replaces all stages by those
 that the function of that name makes; `edits` try what is no setting. `averages` are further running averages, [rate,
@@ -229,24 +229,36 @@ class Averages:
         return found
 
 
+FEW_TOKENS = 2**19  # on fewer a loss is no measure of changes of .001
+
+
 def choosing_windows(tg, trainer) -> tuple[list, int]:
-    """The validation shard's tokens behind those that judge, packed, and how many, at most as many as judge: constants
-    are chosen on these."""
-    preset = trainer.preset
+    """Tokens that neither train nor judge, packed, and how many: constants are chosen on these.
+
+    They are the validation shard's behind those that judge, at most as many. Where they are few, the last training
+    tokens, as many as judge, come besides, unless the schedule reaches them."""
+    preset, stream = trainer.preset, trainer.stream
     shard = tg.open_shard(tg.find_shards(trainer.folder, "val")[0], preset.model.vocabulary)
-    rest = shard[preset.val_tokens:2 * preset.val_tokens + 1]
-    count = (len(rest) - 1) // 1024 * 1024
+    sources = [shard[preset.val_tokens:2 * preset.val_tokens + 1]]
+    last = stream.length - preset.val_tokens - 1
+    if len(sources[0]) <= FEW_TOKENS and last > stream.consumed(preset.stages):
+        sources.append(stream.read(last, preset.val_tokens + 1))
+
     windows = []
-    for start in range(0, count, preset.val_window_tokens):
-        stop = min(start + preset.val_window_tokens, count)
-        pieces = tg.cut_documents(rest[start:stop + 1], preset.val_window_tokens)
-        windows.append(tg.pack({0: pieces}, preset.model, trainer.ranks.on_gpu))
-    return windows, count
+    total = 0
+    for tokens in sources:
+        count = (len(tokens) - 1) // 1024 * 1024
+        for start in range(0, count, preset.val_window_tokens):
+            stop = min(start + preset.val_window_tokens, count)
+            pieces = tg.cut_documents(tokens[start:stop + 1], preset.val_window_tokens)
+            windows.append(tg.pack({0: pieces}, preset.model, trainer.ranks.on_gpu))
+        total += max(count, 0)
+    return windows, total
 
 
 @torch.no_grad()
 def both_losses(trainer, windows: list, count: int, rate_powers: list[float]) -> list[float]:
-    """[loss on the tokens that judge, loss on those behind them]; the latter is left out where there are none. Then the
+    """[loss on the tokens that judge, on those that choose]; the latter is left out where there are none. Then the
     latter with powers of the inclusion rates in their place."""
     judging = round(trainer.validate(trainer.final_geometry), 5)
     if not count:
@@ -403,7 +415,8 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
         finally:
             log.close()
         seconds = clock.milliseconds() / 1e3
-        validate = functools.partial(both_losses, trainer, *choosing_windows(tg, trainer), arm.get("rate_powers", []))
+        windows, count = choosing_windows(tg, trainer)
+        validate = functools.partial(both_losses, trainer, windows, count, arm.get("rate_powers", []))
         if steps < preset.steps:
             losses = {"none": validate()}
         else:
@@ -427,6 +440,7 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
         "name": arm["name"],
         "loss": judging,
         "choose": choosing,
+        "choosing tokens": count,
         "rate_powers": {label: found[2:] for label, found in losses.items()},
         "seconds": round(seconds, 2),
         "ms": [round(statistics.median(t), 2) if t else None for t in times],

@@ -278,6 +278,32 @@ def test_a_loss_that_is_no_number_is_no_result(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.fast
+def test_tokens_that_choose_neither_train_nor_judge(tmp_path, monkeypatch):
+    """Behind those that judge; where these are few, the last training tokens too, unless a step reads them."""
+    tg = helpers.tg
+    preset = tg.replace(tg.PRESETS["smoke"], val_tokens=2048, val_window_tokens=1536)
+    used = sum(stage.steps * stage.batch_tokens for stage in preset.stages)
+    validation = np.arange(2048 + 1200) % 1000
+    helpers.write_shard(tmp_path / "a_val_000000.bin", [tg.BOS, *validation[1:]])
+
+    def found(training_tokens):
+        helpers.write_shard(tmp_path / "a_train_000001.bin", [tg.BOS, *np.arange(1, training_tokens) % 40_000])
+        stream = tg.TokenStream(tmp_path, training_tokens, preset.model.vocabulary)
+        trainer = SimpleNamespace(preset=preset, folder=tmp_path, stream=stream, ranks=tg.Ranks(0, 1, helpers.CPU))
+        windows, count = arms.choosing_windows(tg, trainer)
+        tokens = [window.views(window.data).tokens.tolist() for window in windows]
+        assert sum(map(len, tokens)) == count
+        return tokens
+
+    behind = validation[2048:3072].tolist()
+    last = (np.arange(used + 1, used + 2049) % 40_000).tolist()
+    assert found(used + 2050) == [behind, last[:1536], last[1536:]]
+    assert found(used + 2049) == [behind]
+    monkeypatch.setattr(arms, "FEW_TOKENS", 1199)
+    assert found(used + 2050) == [behind]
+
+
+@pytest.mark.fast
 def test_clock_and_power_are_sampled_and_their_medians_told(monkeypatch):
     lines = iter(["345 MHz, 120.00 W", "1755 MHz, [N/A]", "1980 MHz, 690.50 W", "1785 MHz, 699.00 W"])
     asked = []
