@@ -469,8 +469,8 @@ def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
     return small, replace(first, steps=152, targets=(small.targets[1], first.targets[1])), *others
 
 
-# Half as many tokens again in a step of the third stage: that pays at the speedrun's length (record late-batches),
-# and no shorter run has tried it. The average of the weights then has less noise to remove, and counts for less.
+# Half as many tokens again in a step of the third stage: that pays at the speedrun's length (record late-batches), but
+# not in the sprint. The average of the weights then has less noise to remove, and counts for less.
 LATE_BATCH = 294_912, 1.85
 SPEEDRUN_OPTIMIZER = OptimizerConfig(cooldown_fraction=0.9, averaged_share=0.5, drift_factor=0.3)
 
