@@ -5198,6 +5198,9 @@ def embedding_grad_kernel(
             if present_ptr is not None:
                 held = tl.where(tl.load(present_ptr + row) > 0, written, 0)
             total += tl.load(row_ptr, column < held, other=0.0)
+            # Every warp reads `present`, and one writes it: before that, all must have read it. A warp that came later
+            # would add to its columns what an earlier step has left in the row.
+            tl.debug_barrier()
         elif present_ptr is None:
             written = width
         tl.store(row_ptr, total, column < written)

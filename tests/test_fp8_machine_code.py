@@ -244,3 +244,14 @@ def test_products_of_the_mlp(backward, capability):
         machine_code(tg.mlp_kernel, capability, warps, given, constants, stages=stages),
         clamp=r"\bFMNMX\S*XORSIGN\S*",
     )  # others: relu
+
+
+@pytest.mark.parametrize("capability", HOPPER)
+def test_all_warps_know_which_rows_are_present_before_one_says_so(capability):
+    """When a lookup's gradient is added to that of an earlier one, every warp asks whether the row has one yet, and one
+    of them writes that it has. No interpreter shows what a warp that is late would read."""
+    given = dict(grad_ptr="*bf16", order_ptr="*i32", starts_ptr="*i32", partial_ptr="*fp32", vocab_rows="i32",
+                 dense_ptr="*bf16", present_ptr="*i8", width="i32")
+    constants = dict(IDS_PER_ROW=1, SPAN=tg.SPAN, BLOCK_M=4, BLOCK_N=1024, ADD=True)
+    code = machine_code(tg.embedding_grad_kernel, capability, 2, given, constants)
+    assert re.findall(r"LDG\.E\.[US]8|BAR\.SYNC|STG\.E\.[US]8", code) == ["LDG.E.U8", "BAR.SYNC", "STG.E.U8"]

@@ -866,6 +866,30 @@ def test_embedding_grad_of_the_rows_that_occur(name, D=24):
     assert torch.equal(dense[~occurs].nan_to_num(7), before[~occurs].nan_to_num(7))
 
 
+@pytest.mark.gpu
+@full_size
+def test_a_second_lookup_adds_to_no_row_of_an_earlier_step(V=50_304, D=768):
+    """Where the rows without a gradient hold anything, two lookups give the same rows as where they hold zeros."""
+    random = np.random.default_rng(0)
+    lookups = []
+    for _ in range(2):
+        tokens = random.integers(0, V, 8192)
+        arrays = tokens, *tg.sort_ids(tokens.astype(np.uint16), V)
+        lookups.append([torch.from_numpy(array.astype(np.int32)).to(DEVICE) for array in arrays])
+    grads = torch.randn(2, 8192, D, device=DEVICE, dtype=torch.bfloat16)
+
+    def both(left_over):
+        dense = grads.new_full((V, D), left_over)
+        present = torch.zeros(V, dtype=torch.int8, device=DEVICE)
+        for number, (grad, lookup) in enumerate(zip(grads, lookups)):
+            tg.embedding_grad(grad, lookup, dense, present, add=number > 0)
+        return dense.where(present[:, None] > 0, 0)
+
+    want = both(0.0)
+    for _ in range(50):
+        assert torch.equal(both(1e3), want)
+
+
 def test_embedding_lookup(monkeypatch):
     """Over two micro-batches, each with a table read twice: the first makes the gradient, the rest is added, the hooks
     hear of each once, though autograd itself has no gradient, and the next step begins anew. A table without a gradient
