@@ -5009,10 +5009,28 @@ def head_loss_eval(x, weight, targets, cap, block_rows=8192):
 
 # ---- MLP -------------------------------------------------------------------------------------------------------------
 @jit
+def column_halves(x):
+    """The left and the right half of the columns of x."""
+    height: constexpr = x.shape[0]
+    half: constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, [height, 2, half]), [0, 2, 1]))
+
+
+@jit
+def column_parts(x, PARTS):
+    """The columns of x in 2 or 4 parts of the same width, from the left."""
+    left, right = column_halves(x)
+    if PARTS == 2:
+        return left, right
+    else:
+        return column_halves(left) + column_halves(right)
+
+
+@jit
 def mlp_kernel(
     a_desc, b_desc, hidden_desc, out_desc, out_t_desc, tokens, mlp_width, factor,
     WIDTH: constexpr, LIMIT: constexpr,
-    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, PARTS: constexpr,
 ):
     """out = f(a b^T) * factor, saturated at +-LIMIT, [tokens, mlp_width], and out_t, its transposed copy.
 
@@ -5021,8 +5039,8 @@ def mlp_kernel(
     e4m3, against 2^-3 of the result's own rounding. Descriptors of FP8 tensors: a [tokens, WIDTH],
     b [mlp_width, WIDTH], hidden [tokens, mlp_width], out in a's format, out_t as its bits.
 
-    The kernel is persistent, so that the next tile's loads run under the epilogue. 49,152 tokens with
-    mlp_width 3072 take 0.26 ms on one H200 (888 TFLOP/s), backward 0.29 (800). It accumulates fast: exact
+    The kernel is persistent, so that the next tile's loads run under the epilogue, which takes a tile in PARTS. 49,152
+    tokens with mlp_width 2048 take 149 us on an H200 (1038 TFLOP/s), backward 181 (854). It accumulates fast: exact
     accumulation takes 1.6 times as long. Reference: relu_squared_mlp.
     """
     tiles_across = tl.cdiv(mlp_width, BLOCK_N)
@@ -5034,14 +5052,30 @@ def mlp_kernel(
         for k in tl.range(0, WIDTH, BLOCK_K):
             x = tl.dot(a_desc.load([row, k]), b_desc.load([column, k]).T, x)
 
-        if hidden_desc is None:
-            x *= tl.maximum(x, 0.0)
-        else:
-            x *= tl.sqrt(hidden_desc.load([row, column]).to(tl.float32))
-        out = tl.clamp(x * factor, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out_desc.dtype)
-        out_desc.store([row, column], out)
-        # As integers, since ptxas loses some bits of transposed FP8 tiles.
-        out_t_desc.store([column, row], tl.trans(out.to(tl.int8, bitcast=True)))
+        parts = column_parts(x, PARTS)
+        for part in tl.static_range(PARTS):
+            y = parts[part]
+            left = column + part * (BLOCK_N // PARTS)
+            if hidden_desc is None:
+                y *= tl.maximum(y, 0.0)
+            else:
+                y *= tl.sqrt(hidden_desc.load([row, left]).to(tl.float32))
+            out = tl.clamp(y * factor, -LIMIT, LIMIT, tl.PropagateNan.ALL).to(out_desc.dtype)
+            out_desc.store([row, left], out)
+            # As integers, since ptxas loses some bits of transposed FP8 tiles.
+            out_t_desc.store([left, row], tl.trans(out.to(tl.int8, bitcast=True)))
+
+
+def mlp_tile(backward):
+    """Fixed launch configuration of mlp_kernel, and how many programs share a multiprocessor.
+
+    There are three, so that the epilogue of one runs beside the products of the others. Each may have 75 KB of shared
+    memory, which is why a tile passes through the epilogue in parts. benchmarks/bench_mlp.py --sweep chose them.
+    """
+    tile = dict(BLOCK_M=128, BLOCK_N=128, num_warps=4)
+    if backward:
+        return dict(tile, BLOCK_K=64, num_stages=3, PARTS=2), 3
+    return dict(tile, BLOCK_K=128, num_stages=2, PARTS=4), 3
 
 
 def mlp_product(a, b, factor, hidden8=None):
@@ -5049,26 +5083,22 @@ def mlp_product(a, b, factor, hidden8=None):
 
     Operands are contiguous FP8, and all sizes are multiples of 16.
     """
-    # BLOCK_M, BLOCK_N, BLOCK_K, warps, stages, programs a multiprocessor. In the backward pass two smaller programs
-    # share a multiprocessor, so that the epilogue of one runs beside the products of the other.
-    forward = 128, 256, 128, 8, 3, 1  # 208 KB of shared memory
-    backward = 128, 128, 64, 4, 4, 2  # 2 x 112 KB
-    block_m, block_n, block_k, warps, stages, programs = forward if hidden8 is None else backward
-
     tokens, width = a.shape
     mlp_width = len(b)
     out = a.new_empty(tokens, mlp_width)
     out_t = a.new_empty(mlp_width, tokens)
+    tile, programs = mlp_tile(backward=hidden8 is not None)
+    block_m, block_n, block_k = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+    part_n = block_n // tile["PARTS"]
     describe = TensorDescriptor.from_tensor
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(mlp_width, block_n)
     mlp_kernel[(min(tiles, programs * multiprocessors(a.device)),)](
         a_desc=describe(a, [block_m, block_k]),
         b_desc=describe(b, [block_n, block_k]),
-        hidden_desc=None if hidden8 is None else describe(hidden8, [block_m, block_n]),
-        out_desc=describe(out, [block_m, block_n]),
-        out_t_desc=describe(out_t.view(torch.int8), [block_n, block_m]),
-        tokens=tokens, mlp_width=mlp_width, factor=factor, WIDTH=width, LIMIT=torch.finfo(a.dtype).max,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages)
+        hidden_desc=None if hidden8 is None else describe(hidden8, [block_m, part_n]),
+        out_desc=describe(out, [block_m, part_n]),
+        out_t_desc=describe(out_t.view(torch.int8), [part_n, block_m]),
+        tokens=tokens, mlp_width=mlp_width, factor=factor, WIDTH=width, LIMIT=torch.finfo(a.dtype).max, **tile)
     return out, out_t
 
 

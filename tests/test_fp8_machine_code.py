@@ -233,15 +233,17 @@ def test_the_cure_is_still_needed():
 @pytest.mark.parametrize("backward", [False, True], ids=("forward", "backward"))
 def test_products_of_the_mlp(backward, capability):
     kind, limit = E5M2 if backward else E4M3
+    block, _ = tg.mlp_tile(backward)
+    rows, columns, depth = block["BLOCK_M"], block["BLOCK_N"], block["BLOCK_K"]
+    part = columns // block["PARTS"]
     tile = "tensordesc<{}[{}, {}]>".format
-    cols, depth, warps, stages = (128, 64, 4, 4) if backward else (256, 128, 8, 3)
-    given = dict(a_desc=tile(kind, 128, depth), b_desc=tile(E4M3[0], cols, depth), hidden_desc=tile(E4M3[0], 128, cols),
-                 out_desc=tile(kind, 128, cols), out_t_desc=tile("i8", cols, 128))
-    constants = dict(WIDTH=768, LIMIT=limit, BLOCK_M=128, BLOCK_N=cols, BLOCK_K=depth) | (
-        {} if backward else {"hidden_desc": None}
-    )
+    given = dict(a_desc=tile(kind, rows, depth), b_desc=tile(E4M3[0], columns, depth),
+                 hidden_desc=tile(E4M3[0], rows, part), out_desc=tile(kind, rows, part),
+                 out_t_desc=tile("i8", part, rows))
+    options = dict(warps=block.pop("num_warps"), stages=block.pop("num_stages"))
+    constants = dict(WIDTH=768, LIMIT=limit, **block) | ({} if backward else {"hidden_desc": None})
     check_conversion(
-        machine_code(tg.mlp_kernel, capability, warps, given, constants, stages=stages),
+        machine_code(tg.mlp_kernel, capability, given=given, constants=constants, **options),
         clamp=r"\bFMNMX\S*XORSIGN\S*",
     )  # others: relu
 
