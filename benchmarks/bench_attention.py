@@ -258,14 +258,13 @@ def sweep(cells, table, device):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False)  # MODEL and DRY look for whole words
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time every tile of TILES")
     for option in MODELS:
         parser.add_argument(
             option, action="store_true", help="heads as that preset has them (no figures of FlashAttention-3)"
         )
-    parser.add_argument("--cpu-dry-run", action="store_true", help="toy sizes in Triton's interpreter")
+    timing.add_options(parser)
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1), help="processes that compile")
     arguments = parser.parse_args()
     timing.require_gpu()

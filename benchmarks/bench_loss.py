@@ -217,7 +217,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=timing.token_count, nargs="+", default=TOKENS)
     parser.add_argument("--compiled", action="store_true", help="torch.compile too, at the first size")
-    parser.add_argument("--cpu-dry-run", action="store_true")
+    timing.add_options(parser)
     options = parser.parse_args()
     timing.require_gpu()
 

@@ -163,7 +163,7 @@ TINY_VARIANTS = Variant(32, 32, 16, 4, 2, 2, 2), Variant(32, 64, 16, 4, 2, 2, 4)
 def sweep(sizes):
     """A table of the variants' times for each number of tokens, and whether they give the same bits as today's.
 
-    The times are short ones, before the GPU grows hot: at its limit of power half of a gain may be left."""
+    Decide by --hot: on a cool GPU gains are larger than in a training."""
     print(f"\n{timing.machine()}, triton {tg.triton.__version__}, D = {D}, H = {H}\n")
     print(f"| tokens | product | {', '.join(Variant._fields)} | us | today's us | same bits |\n" + "|---" * 6 + "|")
     for T in sizes:
@@ -384,7 +384,7 @@ def print_tables(columns, paths):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--tokens",
@@ -394,7 +394,7 @@ def main():
     )
     parser.add_argument("--diagnose", metavar="STEPS", type=lambda text: [int(step) for step in text.split(",")])
     parser.add_argument("--sweep", action="store_true", help="time variants of mlp_kernel instead")
-    parser.add_argument("--cpu-dry-run", action="store_true")
+    timing.add_options(parser)
     options, training = parser.parse_known_args()
     timing.require_gpu()
     if options.diagnose or DRY and not options.sweep:

@@ -84,7 +84,7 @@ def main():
     parser.add_argument("--rows", type=tg.within(int, 8), default=4096 if DRY else tg.GPT_SMALL.ngram_rows)
     pieces = range(1, len(tg.HASH_MULTIPLIERS) + 1)
     parser.add_argument("--pieces", type=int, choices=pieces, default=tg.GPT_SMALL.ngram_pieces)
-    parser.add_argument("--cpu-dry-run", action="store_true")
+    timing.add_options(parser)
     options = parser.parse_args()
     timing.require_gpu()
     print(f"{timing.machine()}, {options.rows} rows x {D} in {options.pieces} pieces\n")

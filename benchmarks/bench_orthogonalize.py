@@ -153,8 +153,9 @@ def sweep():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("--sweep", "--compile", "--cpu-dry-run"):
+    for flag in ("--sweep", "--compile"):
         parser.add_argument(flag, action="store_true")
+    timing.add_options(parser)
     parser.add_argument("--method", choices=tg.ORTHOGONALIZATIONS, default="polar-express")
     options = parser.parse_args()
 

@@ -107,7 +107,7 @@ def sweep(cell):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="time other tiles too")
-    parser.add_argument("--cpu-dry-run", action="store_true", help="toy sizes in Triton's interpreter")
+    timing.add_options(parser)
     options = parser.parse_args()
     timing.require_gpu()
     print(f"{timing.machine()}, triton {tg.triton.__version__}", flush=True)

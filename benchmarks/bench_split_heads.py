@@ -176,7 +176,7 @@ def main():
     )
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--cpu-dry-run", action="store_true")
+    timing.add_options(parser)
     options = parser.parse_args()
     timing.require_gpu()
     print(f"{timing.machine()}, {HEADS} heads of {WIDTH}, keys of {KEYS}")

@@ -41,6 +41,7 @@ def test_help_is_no_error(name, monkeypatch, capsys):
         ("bench_trace", ["1:2", "--preset", "smoke"], "expected --stop-after N, found none; fix: "),
         ("bench_network", ["x"], "unrecognized arguments: x"),
         ("bench_loss", ["--tokens", "7"], "--tokens: expected a multiple of 16, at least 16, found 7"),
+        ("bench_loss", ["--ho"], "unrecognized arguments: --ho"),
         ("bench_loss", ["--tokens", "0"], "--tokens: expected a multiple of 16, at least 16, found 0"),
         ("bench_mlp", ["--tokens", "7"], "--tokens: expected a multiple of 16, at least 16, found 7"),
         ("bench_ngram", ["--pieces", "0"], "--pieces: "),
@@ -55,6 +56,31 @@ def test_a_mistake_is_a_line(name, arguments, line, monkeypatch, capsys):
         pytest.importorskip("triton")
     assert exit_code(monkeypatch, name, *arguments) == USAGE
     assert line in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_hot_time_is_taken_after_a_second(monkeypatch):
+    """Calls take 4 ms while the clock is high, and 5 ms after a second."""
+    timing = importlib.import_module("timing")
+    now_ms = 0.0
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = now_ms
+
+        def elapsed_time(self, end):
+            return end.at_ms - self.at_ms
+
+    def run():
+        nonlocal now_ms
+        now_ms += 4.0 if now_ms < 1000 else 5.0
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    assert timing.hot_milliseconds(run, short_ms=4.0) == 5.0
+    assert now_ms == 1000 + 5.0 * 125
 
 
 def test_ranks_take_an_option_spelt_with_its_value(monkeypatch):
