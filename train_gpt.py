@@ -322,8 +322,8 @@ class OptimizerConfig:
         ("value_embedding", AdamRule(75.0, (0.75, 0.98), decay=0.025, sharded=True, looked_up=True)),
         ("ngram", AdamRule(30.0, (0.0, 0.95), sparse=True)),
         ("lm_head", AdamRule(1.0, (0.5, 0.98), decay=0.75, sharded=True)),
-        ("scalar", AdamRule(10.0, (0.9, 0.95))),
-        ("gate", AdamRule(1.0, (0.9, 0.95))))
+        ("scalar", AdamRule(10.0, (0.9, 0.9))),
+        ("gate", AdamRule(1.0, (0.9, 0.9))))
 
 
 @dataclass(frozen=True)
