@@ -4,8 +4,10 @@ import importlib
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
 
 import helpers
 
@@ -47,6 +49,7 @@ def test_help_is_no_error(name, monkeypatch, capsys):
         ("bench_ngram", ["--pieces", "0"], "--pieces: "),
         ("bench_ngram", ["--pieces", "5"], "--pieces: "),
         ("bench_ngram", ["--rows", "0"], "--rows: "),
+        ("repeats", ["0"], "step: expected at least 1, found 0"),
         ("machine_code", ["--capability", "x"], "--capability: expected two numbers as in 9.0, found x"),
         ("compile_ahead", ["--capability", "9"], "--capability: expected two numbers as in 9.0, found 9"),
     ],
@@ -56,6 +59,32 @@ def test_a_mistake_is_a_line(name, arguments, line, monkeypatch, capsys):
         pytest.importorskip("triton")
     assert exit_code(monkeypatch, name, *arguments) == USAGE
     assert line in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1e-9])
+def test_what_a_repeated_step_leaves_is_compared_to_the_bit(wrong, capsys):
+    """A step that adds 1 to what it finds: once set back, it finds the same. And one that adds more each time."""
+    repeats = importlib.import_module("repeats")
+    weights = torch.tensor([0.0, 5.0], dtype=torch.float64)
+    moment = torch.tensor([3.0])
+    steps = 0
+
+    def step():
+        nonlocal steps
+        weights.add_(1)
+        weights[1] += wrong * steps
+        steps += 1
+        return weights[:1]
+
+    trainer = types.SimpleNamespace(
+        ranks=types.SimpleNamespace(rank=3, on_gpu=False), device=torch.device("cpu"),
+        state=lambda: {"weights": weights, "moment": moment}, model=torch.nn.Linear(1, 1))
+    assert repeats.repeat(trainer, step) == (wrong == 0)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == steps == repeats.REPETITIONS["alone"]
+    assert lines[0] == "rank 3, alone: the same"
+    assert lines[1].startswith("rank 3, alone: weights " if wrong else "rank 3, alone: the same")
+    assert weights.tolist() == [0, 5]
 
 
 def test_a_hot_time_is_taken_after_a_second(monkeypatch):

@@ -1,0 +1,122 @@
+"""Repeat a step of a training, and say which tensors come out otherwise, to the bit; not a test.
+
+    python benchmarks/repeats.py 2 --preset smoke-gpu --micro-batch-tokens 8192      step 2, on a GPU
+    torchrun --standalone --nproc_per_node=2 benchmarks/repeats.py 2 --preset smoke-gpu
+    python benchmarks/repeats.py 2 --preset smoke                     on a CPU: proves that it runs through
+
+Takes the number of the step, then the options of train_gpt.py, of which it sets --stop-after. Before each repetition
+everything that training changes is set back to what it was. On a GPU the step then runs alone, and beside copies and
+products on streams of a low and a high priority, so that its kernels and their blocks come in other orders. A line a
+repetition says what differs from the first one, and by how many bytes. The exit code is 1 if anything does.
+
+This finds kernels whose threads race: no interpreter shows these, and a comparison with a reference only by luck.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import train_gpt as tg
+
+REPETITIONS = {"alone": 4, "copies": 6, "products": 6, "urgent copies": 4, "urgent products": 4}
+
+
+def differing_bytes(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, int]:
+    """How many bytes of each tensor differ, of those where some do."""
+    counts = {}
+    for name, tensor in found.items():
+        pair = [x.contiguous().view(-1).view(torch.uint8) for x in (tensor, wanted[name])]
+        count = int((pair[0] != pair[1]).sum())
+        if count:
+            counts[name] = count
+    return counts
+
+
+def load(kind: str, device: torch.device) -> Callable[[], None]:
+    """A function that queues some 50 ms of other work on a stream of its own."""
+    if kind == "alone":
+        return lambda: None
+    stream = torch.cuda.Stream(priority=-5 if "urgent" in kind else 0)
+    gibibyte = torch.zeros(2**28, device=device)
+    matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    work = functools.partial(gibibyte.add_, 1.0) if "copies" in kind else functools.partial(torch.mm, matrix, matrix)
+
+    def queue():
+        with torch.cuda.stream(stream):
+            for _ in range(60):
+                work()
+    return queue
+
+
+def repeat(trainer: tg.Trainer, run: Callable[[], Tensor]) -> bool:
+    """Run a step as often as REPETITIONS says, print what differs, and set the state back. Whether all was the same."""
+    ranks = trainer.ranks
+    state = trainer.state()
+    before = {name: tensor.clone() for name, tensor in state.items()}
+
+    def set_back():
+        for name, tensor in state.items():
+            tensor.copy_(before[name])
+        trainer.model.zero_grad()
+        if ranks.on_gpu:
+            torch.cuda.synchronize()
+
+    first = None
+    same = True
+    for kind, count in REPETITIONS.items():
+        if kind != "alone" and not ranks.on_gpu:
+            continue
+        queue = load(kind, trainer.device)
+        for _ in range(count):
+            set_back()
+            queue()
+            after = {"loss": run().clone()}
+            after |= {name: tensor.clone() for name, tensor in state.items()}
+            first = first or after
+            counts = differing_bytes(after, first)
+            same = same and not counts
+            found = ", ".join(f"{name} {count}" for name, count in counts.items()) or "the same"
+            tg.show(f"rank {ranks.rank}, {kind}: {found}\n", sys.stdout)
+    set_back()
+    return same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", type=int, help="the step to repeat, from 1")
+    parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
+    own = parser.parse_args()
+    if own.step < 1:
+        parser.error(f"step: expected at least 1, found {own.step}")
+    training_step = tg.Trainer.training_step
+    warm_up = tg.Trainer.warm_up
+    results = []
+
+    def repeated(trainer, step, batches):
+        run = functools.partial(training_step, trainer, step, batches)
+        if getattr(trainer, "warm", False) and step == own.step - 1:
+            results.append(repeat(trainer, run))
+        return run()
+
+    def warmed_up(trainer):
+        variants = warm_up(trainer)
+        trainer.warm = True
+        return variants
+
+    tg.Trainer.training_step = repeated
+    tg.Trainer.warm_up = warmed_up
+    code = tg.main([*own.training, "--stop-after", str(own.step)])
+    if not results:
+        print(f"step: expected one that the run reaches, found {own.step}; fix: a smaller one", file=sys.stderr)
+        return code or tg.EXIT_USAGE
+    return code or int(not all(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
