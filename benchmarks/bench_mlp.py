@@ -4,7 +4,7 @@ and the ranges its FP8 scales must cover.
     python benchmarks/bench_mlp.py                       under 40 s on an H200
     python benchmarks/bench_mlp.py --tokens 16384        one size
     python benchmarks/bench_mlp.py --cpu-dry-run         tiny sizes, interpreted kernels: proves that it runs through
-    python benchmarks/bench_mlp.py --sweep               other tiles of mlp_kernel, and variants of it, instead
+    python benchmarks/bench_mlp.py --sweep               other launch configurations of mlp_kernel, instead
     python benchmarks/bench_mlp.py --diagnose 0,20,111,339 --preset sprint --data DIR --seed 1
         trains with the options that follow and prints, for the first micro-batch of those steps and every layer, how
         large what is rounded to FP8 is, in the QKV projections too (add --no-fp8 mlp or attention to see it in bf16)
@@ -14,8 +14,6 @@ times are what it takes to enqueue the same work without a graph. Errors are Fro
 result of the same bf16 operands. Ceilings: 4.27 TB/s (rates above it come from the L2 cache), 790 TFLOP/s in bf16 and
 1500 in FP8. The bytes of a product with an epilogue are the epilogue's.
 """
-
-from __future__ import annotations  # Triton's interpreter reads them as text
 
 import argparse
 import sys
