@@ -58,14 +58,25 @@ def repeat(trainer: tg.Trainer, run: Callable[[], Tensor]) -> bool:
     """Run a step as often as REPETITIONS says, print what differs, and set the state back. Whether all was the same."""
     ranks = trainer.ranks
     state = trainer.state()
-    before = {name: tensor.clone() for name, tensor in state.items()}
+
+    def meet():
+        """Wait until no rank reads or writes any more: they may share memory."""
+        if ranks.on_gpu:
+            torch.cuda.synchronize()
+        ranks.gather_objects(None)
+
+    def copied_state():
+        trainer.optimizer.gather()
+        meet()
+        return {name: tensor.clone() for name, tensor in state.items()}
+
+    before = copied_state()
 
     def set_back():
         for name, tensor in state.items():
             tensor.copy_(before[name])
         trainer.model.zero_grad()
-        if ranks.on_gpu:
-            torch.cuda.synchronize()
+        meet()
 
     first = None
     same = True
@@ -76,8 +87,7 @@ def repeat(trainer: tg.Trainer, run: Callable[[], Tensor]) -> bool:
         for _ in range(count):
             set_back()
             queue()
-            after = {"loss": run().clone()}
-            after |= {name: tensor.clone() for name, tensor in state.items()}
+            after = {"loss": run().clone(), **copied_state()}
             first = first or after
             counts = differing_bytes(after, first)
             same = same and not counts

@@ -68,16 +68,19 @@ def test_what_a_repeated_step_leaves_is_compared_to_the_bit(wrong, capsys):
     weights = torch.tensor([0.0, 5.0], dtype=torch.float64)
     moment = torch.tensor([3.0])
     steps = 0
+    events = []
 
     def step():
         nonlocal steps
         weights.add_(1)
         weights[1] += wrong * steps
         steps += 1
+        events.append("step")
         return weights[:1]
 
     trainer = types.SimpleNamespace(
-        ranks=types.SimpleNamespace(rank=3, on_gpu=False), device=torch.device("cpu"),
+        ranks=types.SimpleNamespace(rank=3, on_gpu=False, gather_objects=lambda _: events.append("meet")),
+        optimizer=types.SimpleNamespace(gather=lambda: events.append("gather")), device=torch.device("cpu"),
         state=lambda: {"weights": weights, "moment": moment}, model=torch.nn.Linear(1, 1))
     assert repeats.repeat(trainer, step) == (wrong == 0)
     lines = capsys.readouterr().out.splitlines()
@@ -85,6 +88,7 @@ def test_what_a_repeated_step_leaves_is_compared_to_the_bit(wrong, capsys):
     assert lines[0] == "rank 3, alone: the same"
     assert lines[1].startswith("rank 3, alone: weights " if wrong else "rank 3, alone: the same")
     assert weights.tolist() == [0, 5]
+    assert events == ["gather", "meet", *["meet", "step", "gather", "meet"] * steps, "meet"]
 
 
 def test_a_hot_time_is_taken_after_a_second(monkeypatch):
