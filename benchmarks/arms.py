@@ -37,11 +37,13 @@ keys by arms_file.py before anything trains, and settings that the preset cannot
 OUT.NAME.txt.
 
 An entry may be a screening, which asks for several changes at once: {"base": {arm}, "factors": {"heads": {arm}, "rows":
-{arm}, ...}}, each factor being what it changes. Its arms, named after the base's name and numbered, are a
-Plackett-Burman design: 4, 8, 12 or 20 runs for up to 3, 7, 11 or 19 factors, half of the runs with a factor and half
-without, all else in balance. So every effect is a difference of two means over all runs, where pairs of single runs
-would need several times as many. Interactions of two factors are spread over the other effects. Fewer factors than
-there is room for show how large chance is.
+{arm}, ...}}, each factor being what it changes, or [{arm}, {arm}], what the runs without it change and those with it: a
+constant below and above its value. Its arms, named after the base's name and numbered, are a Plackett-Burman design: 4,
+8, 12, 20, 24, 32, 44 or 48 runs for one factor less, half of the runs with a factor and half without, all else in
+balance. So every effect is a difference of two means over all runs, where pairs of single runs would need several times
+as many. Interactions of two factors are spread over the other effects, unless {"mirrored": true, ...} has each run a
+second time with what the first one lacks. Fewer factors than there is room for show how large chance is. `--effects`
+prints them by the choosing tokens, and by those that judge.
 """
 
 import argparse
@@ -70,7 +72,7 @@ import torch
 
 SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
 sys.path.insert(0, str(SCRIPT.parent / "records"))
-from arms_file import Mistake, Unread, design, read_arms, read_entries, require, screening_arms
+from arms_file import Mistake, Unread, read_arms, read_entries, require, screening_arms, screening_signs
 from record import query_gpus
 from starts import CPU_SETTINGS
 
@@ -98,7 +100,10 @@ def read_results(path: Path) -> dict[str, dict]:
     for count, text in enumerate(path.read_text().splitlines(), 1):
         try:
             line = json.loads(text)
-            losses = {label: float(loss) for label, loss in line["loss"].items()}
+            kinds = [("", line["loss"])]
+            if line.get("choose"):
+                kinds = [("choose ", line["choose"]), ("judge ", line["loss"])]
+            losses = {kind + label: float(loss) for kind, found in kinds for label, loss in found.items()}
             ended[line["name"]] = {"loss": losses, "seconds": float(line["seconds"])}
         except (ValueError, KeyError, TypeError, AttributeError):
             require(False, f"{path}, line {count}", "a line of results", repr(text[:60]), "remove that line")
@@ -112,7 +117,7 @@ def print_effects(screening: dict, results: Path) -> None:
     one more than there are factors still tell the effects, and each further one tells their standard error better."""
     factors = list(screening["factors"])
     ended = read_results(results)
-    signs = design(len(factors))[:, :len(factors)]
+    signs = screening_signs(screening)
     found = [(row, ended[arm["name"]]) for row, arm in zip(signs, screening_arms(screening)) if arm["name"] in ended]
     matrix = np.array([[1, *(row / 2)] for row, _ in found]).reshape(-1, len(factors) + 1)
     enough = np.linalg.matrix_rank(matrix) > len(factors)
@@ -125,19 +130,19 @@ def print_effects(screening: dict, results: Path) -> None:
     effects = inverse @ outcomes
     print(
         f"{f'{len(found)} of {len(signs)} runs':20}"
-        + "".join(f"{label:>16}" for label in labels)
+        + "".join(f"{label:>18}" for label in labels)
         + f"{'seconds':>10}"
     )
     for name, values in zip(["mean", *factors], effects):
         sign = "" if name == "mean" else "+"
-        print(f"{name:20}" + "".join(f"{loss:{sign}16.5f}" for loss in values[:-1]) + f"{values[-1]:{sign}10.2f}")
+        print(f"{name:20}" + "".join(f"{loss:{sign}18.5f}" for loss in values[:-1]) + f"{values[-1]:{sign}10.2f}")
 
     spare = len(found) - len(effects)
     if spare:
         scatter = np.sqrt(((outcomes - matrix @ effects) ** 2).sum(0) / spare)  # the standard deviation of a run
         # of the effect that the lost runs leave least certain
         errors = scatter * np.linalg.norm(inverse[1:], axis=1).max()
-        print(f"{'standard error':20}" + "".join(f"{error:16.5f}" for error in errors[:-1]) + f"{errors[-1]:10.2f}")
+        print(f"{'standard error':20}" + "".join(f"{error:18.5f}" for error in errors[:-1]) + f"{errors[-1]:10.2f}")
 
 
 def frozen(value):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-# Plackett and Burman, 1946, Biometrika 33
-FIRST_ROWS = {4: "++-", 8: "+++-+--", 12: "++-+++---+-", 20: "++--++++-+-+----++-"}
+# Runs of Plackett and Burman's designs (1946, Biometrika 33) that are made from a prime, which is one less.
+DESIGNS = 4, 8, 12, 20, 24, 32, 44, 48
 
 
 class Mistake(Exception):
@@ -57,10 +57,12 @@ KEYS = {
 # ---- screenings ------------------------------------------------------------------------------------------------------
 def design(factors: int) -> np.ndarray:
     """Plackett and Burman's smallest design with a column for each factor, entries +1 and -1, [runs, runs - 1].
-    The last run has no factor."""
-    runs = next(n for n in FIRST_ROWS if n > factors)
-    first = np.array([1 if sign == "+" else -1 for sign in FIRST_ROWS[runs]])
-    return np.array([*(np.roll(first, shift) for shift in range(runs - 1)), -np.ones(runs - 1, int)])
+    The last run has no factor; in the first one, those whose number is 0 or a square modulo the prime."""
+    runs = next(n for n in DESIGNS if n > factors)
+    prime = runs - 1
+    first = -np.ones(prime, int)
+    first[np.arange(prime) ** 2 % prime] = 1
+    return np.array([*(np.roll(first, shift) for shift in range(prime)), -np.ones(prime, int)])
 
 
 def merged(*arms: dict) -> dict:
@@ -97,14 +99,20 @@ def check_arm(arm: Any, where: str) -> None:
 
 
 def check_screening(screening: dict, where: str) -> None:
-    require(screening.keys() == {"base", "factors"}, where, "base and factors", ", ".join(screening))
+    keys = screening.keys() - {"mirrored"}
+    require(keys == {"base", "factors"}, where, "base, factors and perhaps mirrored", ", ".join(screening))
+    mirrored = screening.get("mirrored", False)
+    require(isinstance(mirrored, bool), f"{where}: mirrored", "true or false", json.dumps(mirrored))
     factors = screening["factors"]
-    most = max(FIRST_ROWS) - 1
+    most = max(DESIGNS) - 1
     require(isinstance(factors, dict), f"{where}: factors", "an object", json.dumps(factors))
     require(1 <= len(factors) <= most, f"{where}: factors", f"1 to {most}", len(factors))
     check_arm(screening["base"], f"{where}: base")
-    for name, change in factors.items():
-        check_arm(change, f"{where}: factor {name}")
+    for name, factor in factors.items():
+        pair = not isinstance(factor, list) or len(factor) == 2
+        require(pair, f"{where}: factor {name}", "a change, or two", json.dumps(factor))
+        for change in levels(factor).values():
+            check_arm(change, f"{where}: factor {name}")
 
 
 def read_entries(path: Path) -> list[dict]:
@@ -120,10 +128,26 @@ def read_entries(path: Path) -> list[dict]:
     return entries
 
 
+def screening_signs(screening: dict) -> np.ndarray:
+    """Whether each run has each factor, +1, or not, -1: [runs, factors]. In a mirrored screening each run is followed
+    by one with all signs turned round, so that interactions of two factors add nothing to the effects."""
+    factors = len(screening["factors"])
+    signs = design(factors)[:, :factors]
+    if screening.get("mirrored"):
+        signs = np.stack([signs, -signs], axis=1).reshape(-1, factors)
+    return signs
+
+
+def levels(factor: dict | list) -> dict[int, dict]:
+    """What a run without the factor, -1, changes, and one with it, +1."""
+    without, with_it = factor if isinstance(factor, list) else ({}, factor)
+    return {-1: without, 1: with_it}
+
+
 def screening_arms(screening: dict) -> list[dict]:
     arms = []
-    for number, row in enumerate(design(len(screening["factors"]))):
-        chosen = [change for sign, change in zip(row, screening["factors"].values()) if sign > 0]
+    for number, row in enumerate(screening_signs(screening)):
+        chosen = [levels(factor)[sign] for sign, factor in zip(row, screening["factors"].values())]
         arms.append(merged(screening["base"], *chosen, {"name": f"{screening['base'].get('name', 'run')}{number:02d}"}))
     return arms
 

@@ -18,6 +18,7 @@ import helpers
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))
 import arms
+import arms_file
 
 NAMES = ["heads", "rows", "decay", "init", "beta"]
 EFFECTS = np.array([0.010, -0.004, 0.0, 0.002, -0.001])
@@ -39,10 +40,10 @@ def printed_effects(output: str) -> dict[str, float]:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("factors", [3, 5, 11, 19])
+@pytest.mark.parametrize("factors", [3, 5, 11, 19, 20, 31, 40, 47])
 def test_a_screening_is_balanced(factors):
     """Each factor is in half of the runs, and each two in a quarter; the last run has none."""
-    signs = arms.design(factors)
+    signs = arms_file.design(factors)
     runs, columns = signs.shape
     assert columns == runs - 1 >= factors
     assert (signs[-1] == -1).all()
@@ -57,7 +58,7 @@ def test_effects_are_differences_of_means(tmp_path, capsys):
     arms.print_effects(screening, tmp_path / "a.jsonl")
     effects = printed_effects(capsys.readouterr().out)
 
-    columns = [losses[sign > 0].mean() - losses[sign < 0].mean() for sign in arms.design(5).T]
+    columns = [losses[sign > 0].mean() - losses[sign < 0].mean() for sign in arms_file.design(5).T]
     assert list(effects) == ["mean", *NAMES, "standard error"]
     assert list(effects.values())[1:-1] == pytest.approx(columns[:5], abs=6e-6)
     # The columns that no factor takes show chance alone.
@@ -69,7 +70,7 @@ def test_effects_are_differences_of_means(tmp_path, capsys):
 def test_effects_when_runs_are_lost(lost, tmp_path, capsys):
     outcomes = {
         number: 3.1 + row[:5] @ EFFECTS / 2
-        for number, row in enumerate(arms.design(5))
+        for number, row in enumerate(arms_file.design(5))
         if number not in lost
     }
     screening = write_results(tmp_path / "a.jsonl", outcomes)
@@ -100,6 +101,41 @@ def test_arms_of_a_screening_unite_their_factors():
     }
     assert found[1] == {"name": "s01", "seed": 2, "model": {"heads": 6, "ngram_rows": 8}, "edits": [["c", "d"]]}
     assert found[-1] == {"name": "s03", "seed": 1, "model": {"heads": 6}}
+
+
+@pytest.mark.fast
+def test_a_factor_may_change_the_runs_without_it_too(tmp_path):
+    screening = {"base": {"name": "s"}, "factors": {"rate": [{"length": 0.8}, {"length": 1.25}], "seed": {"seed": 2}}}
+    path = tmp_path / "arms.json"
+    path.write_text(json.dumps(screening))
+    runs = {(arm["length"], arm.get("seed")) for arm in arms.read_arms(path)}
+    assert runs == {(0.8, None), (0.8, 2), (1.25, None), (1.25, 2)}
+
+    screening["factors"]["rate"].append({})
+    path.write_text(json.dumps(screening))
+    with pytest.raises(arms.Mistake, match="factor rate: expected a change, or two, found"):
+        arms.read_arms(path)
+
+
+@pytest.mark.fast
+def test_in_a_mirrored_screening_interactions_add_nothing():
+    factors = {str(number): {} for number in range(11)}
+    signs = arms_file.screening_signs({"base": {}, "factors": factors, "mirrored": True})
+    assert signs.shape == (24, 11)
+    assert (signs.T @ signs == 24 * np.eye(11)).all()
+    products = np.array([signs[:, a] * signs[:, b] for a in range(11) for b in range(a)])
+    assert (products @ signs == 0).all()
+
+
+@pytest.mark.fast
+def test_effects_by_the_tokens_that_choose_come_first(tmp_path, capsys):
+    screening = write_results(tmp_path / "a.jsonl", dict.fromkeys(range(8), 3.1))
+    lines = [json.loads(line) | {"choose": {"preset": 3.2}} for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arms.print_effects(screening, tmp_path / "a.jsonl")
+    head, mean, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[-5:] == ["choose", "preset", "judge", "preset", "seconds"]
+    assert mean.split()[1:3] == ["3.20000", "3.10000"]
 
 
 @pytest.mark.fast
@@ -185,10 +221,10 @@ SCREENING = '"base": {"name": "a"}, "factors"'
         ('{"name": "a", "watch_every": 0}', "a: watch_every: expected"),
         ('{"name": "a", "model": 3}', "a: model: expected an object, found 3"),
         ('{"name": "a", "edits": [["b"]]}', "a: edits: expected a list of pairs"),
-        ('{"factors": {"b": {}}}', "expected base and factors, found factors"),
+        ('{"factors": {"b": {}}}', "expected base, factors and perhaps mirrored, found factors"),
         (f"{{{SCREENING}: 3}}", "factors: expected an object, found 3"),
-        (f"{{{SCREENING}: {{}}}}", "factors: expected 1 to 19, found 0"),
-        (f"{{{SCREENING}: {json.dumps({str(n): {} for n in range(20)})}}}", "factors: expected 1 to 19, found 20"),
+        (f"{{{SCREENING}: {{}}}}", "factors: expected 1 to 47, found 0"),
+        (f"{{{SCREENING}: {json.dumps({str(n): {} for n in range(48)})}}}", "factors: expected 1 to 47, found 48"),
         (f'{{{SCREENING}: {{"b": {{"modle": 1}}}}}}', "factor b: .*expected only"),
     ],
 )
