@@ -174,7 +174,10 @@ def errors(cell, rival):
 
     leaves = cell.leaves()
     out = tg.PackedAttention.apply(*leaves, *cell.distances, cell.window, SCALE, cell.gates)
-    rows = {"ours": ((out.detach(), *torch.autograd.grad(out, leaves, cell.dout)), exact(cell.gates.double()))}
+    # In this thread: autograd's own has no CUDA context yet, which the descriptors of the first kernel there need.
+    with torch.autograd.set_multithreading_enabled(False):
+        gradients = torch.autograd.grad(out, leaves, cell.dout)
+    rows = {"ours": ((out.detach(), *gradients), exact(cell.gates.double()))}
     if rival:
         rows["varlen_attn"] = (rival[0]().detach(), *rival[1]()), exact()
     relative = lambda x, y: float((x.double() - y).norm() / y.norm())
