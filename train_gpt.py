@@ -62,7 +62,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import IO, Any, NamedTuple, NoReturn, TextIO
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # a closed terminal, Ctrl-C, and Slurm or docker stop
 
@@ -80,7 +80,7 @@ def handle_stop_signals(handler: Callable | signal.Handlers) -> dict:
 def end_at_once(number: int, _):
     """Handle a stop signal where there is nothing to put in order."""
     with contextlib.suppress(OSError):  # the terminal is gone
-        os.write(sys.stderr.fileno(), b"train_gpt: interrupted\n")
+        os.write(2, b"train_gpt: interrupted\n")  # sys.stderr may be None
     os._exit(128 + number)
 
 
@@ -344,6 +344,10 @@ class Stage:
     def chunk_tokens(self) -> int:
         return self.batch_tokens // CHUNKS
 
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch_tokens
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -545,7 +549,7 @@ def fitting_length(preset: Preset, tokens: int) -> float:
     the smallest one if none does (--length auto)."""
     def taken(length):
         stages = scaled_preset(preset, length / 1e4).stages
-        return sum(stage.steps * stage.batch_tokens for stage in stages)
+        return sum(stage.tokens for stage in stages)
 
     lengths = range(int(1e4 * LENGTHS[0]), int(1e4 * LENGTHS[1]) + 1)
     fitting = bisect.bisect_right(lengths, tokens, key=taken)
@@ -767,7 +771,7 @@ class TokenStream:
 
     def consumed(self, stages: tuple[Stage, ...]) -> int:
         """How many tokens of the stream the stages use up, those before the first BOS included."""
-        return self.first + sum(stage.steps * stage.batch_tokens for stage in stages)
+        return self.first + sum(stage.tokens for stage in stages)
 
     @property
     def usable(self) -> int:
@@ -849,7 +853,7 @@ def hash_ngrams(tokens: np.ndarray, positions: np.ndarray, rows: int, pieces: in
     """
     part_rows = rows // orders
     last = part_rows - 1
-    modulus = last - 1 + last % 2
+    modulus = (last - 1) | 1
     tokens = tokens.astype(np.uint32)
     found = np.empty((len(tokens), pieces, orders), np.int32)
     for order, multipliers in enumerate(NGRAM_MULTIPLIERS[:orders]):
@@ -1734,13 +1738,6 @@ class GPT(nn.Module):
         self.ops = ops
         width = config.width
         pieces = config.ngram_pieces
-        if config.attention_width > width:  # values of n-grams are channels of the stream
-            fail("heads * head_width", f"at most the model's width, {width}", config.attention_width,
-                 "fewer heads, or narrower ones")
-        most_inputs = min(width, 2 * config.attention_width)  # half of them are a value embedding's
-        if config.gate_inputs % 2 or not 0 < config.gate_inputs <= most_inputs:
-            fail("gate_inputs", f"an even number up to {most_inputs}", config.gate_inputs, "16")
-
         weight = functools.partial(torch.empty, device=device, dtype=getattr(torch, config.dtype))
         table = functools.partial(weight, config.padded_vocabulary)
         self.embedding = make_param("embedding", table(width))
@@ -1755,15 +1752,10 @@ class GPT(nn.Module):
                 layer = replace(layer, value_embedding=None)
             if layer.attention or layer.mlp:
                 self.blocks[str(index)] = Block(index, layer, config, weight, ops)
-        self.skip_layers = set()  # whose output a later layer adds
-        self.source_layers = set()  # whose output a later layer's attention reads
-        for block in self.blocks.values():
-            self._check_source(block, "skip_from", self.skip_layers)
-            self._check_source(block, "attention_from", self.source_layers)
-            value = block.layer.value_embedding
-            if value not in (None, NGRAMS, *range(config.value_embeddings)):
-                fail(f"layer {block.index}: value_embedding", f"None, NGRAMS or below {config.value_embeddings}", value,
-                     "more value_embeddings in ModelConfig")
+        layers = [block.layer for block in self.blocks.values()]
+        self.skip_layers = {layer.skip_from for layer in layers} - {None}  # whose output a later layer adds
+        # Whose output a later layer's attention reads.
+        self.source_layers = {layer.attention_from for layer in layers} - {None}
         self.value_embeddings = nn.ParameterList(
             make_param("value_embedding", table(config.attention_width)) for _ in range(config.value_embeddings))
         self.lm_head = make_param("lm_head", table(width))
@@ -1789,17 +1781,6 @@ class GPT(nn.Module):
         # Where rows are dealt out, the optimizer puts another function here. 64-bit ids: the table has more than 2^31
         # elements.
         self.sum_rows = ops.compile(lambda ids, table: F.embedding(ids.long(), table).sum(1))
-
-    def _check_source(self, block: Block, field: str, named: set[int]):
-        """Note the earlier layer that a layer names in `field` among those `named`. Fails unless there is one."""
-        source = getattr(block.layer, field)
-        if source is None:
-            return
-        earlier = [index for index in map(int, self.blocks) if index < block.index]
-        if source not in earlier:
-            fail(f"layer {block.index}: {field}", "an earlier layer with attention or an MLP", source,
-                 f"one of {', '.join(map(str, earlier)) or 'none'}")
-        named.add(source)
 
     def read_tables(self) -> list[int]:
         """The value embeddings that attention reads, in the order of the layers."""
@@ -2285,8 +2266,9 @@ def memory_for_grad(weight):
     parameter: until `weight.grad` is set, it would get the same memory again.
     """
     view = weight.info.grad_view if hasattr(weight, "info") else None  # tests pass plain tensors
-    # A new view: autograd keeps a gradient's memory only where nothing else holds that very tensor, else it copies.
-    return torch.empty_like(weight) if view is None or weight.grad is not None else view.view_as(weight)
+    if view is None or weight.grad is not None:
+        return torch.empty_like(weight)
+    return view.view_as(weight)  # autograd copies a gradient of which somebody else holds the very tensor, not a view
 
 
 class Owner:
@@ -2526,7 +2508,8 @@ class AdamTable(Adam):
     The moments have the dtype of the weights: bfloat16's rounding, 2^-8, is small against the 2 % and more of the
     way to a gradient, or its square, that a step moves them. So an update moves 14 bytes a weight instead of 22.
     """
-    grads = received = None  # this rank's gradient, and copies of all ranks', if there is shared memory
+    grads = None  # this rank's gradient, where it has memory of its own
+    received = None  # copies of all ranks' gradients, if there is shared memory
     copies_grads = True
 
     def __post_init__(self):
@@ -2848,7 +2831,7 @@ def state_hash(state: dict) -> str:
 PEAK_TOKEN_BYTES = {"fp8": 210_000, "bf16": 359_000, "reference": 849_000}
 RECOMPUTED_TOKEN_BYTES = 61_000  # the same, where each layer is computed again in the backward pass
 VALIDATION_TOKEN_BYTES = 39_000  # the same for a validation window, with its logits
-LATER_BYTES = 7 * 2**28  # for gradients, averages and exchanges, which are not there yet when the room is measured
+LATER_BYTES = 7 * 2**28  # for gradients and exchanges, which are not there yet when the room is measured
 USEFUL_MICRO_BATCH_TOKENS = 294_912  # the largest batch of a step; halves of 196,608 took 1 % longer
 
 
@@ -3092,7 +3075,7 @@ class Trainer:
         return self.optimizer.state() | dict(self.model.named_buffers())
 
     def gather(self):
-        """Give every rank all weights, before anything but a training step reads them."""
+        """Give every rank all weights and inclusion rates, before anything but a training step reads them."""
         self.optimizer.gather()
         self.share_counts()
 
@@ -3177,6 +3160,13 @@ def largest_weights(trainer: Trainer, log: RunLog) -> dict:
     return largest
 
 
+def require_finite(what: str, loss: float, found: str, ranks: Ranks):
+    """Fail, on every rank alike, where a training has diverged."""
+    if not math.isfinite(loss):
+        fail(what, "a finite number", found, "lower the learning rate or report this seed", EXIT_NUMERICS,
+             silent=ranks.rank > 0)
+
+
 class Meter:
     """Losses and times of the logged steps.
 
@@ -3243,9 +3233,7 @@ class Meter:
         self.log.say(f"step {step:5d}/{self.total_steps}   train loss {loss:7.4f}   {ms_per_step:8.2f} ms/step   "
                      f"{tokens_per_ms:6.1f} tokens/ms   {left_s:6.1f} s left",
                      f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left")
-        if not math.isfinite(loss):
-            fail("training loss", "a finite number", f"{loss} at step {step}",
-                 "lower the learning rate or report this seed", EXIT_NUMERICS, silent=self.ranks.rank > 0)
+        require_finite("training loss", loss, f"{loss} at step {step}", self.ranks)
         if stops:
             raise Interrupted(max(self.ranks.gather_objects(self.ranks.stop_signal)), silent=self.ranks.rank > 0)
 
@@ -3304,8 +3292,14 @@ def read_checkpoint(path: Path) -> dict:
         found = f"'{str(error).partition(chr(10))[0]}'"
     if found != CHECKPOINT_FORMAT:
         fail(f"checkpoint {path}", f"{CHECKPOINT_FORMAT}, as --checkpoint writes it", found,
-             "name another file, or start without --resume")
+             "name another file")
     return content
+
+
+def to_disk(file: IO):
+    """Before a file is renamed: the rename may reach the disk before the content does, and the power go between."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def problem_of_saving(content: dict, path: Path) -> str:
@@ -3313,8 +3307,8 @@ def problem_of_saving(content: dict, path: Path) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(content, path)
-        with path.open("rb+") as file:  # a rename may reach the disk before the content does, and the power go between
-            os.fsync(file.fileno())
+        with path.open("rb+") as file:
+            to_disk(file)
     except (OSError, RuntimeError) as error:  # the latter is torch's for a full disk
         return str(error).partition("\n")[0]
     return ""
@@ -3545,9 +3539,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     elapsed_ms = clock.milliseconds()
     recompiled = compiled_graphs() - compiled
     loss = trainer.validate(trainer.final_geometry)
-    if not math.isfinite(loss):
-        fail("validation loss", "a finite number", loss, "lower the learning rate or report this seed", EXIT_NUMERICS,
-             silent=ranks.rank > 0)
+    require_finite("validation loss", loss, str(loss), ranks)
 
     log.line("val", step=steps, loss=round(loss, 6), final=True)
     for interval in clock.intervals:
@@ -3558,7 +3550,7 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
         state = "no record: compiled in the timed run"
     elif checkpoints.step:
         state = "no record: resumed"
-    elif "stop_after" in settings:
+    elif steps < preset.steps:
         state = "no record: shortened"
     memory_mib = peak_memory_mib(ranks)
     log.line("end", state=state, loss=round(loss, 6), ms=round(elapsed_ms, 1), peak_memory_mib=memory_mib,
@@ -3634,6 +3626,7 @@ def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], 
                 file.write(values)
             file.seek(0)
             file.write(header())
+            to_disk(file)
         os.replace(aside, path)
     except OSError as error:
         fail(f"saving {path}", "a writable folder with space", error, "choose another place")
@@ -6410,6 +6403,32 @@ def check_model_file(path: Path, model: ModelConfig):
         fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
 
 
+def check_sources(config: ModelConfig):
+    """Fail where a layer, or a gate, would read what is not there."""
+    width = config.width
+    if config.attention_width > width:  # values of n-grams are channels of the stream
+        fail("heads * head_width", f"at most the model's width, {width}", config.attention_width,
+             "fewer heads, or narrower ones")
+    most_inputs = min(width, 2 * config.attention_width)  # half of them are a value embedding's
+    if config.gate_inputs % 2 or not 0 < config.gate_inputs <= most_inputs:
+        fail("gate_inputs", f"an even number up to {most_inputs}", config.gate_inputs, "16")
+
+    earlier = []  # the layers so far that are not empty
+    for index, layer in enumerate(config.layers):
+        if not (layer.attention or layer.mlp):
+            continue
+        for field in ("skip_from", "attention_from"):
+            source = getattr(layer, field)
+            if source not in (None, *earlier):
+                fail(f"layer {index}: {field}", "an earlier layer with attention or an MLP", source,
+                     f"one of {', '.join(map(str, earlier)) or 'none'}")
+        value = layer.value_embedding
+        if value not in (None, NGRAMS, *range(config.value_embeddings)):
+            fail(f"layer {index}: value_embedding", f"None, NGRAMS or below {config.value_embeddings}", value,
+                 "more value_embeddings in ModelConfig")
+        earlier.append(index)
+
+
 def check_model(preset: Preset, require: Callable):
     """What check_preset asks of the model."""
     model = preset.model
@@ -6453,6 +6472,9 @@ def check_model(preset: Preset, require: Callable):
         for name in ("key_offset", "value_embedding", "attention_from"):
             unused = getattr(layer, name) is None or getattr(layer, name) is False
             require(layer.attention or unused, f"layer {index}: {name}", "attention in this layer", "none")
+        require(layer.attention or layer.mlp or layer.skip_from is None, f"layer {index}: skip_from",
+                "attention or an MLP in this layer", "neither")
+    check_sources(model)
 
 
 def check_optimizer(config: OptimizerConfig, require: Callable):
@@ -6474,8 +6496,9 @@ def check_optimizer(config: OptimizerConfig, require: Callable):
         require(type(rule) is type(other), what, type(other).__name__, type(rule).__name__)
         if isinstance(rule, MuonRule):
             continue
-        require(rule.sparse == other.sparse, what, f"sparse={other.sparse}", rule.sparse)
-        require(rule.sharded <= other.sharded, what, "sharded=False", rule.sharded)
+        for name in ("sparse", "sharded", "looked_up"):  # they say of what kind the parameter is
+            usual_value = getattr(other, name)
+            require(getattr(rule, name) == usual_value, what, f"{name}={usual_value}", getattr(rule, name))
         require(not rule.sparse or rule.betas[0] == 0, what, "a first beta of 0, as there is no first moment",
                 rule.betas)
 
@@ -6490,14 +6513,17 @@ def check_preset(preset: Preset):
     check_optimizer(preset.optimizer, require)
     for name in ("steps", "val_tokens", "val_window_tokens", "log_every_steps"):
         require(getattr(preset, name) >= 1, name, "at least 1", getattr(preset, name))
+    windows = preset.val_attention_windows
+    require(min(windows) >= 1, "val_attention_windows", "both at least 1", windows)
     unit = preset.fp8_unit
     for index, stage in enumerate(preset.stages):
         require(stage.steps >= 0, f"stage {index}: steps", "0 or more", stage.steps)
         tokens = stage.batch_tokens
         require(tokens > 0 and tokens % (CHUNKS * unit) == 0, f"stage {index}: batch_tokens",
                 f"a multiple of {CHUNKS * unit}", tokens)
-        classes = stage.sampled_classes or unit
-        require(classes % unit == 0, f"stage {index}: sampled_classes", f"a multiple of {unit}", classes)
+        classes = stage.sampled_classes
+        require(classes is None or classes > 0 and classes % unit == 0, f"stage {index}: sampled_classes",
+                f"None, or a multiple of {unit}", classes)
         later = preset.stages[index + 1:]
         require(not stage.extension or all(each.extension for each in later), f"stage {index}: extension",
                 "one at the end", "another stage after it")
@@ -6507,10 +6533,15 @@ def check_preset(preset: Preset):
         require(first == last > 0, f"stage {index}: targets", "as many at its end as at its start", stage.targets)
 
 
+def fast_operators(arguments: argparse.Namespace, ranks: Ranks) -> bool:
+    """Whether Triton's kernels are to run: they and bfloat16 in hardware begin at capability (8, 0)."""
+    return capability(ranks.device) >= (8, 0) and not arguments.reference
+
+
 def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
     """Fail if a run cannot begin or keep what it should, as far as that shows before the data are there."""
     check_versions(ranks)
-    if ranks.on_gpu:
+    if fast_operators(arguments, ranks):
         for name in ("key_width", "head_width", "pointer_width"):
             width = getattr(preset.model, name)
             if width & (width - 1):
@@ -6568,10 +6599,10 @@ def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
             show(f"--length auto: here --length {arguments.length}\n", sys.stdout)
     preset = scaled_preset(preset, arguments.length)
 
-    fast = capability(ranks.device) >= (8, 0) and not arguments.reference
     bfloat16 = preset.model.dtype == "bfloat16"
     fp8 = [part for part in preset.fp8 if bfloat16 and arguments.no_fp8 not in (part, "all")]
-    ops = select_ops(ranks.device, fast, compile=not arguments.eager, fp8=fp8, graphs=not arguments.no_graphs)
+    ops = select_ops(ranks.device, fast_operators(arguments, ranks), compile=not arguments.eager, fp8=fp8,
+                     graphs=not arguments.no_graphs)
 
     if ranks.rank == 0:
         announce(preset, ranks, ops)

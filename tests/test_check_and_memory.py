@@ -259,6 +259,7 @@ ORDERS = len(tg.NGRAM_MULTIPLIERS)
 EDITS = [
     ("model", "key_width", 18), ("model", "padded_vocabulary", helpers.VOCABULARY), ("model", "dtype", "float64"),
     ("model", "padded_vocabulary", 520), ("stage", "batch_tokens", 1032), ("stage", "sampled_classes", 136),
+    ("stage", "sampled_classes", 0),
     ("model", "ngram_rows", 3), ("model", "ngram_orders", 0), ("model", "ngram_orders", ORDERS + 1),
     # more pieces than there are multipliers, none, and a third of a row of 32 numbers
     ("model", "ngram_pieces", 5), ("model", "ngram_pieces", 0), ("model", "ngram_pieces", 3),
@@ -268,6 +269,7 @@ EDITS = [
     # of a layer without attention, what would be ignored
     *[("model", "layers", (tg.Layer(attention=False, **{name: 0}),)) for name in ("value_embedding", "attention_from")],
     ("model", "layers", (tg.Layer(attention=False, key_offset=True),)),
+    ("model", "layers", (tg.Layer(), replace(tg.EMPTY, skip_from=0))),
     ("optimizer", "cooldown_fraction", 0.0), ("optimizer", "averaging_interval_steps", 0),
     ("optimizer", "drift_factor", 1.0), ("optimizer", "drift_cooldown_fraction", 0.0),
     ("optimizer", "rules", tg.OptimizerConfig.rules[1:]),
@@ -276,17 +278,20 @@ EDITS = [
         ("ngram", tg.AdamRule(30.0, (0.0, 0.95), sharded=True)),
         ("lm_head", tg.AdamRule(1.0, (0.0, 0.95), sparse=True)),
         ("lm_head", tg.MuonRule(1.0)),
+        ("lm_head", tg.AdamRule(1.0, (0.5, 0.95))),
+        ("lm_head", tg.AdamRule(1.0, (0.5, 0.95), sharded=True, looked_up=True)),
+        ("embedding", tg.AdamRule(1.0, (0.5, 0.95), sharded=True)),
         ("pointer", tg.AdamRule(1.0, (0.9, 0.95))),
         ("scalar", tg.AdamRule(1.0, (0.9, 0.95), sharded=True)),
         ("scalars", tg.AdamRule(1.0, (0.9, 0.95))))],
     ("preset", "stages", ()), ("preset", "stages", helpers.PRESET.stages[::-1]),
-    ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
+    ("preset", "val_attention_windows", (-5, -5)), ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
     ("stage", "batch_tokens", 500), ("stage", "document_cap_tokens", 0), ("stage", "long_window_tokens", 0),
     ("stage", "targets", ((1.0, 0.5), (1.0,))), ("stage", "targets", ((), ())),
     ("preset", "stages", (replace(helpers.PRESET.stages[0], steps=-1), *helpers.PRESET.stages[1:])),
 ]
 TOLD = {
-    "layers": "layers|layer 0: [a-z_]+",
+    "layers": "layers|layer [01]: [a-z_]+",
     "heads": r"heads \* key_width",
     "stages": "steps|extension",
     "rules": "rules|rule of [a-z_]+",
@@ -311,10 +316,31 @@ def test_an_edited_preset_gets_a_line(monkeypatch, capsys, part, name, value):
 
 @pytest.mark.parametrize("name", ["key_width", "head_width", "pointer_width"])
 def test_kernels_want_powers_of_two(monkeypatch, name):
+    """But not where the reference runs: because it is asked for, or on a GPU that is too old."""
     monkeypatch.setattr(tg, "check_versions", lambda ranks: None)
     preset = replace(helpers.PRESET, model=replace(helpers.PRESET.model, **{name: 48}))
+    ranks = types.SimpleNamespace(device=torch.device("cuda"))
+
+    def start(version, *options):
+        monkeypatch.setattr(tg, "capability", lambda device: version)
+        tg.check_start(tg.parse_arguments(["--preset", "smoke", *options]), preset, ranks)
+
     with pytest.raises(tg.Failure, match=f"{name}: expected a power of two on a GPU, found 48; fix: change the preset"):
-        tg.check_start(types.SimpleNamespace(), preset, types.SimpleNamespace(on_gpu=True))
+        start((9, 0))
+    start((9, 0), "--reference")
+    start((7, 5))
+
+
+@pytest.mark.parametrize("change", [
+    {"gate_inputs": 3},
+    {"heads": 99},
+    {"layers": (tg.Layer(skip_from=1), tg.Layer())},
+    {"layers": (tg.Layer(value_embedding=9),)},
+])
+def test_what_a_model_cannot_read_is_said_before_the_data_are_opened(change):
+    preset = replace(helpers.PRESET, model=replace(helpers.PRESET.model, **change))
+    with pytest.raises(tg.Failure, match="gate_inputs|heads . head_width|layer 0: (skip_from|value_emb)"):
+        tg.check_preset(preset)
 
 
 def test_every_preset_passes():

@@ -248,8 +248,8 @@ def test_a_stop_while_it_is_written_leaves_the_last_one(run, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir() if "state" in path.name] == ["state"]
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_takes_its_name(run, tmp_path, monkeypatch):
-    """Else a power cut can leave an empty file in the place of the last one."""
+def test_files_are_on_the_disk_before_they_take_their_names(run, tmp_path, monkeypatch):
+    """Checkpoints and models. Else a power cut can leave an empty file in the place of the last one."""
     def replace_file(source, target):
         assert synced == [os.stat(source).st_ino]
         synced.clear()
@@ -259,8 +259,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_takes_its_name(run, tmp_path, mon
     replace_of = os.replace
     monkeypatch.setattr(tg.os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
     monkeypatch.setattr(tg.os, "replace", replace_file)
-    assert run("--seed", 3, "--checkpoint", tmp_path / "state", "--checkpoint-every", 2).code == 0
+    files = "--checkpoint", tmp_path / "state", "--checkpoint-every", 2, "--save", tmp_path / "model.safetensors"
+    assert run("--seed", 3, *files).code == 0
     assert tg.read_checkpoint(tmp_path / "state")["step"] == 4
+    assert (tmp_path / "model.safetensors").is_file()
 
 
 def test_the_script_is_that_of_the_start(run, tmp_path, monkeypatch):

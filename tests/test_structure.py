@@ -32,7 +32,7 @@ SECTIONS = ["Imports, constants", "Configuration", "Data", "Model", "Optimizer",
 # The story comes first and the machinery after it.
 USES = {
     "Data": ["Runtime"],
-    "Model": ["Runtime"],
+    "Model": [],
     "Optimizer": ["Model", "Runtime"],
     "Training": ["Data", "Model", "Optimizer", "Runtime"],
     "Triton kernels": ["Optimizer", "Runtime"],

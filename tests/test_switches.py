@@ -65,14 +65,14 @@ def test_gates_read_an_even_number_of_channels(inputs):
     """Of the stream, or half of them of the value embedding."""
     model = replace(MODEL, gate_inputs=inputs)
     with pytest.raises(tg.Failure, match="gate_inputs: expected an even number up to 32, found"):
-        tg.GPT(model, tg.select_ops(CPU), CPU)
+        tg.check_sources(model)
 
 
 @pytest.mark.parametrize("table", [-2, 2])
 def test_a_value_embedding_that_there_is_not(table):
     model = replace(MODEL, layers=(*MODEL.layers[:-1], tg.Layer(value_embedding=table)))
     with pytest.raises(tg.Failure, match=f"layer 6: value_embedding: expected None, NGRAMS or below 2, found {table}"):
-        tg.GPT(model, tg.select_ops(CPU), CPU)
+        tg.check_sources(model)
 
 
 def test_heads_wider_than_the_stream_get_a_line():
@@ -82,7 +82,7 @@ def test_heads_wider_than_the_stream_get_a_line():
         tg.Failure,
         match=f"heads .*at most the model's width, {MODEL.width}, found {model.attention_width}; fix: fewer heads",
     ):
-        tg.GPT(model, tg.select_ops(CPU), CPU)
+        tg.check_sources(model)
 
 
 # U-Net skips from every layer of the first half to every layer of the second, and one layer that two others read.
@@ -115,7 +115,7 @@ def test_a_skip_from_nowhere_is_one_line(source, found):
         tg.Failure,
         match=f"layer 4: skip_from: expected an earlier layer.*found {source}; fix: one of 1, 2, 3",
     ):
-        tg.GPT(replace(MODEL, layers=layers), tg.select_ops(CPU), CPU)
+        tg.check_sources(replace(MODEL, layers=layers))
 
 
 def test_an_unknown_orthogonalization_is_one_line():

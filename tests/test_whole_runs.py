@@ -514,6 +514,11 @@ def test_a_shortened_run_is_no_record(run):
     assert log[0]["settings"]["stop_after"] == "3"
 
 
+def test_a_run_that_would_stop_after_its_end_is_whole(run):
+    (log,) = run("--seed", 3, "--stop-after", 99).logs
+    assert log[-1]["state"] == "ok"
+
+
 def test_every_option_that_is_given_is_a_setting(run, tmp_path):
     """A record's settings are what its log says of them: none may be missing there, but a price."""
     given = {
