@@ -42,7 +42,7 @@ def record_of(text: str) -> dict[str, Any] | None:
 def record_at(root: Path, commit: str, name: str) -> dict[str, Any] | None:
     """record.json of a commit, None where it is no JSON object."""
     try:
-        return record_of(git(root, "show", f"{commit}:records/{name}/record.json"))
+        return record_of(git(root, "show", f"{commit}:./records/{name}/record.json"))
     except ValueError:  # no text
         return None
 
@@ -69,7 +69,7 @@ def changed_files(root: Path, base: str, name: str) -> list[tuple[str, str]]:
     """(A, M, D or another letter of git's, file) for the script and the logs, with those that git does not know yet as
     A."""
     places = [f"records/{name}/{part}" for part in ("runs", "unfinished", "train_gpt.py")]
-    changed = [row.split("\t") for row in git(root, "diff", "--no-renames", "--name-status", base, "--",
+    changed = [row.split("\t") for row in git(root, "diff", "--relative", "--no-renames", "--name-status", base, "--",
                                               *places).splitlines()]
     added = git(root, "ls-files", "--others", "--exclude-per-directory=.gitignore", "--", *places).splitlines()
     return [(letter[0], file) for letter, file in changed] + [("A", file) for file in added]

@@ -13,7 +13,7 @@ import numpy as np
 
 from record import HOME, Folder, all_folders, load, rank, require_runs
 from report import hardware, load_all, mean_curve
-from runlog import Run, fail, read_run, stage_times
+from runlog import Run, fail, first_step, read_run, stage_times
 
 # Distinct for the colour-blind too (Okabe and Ito), with black and grey in place of yellow. Beyond the eighth, markers
 # tell classes apart.
@@ -123,8 +123,9 @@ def save(figure, path: Path) -> None:
                        if path.suffix == ".svg" else None)
         os.replace(aside, path)
     except (OSError, ValueError) as error:
-        aside.unlink(missing_ok=True)
         fail(f"plot {path}", "a writable path ending in .svg or .png", error, "choose another --out")
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def stage_keys(run: Run) -> list[str]:
@@ -243,7 +244,7 @@ def plot_log(place: Path, path: Path) -> None:
     loss_axes.set(ylabel="loss (nats a token)", ylim=(None, top if math.isfinite(top) else None))
     loss_axes.legend()
 
-    times = np.diff(seconds, prepend=0) / np.diff(steps, prepend=0) * 1e3
+    times = np.diff(seconds, prepend=0) / np.diff(steps, prepend=first_step(run)) * 1e3
     step_axes.step(steps, times, where="pre", color=colour)
     step_axes.set(ylabel="ms a step", ylim=(0, 1.1 * times.max()))
 

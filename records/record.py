@@ -144,6 +144,15 @@ def schema_errors(record: Any) -> list[str]:
     return errors
 
 
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which json would take the last value of a name that is there twice, unseen by any check."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the field {name} twice")
+    return dict(pairs)
+
+
 def find(path: Path, home: Path | None = None) -> Path:
     """The folder of a record: `path` itself if it is there, else what has that name in records/, with or without its
     date."""
@@ -151,15 +160,21 @@ def find(path: Path, home: Path | None = None) -> Path:
         return path
     home = home or HOME
     dated = [folder for folder in all_folders(home) if folder.name.partition("_")[2] == path.name]
-    return dated[0] if len(dated) == 1 else home / path.name
+    if len(dated) > 1:
+        fail(f"record {path.name}", "the name of one record", " and ".join(folder.name for folder in dated),
+             "give the date too")
+    return dated[0] if dated else home / path.name
 
 
 def load(path: Path) -> Folder:
     """The record in `path`, or of that name in records/, see `find`."""
-    path = find(path).resolve()
+    try:
+        path = find(path).resolve()
+    except (OSError, RuntimeError) as error:  # Python 3.11 and 3.12 call a loop of links the latter
+        fail(f"record {path}", "a folder with record.json", error, "give a folder made by: python records new NAME")
     file, restore = path / "record.json", "restore the file, for example with git, or make the record again"
     try:
-        record = json.loads(file.read_text())
+        record = json.loads(file.read_text(), object_pairs_hook=without_doubles)
     except OSError as error:
         fail(f"record {path}", "a folder with record.json", error, "give a folder made by: python records new NAME")
     except (ValueError, RecursionError) as error:
@@ -173,7 +188,7 @@ def load(path: Path) -> Folder:
 
 
 def listed_before_the_rule(folder: Folder) -> bool:
-    listed = dict(reversed(row.split()) for row in LIST_BEFORE_THE_RULE.read_text().splitlines())
+    listed = dict(reversed(row.split()) for row in LIST_BEFORE_THE_RULE.read_text().splitlines() if row.strip())
     return listed.get(folder.path.name) == sha256((folder.path / "record.json").read_bytes())
 
 
@@ -198,7 +213,8 @@ def text_of_records(home: Path) -> dict[Path, str]:
 
 
 def all_folders(home: Path = HOME) -> list[Path]:
-    return sorted(path.parent for path in home.glob("*/record.json"))
+    found = (path.parent for path in home.glob("*/record.json"))
+    return sorted(folder for folder in found if not folder.name.startswith("."))  # `new` leaves these if it is killed
 
 
 def write_whole(path: Path, content: str) -> None:
@@ -327,6 +343,8 @@ def query_gpus(query: str, *ids: str) -> list[str]:
     """Lines of an nvidia-smi query about the GPUs of these ids, by default those that a run would see; empty on a
     machine without it."""
     visible = ",".join(ids) or os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "":  # a run would see none
+        return []
     chosen = [f"--id={visible}"] if visible else []
     try:
         done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader", *chosen], capture_output=True, text=True,
@@ -510,6 +528,8 @@ def must_restart(home: Path, record: dict[str, Any], name: str) -> str | None:
         return None
     for folder in readable(home):
         first = folder.record
+        if "retimes" in first["plan"]:  # what it repeats is a record all the same
+            continue
         seen = first.get("abandoned") and first["runs"] and first["date"] <= record["date"]
         same = first["track"] == record["track"] and first["scripts"]["a"] == record["scripts"]["a"]
         if seen and same and folder.path.name != name and first["plan"].get("restarts") != name:

@@ -66,9 +66,16 @@ def block_pattern(name: str) -> re.Pattern[str]:
     return re.compile(rf"(<!-- {name}\b[^>]*-->\n)(.*?)(\n<!-- /{name} -->)", re.DOTALL)
 
 
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        fail(f"{path}", "text in UTF-8", error, "save it as UTF-8")
+
+
 def read_block(path: Path, name: str) -> str | None:
     """The text between <!-- name ... --> and <!-- /name -->, None where there is none."""
-    match = block_pattern(name).search(path.read_text()) if path.exists() else None
+    match = block_pattern(name).search(text_of(path)) if path.exists() else None
     return match[2] if match else None
 
 
@@ -76,7 +83,7 @@ def write_block(path: Path, name: str, content: str) -> None:
     if read_block(path, name) is None:
         fail(f"{path}", f"<!-- {name} --> and <!-- /{name} -->, each on a line", "no such pair",
              "put them back where the table belongs")
-    write_whole(path, block_pattern(name).sub(lambda match: match[1] + content + match[3], path.read_text(), count=1))
+    write_whole(path, block_pattern(name).sub(lambda match: match[1] + content + match[3], text_of(path), count=1))
 
 
 def write_numbers(folder: Folder) -> None:
@@ -181,6 +188,9 @@ def incomparable(a: list[Run], b: list[Run], pairs: bool = False) -> tuple[list[
 def mean_curve(runs: list[Run]) -> tuple[np.ndarray, np.ndarray, str]:
     """(seconds, loss) rows averaged over runs, the standard deviation of the loss at each, and what the loss is."""
     curves, kinds = zip(*map(loss_curve, runs))
+    if len(set(kinds)) > 1:
+        fail("logs", "runs that all have validations along the way, or none", " and ".join(sorted(set(kinds))),
+             "name them apart")
     shortest = min(map(len, curves))
     stack = np.stack([curve[:shortest] for curve in curves])
     return stack.mean(0), stack[..., 1].std(0, ddof=1) if len(runs) > 1 else np.zeros(shortest), kinds[0]

@@ -46,7 +46,8 @@ def losses(folder: Folder, arm: str = "a") -> list[float]:
 def reached(folder: Folder) -> Reached:
     """One-sided z-test of arm a; all of its runs count."""
     z = stats.z_below(losses(folder), folder.target, folder.track.loss_sd)
-    return Reached(z, stats.normal_cdf(-z), LEVEL / 2 if "restarts" in folder.record["plan"] else LEVEL)
+    planned = (folder.repeated or folder).record["plan"]
+    return Reached(z, stats.normal_cdf(-z), LEVEL / 2 if "restarts" in planned else LEVEL)
 
 
 def ended_high(values: list[float]) -> int:

@@ -74,7 +74,10 @@ def span(run: Run) -> tuple[float, float] | None:
     """Between which times a run certainly used its GPUs, by its log, in seconds since 1970: from its start over its
     warm-up to its last step. None if the log does not say when it started."""
     try:
-        started = datetime.datetime.fromisoformat(run.head["started"]).timestamp()
+        when = datetime.datetime.fromisoformat(run.head["started"])
+        if when.tzinfo is None:  # it would be the time of whoever reads it
+            return None
+        started = when.timestamp()
         preparing = sum(float(line["seconds"]) for line in run.of("warm"))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
@@ -190,10 +193,15 @@ def read_run(path: Path) -> Run:
     return readers.get(path.suffix, read_text_log)(path, text)
 
 
+def first_step(run: Run) -> int:
+    """How many steps were done when this run began: above 0 where it went on from a checkpoint."""
+    return run.head.get("first_step", 0)
+
+
 def stage_times(run: Run) -> list[float]:
     """Mean ms a step of each stage, from the log intervals that lie wholly inside it; nan where none does."""
     edges = [first for first, _ in run.stages] + [run.total_steps]
-    steps, ms = np.array([0, *run.train[:, 0]]), 1e3 * np.array([0, *run.train[:, 1]])
+    steps, ms = np.array([first_step(run), *run.train[:, 0]]), 1e3 * np.array([0, *run.train[:, 1]])
     times = []
     for begin, end in zip(edges, edges[1:]):
         inside = np.flatnonzero((steps[:-1] >= begin) & (steps[1:] <= end))

@@ -1,6 +1,7 @@
 """`verify`: every check a record must pass, one line each.
 
-A check sees only the folder, its parent and the logs; that for a parent, all records.
+Most checks see only the folder, its parent and the logs. Those for a parent, a plan, files, starts and tokens look for
+others like it among all records.
 """
 
 from __future__ import annotations
@@ -96,9 +97,13 @@ def check_script(c: Context) -> Findings:
         found = sha256(path.read_bytes()) if path.exists() else "no file"
         bad += [] if found == expected else [f"{path}: expected sha256 {expected[:16]}, found {found[:16]}; fix: "
                                              f"restore the script that ran"]
-    bad += [f"expected no code but {SCRIPT}, and its runs, found {path.name}"
-            for path in sorted(c.folder.path.iterdir())
-            if path.suffix in CODE and path.name != SCRIPT or path.is_dir() and path.name not in FOLDERS]
+    root = c.folder.path
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.is_symlink():
+            bad.append(f"expected files of its own, found a link {name}")
+        elif path.suffix in CODE and name != SCRIPT or path.is_dir() and path.parent == root and name not in FOLDERS:
+            bad.append(f"expected no code but {SCRIPT}, and its runs, found {name}")
     return bad, ", ".join(f"arm {arm} {digest[:16]}" for arm, digest in scripts.items())
 
 
@@ -437,7 +442,7 @@ def clock_problems(run: Run) -> Iterator[str]:
         if not line["on"]:
             yield f"expected a clock without pauses, found one for '{line['reason']}'"
         total += (line["end_ms"] - line["start_ms"]) if line["on"] else 0
-    if not intervals or abs(total - run.ms) > 0.06:
+    if not intervals or not abs(total - run.ms) <= 0.06:  # nor is it, where either is no number
         yield f"expected intervals that sum to {run.ms:.1f} ms, found {total:.1f} ms"
     elif len(run.train) and abs(1e3 * run.train[-1, 1] - total) > STEP_TOLERANCE[0] * total + STEP_TOLERANCE[1]:
         yield f"expected steps that take about {total:.0f} ms, found {1e3 * run.train[-1, 1]:.0f} ms"
@@ -568,7 +573,8 @@ def evaluate(checks: tuple[Callable[[Context], Findings], ...], context: Context
             bad, text = check(context)
         except Failure as failure:
             bad, text = [str(failure)], ""
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, ZeroDivisionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, ZeroDivisionError, SyntaxError,
+                RecursionError) as error:
             bad, text = [f"expected data that can be checked, found {type(error).__name__}: {error}"], ""
         text = bad[0] + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "") if bad else text
         results.append(Check(check.__name__.removeprefix("check_"), not bad, text))
@@ -591,6 +597,7 @@ def verify(path: Path) -> list[Check]:
     try:
         folder = load(path)
         problem = schema_problem(folder)
+        runs = {run.path.stem: run for arm in folder.record["scripts"] for run in folder.runs(arm)}
     except Failure as failure:
         return [Check("schema", False, str(failure))]
     record = folder.record
@@ -599,7 +606,6 @@ def verify(path: Path) -> list[Check]:
     text = f"{record['track']}, {record['kind']}, {record['date']}"
     if record.get("abandoned"):
         text += f", abandoned: {record['abandoned']}"
-    runs = {run.path.stem: run for arm in record["scripts"] for run in folder.runs(arm)}
     checks = PLANNED + (EACH_RUN + TOGETHER if runs else ())
     if runs and not record.get("abandoned"):
         checks += CLAIM

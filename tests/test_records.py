@@ -2,6 +2,7 @@
 then every way to tamper with a record must be found."""
 
 import csv
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -666,15 +667,16 @@ def test_a_run_of_the_other_arm_is_no_rest_of_a_run(finished, copy):
     assert text.startswith("6 runs: 4 cold starts of about 74 s, 2 warm starts of about 14 s, training 6 s each"), text
 
 
-@pytest.mark.parametrize("visible, asked", [("1", ["--id=1"]), ("", []), (None, [])])
+@pytest.mark.parametrize("visible, asked", [("1", [["--id=1"]]), ("", []), (None, [[]])])
 def test_only_the_gpus_of_a_run_have_to_be_idle(monkeypatch, visible, asked):
+    """With an empty list a run sees none."""
     commands = []
     monkeypatch.setattr(record.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(stdout="NVIDIA H200\n", returncode=0))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert QUERY_GPUS("--query-gpu=name") == ["NVIDIA H200"]
-    assert commands[0][3:] == asked
+    assert QUERY_GPUS("--query-gpu=name") == ["NVIDIA H200"] * len(asked)
+    assert [command[3:] for command in commands] == asked
 
 
 def test_run_refuses_busy_gpus_and_changed_inputs(tmp_path, monkeypatch):
@@ -982,6 +984,24 @@ def test_our_logs_are_read(finished):
     assert runlog.stage_times(run) == pytest.approx([50, 100], rel=2e-3) and run.train[-1, 1] == pytest.approx(run.ms / 1e3, rel=1e-4)
 
 
+def test_a_resumed_log_begins_where_it_went_on(copy):
+    """Else the steps before would make its first ones look shorter."""
+    log = first_log(copy)
+    run = runlog.read_run(log)
+    begin = int(run.train[1, 0])
+    resumed = dataclasses.replace(run, train=run.train[2:] - [0, run.train[1, 1], 0], head=run.head | {"first_step": begin})
+    assert runlog.stage_times(resumed)[-1] == pytest.approx(runlog.stage_times(run)[-1])
+    assert runlog.stage_times(resumed)[0] > 40
+
+
+def test_runs_with_and_without_validations_have_no_common_curve(finished):
+    run = runlog.read_run(first_log(finished[1]))
+    followed = dataclasses.replace(run, vals=np.array([[step, step / 10, 6.0] for step in (20, 40, 60, 80)]))
+    assert len(report.mean_curve([run, run])[0])
+    with pytest.raises(runlog.Failure, match="expected runs that all have validations along the way, or none, found"):
+        report.mean_curve([run, followed])
+
+
 def test_a_log_without_its_end_is_incomplete_everywhere(copy, tmp_path):
     path = first_log(copy)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
@@ -1202,7 +1222,7 @@ def test_a_name_may_lack_its_date(clone, finished):
     assert call(clone, "new", "idea", "--parent", "child").returncode == 0
     assert record.load(named(clone, "idea")).record["parent"] == child
     shutil.copytree(named(clone, "child"), clone / "records/2020-01-01_child")
-    assert "records/child: expected a folder with record.json" in call(clone, "verify", "child").stdout, "one of two would be a guess"
+    assert "record child: expected the name of one record, found 2020-01-01_child and" in call(clone, "verify", "child").stdout
 
 
 @pytest.mark.slow

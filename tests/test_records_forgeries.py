@@ -208,6 +208,17 @@ def test_the_intervals_sum_to_the_total(copy, more, ok):  # noqa: F811
     assert ("clock" not in failed(copy)) == ok
 
 
+@pytest.mark.parametrize("end", [math.nan, math.inf])
+def test_a_clock_without_a_number(copy, end):  # noqa: F811
+    """What is no number differs from nothing, so that it would hide half of the time."""
+    def stop(e):
+        [line for line in e if line["kind"] == "clock"][-1]["end_ms"] = end
+        e[-1]["ms"] /= 2
+
+    rewrite_log(first_log(copy), stop)
+    assert "clock" in failed(copy)
+
+
 @pytest.mark.parametrize("gap", [5.0, -5.0])
 def test_intervals_join(copy, gap):  # noqa: F811
     """A pause without a name, or time that counts twice, with a total that fits."""
@@ -493,6 +504,22 @@ def test_guard_lets_unchanged_records_pass(repository, copy, capsys):  # noqa: F
                                            f"ran\n")
 
 
+def test_guard_in_a_folder_of_a_repository(copy, tmp_path, capsys):  # noqa: F811
+    """As where the project is part of a larger one."""
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    root = tmp_path / "larger" / "speedrun"
+    root.mkdir(parents=True)
+    shutil.move(copy.parent, root / "records")
+    git(tmp_path / "larger", "init", "-q", "-b", "main")
+    git(tmp_path / "larger", "add", ".")
+    git(tmp_path / "larger", "commit", "-qm", "base")
+    assert guarded(root, capsys)[0] == 0
+    (root / "records" / copy.name / "train_gpt.py").write_text("x")
+    status, text = guarded(root, capsys)
+    assert status == 1 and "train_gpt.py as in the base" in text
+
+
 def head_of(root):
     return subprocess.run(["git", "rev-parse", "main"], cwd=root, capture_output=True, text=True,
                           check=True).stdout[:12]
@@ -602,6 +629,55 @@ def test_code_beside_a_script(copy):  # noqa: F811
     (copy / "secrets.py").unlink()
     (copy / "secrets").mkdir()
     assert failed(copy) == {"script"}
+    (copy / "secrets").rmdir()
+    (copy / "unfinished").mkdir()
+    (copy / "unfinished" / "secrets.py").write_text("")
+    assert failed(copy) == {"script"}
+
+
+@pytest.mark.parametrize("name", ["train_gpt.py", "runs"])
+def test_what_a_record_only_links_to(copy, tmp_path, name):  # noqa: F811
+    """It would change with what is elsewhere."""
+    (copy / name).rename(tmp_path / name)
+    (copy / name).symlink_to(tmp_path / name)
+    assert failed(copy) == {"script"} and f"found a link {name}" in said(copy, "script")
+
+
+def test_a_start_in_nobodys_time_zone(copy):  # noqa: F811
+    """The reader's would decide whether runs were at once."""
+    rewrite_log(first_log(copy), lambda e: e[0].update(started=e[0]["started"][:19]))
+    assert runlog.span(runlog.read_run(first_log(copy))) is None
+
+
+def test_a_log_that_cannot_be_read_is_one_records_failure(copy):  # noqa: F811
+    log = first_log(copy)
+    log.unlink()
+    log.mkdir()
+    assert failed(copy) == {"schema"} and "expected a readable file" in said(copy, "schema")
+
+
+def test_a_script_of_another_python_is_no_systems_record(copy):  # noqa: F811
+    edit_json(copy / "record.json", lambda r: r.update(kind="systems"))
+    (copy / "train_gpt.py").write_text("def\n")
+    assert "kind" in failed(copy)
+
+
+def test_a_readme_in_another_encoding(copy):  # noqa: F811
+    readme = copy / "README.md"
+    readme.write_bytes(readme.read_bytes() + "Größe".encode("latin-1"))
+    assert failed(copy) == {"means"} and "expected text in UTF-8" in said(copy, "means")
+
+
+def test_what_new_left_behind_is_no_record(copy):  # noqa: F811
+    shutil.copytree(copy, copy.with_name(".new-1"))
+    assert copy.with_name(".new-1") not in record.all_folders(copy.parent)
+
+
+def test_a_field_that_is_there_twice(copy):  # noqa: F811
+    """Of which json takes the last one, and a reader the first."""
+    file = copy / "record.json"
+    file.write_text(file.read_text().replace("{", '{"track": "speedrun", ', 1))
+    assert failed(copy) == {"schema"} and "the field track twice" in said(copy, "schema")
 
 
 def test_a_parent_that_was_given_up(copy):  # noqa: F811
@@ -640,6 +716,16 @@ def test_an_abandoned_script_tried_again(finished, copy):  # noqa: F811
     assert f"expected the restart of {copy.name}" in said(second, "plan")
     with pytest.raises(runlog.Failure, match=f"abandoned plan whose runs were seen, found {copy.name}; fix: --restart"):
         make(root, "third", parent=parent)
+
+
+def test_an_abandoned_retime_leaves_what_it_repeats(finished, copy):  # noqa: F811
+    root = copy.parents[1]
+    shutil.copytree(finished[0] / "data", root / "data")
+    again = make(root, "again", track_name=None, n=None, retime=copy)
+    shutil.copytree(copy / "runs", again / "runs")
+    edit_json(again / "record.json", lambda r: r.update(runs=record.load(copy).record["runs"]))
+    record.abandon(again, "another GPU")
+    assert "plan" not in failed(copy)
 
 
 @pytest.mark.parametrize("names, words", [

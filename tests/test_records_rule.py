@@ -289,6 +289,21 @@ def test_a_restart_has_half_the_level_and_is_the_only_one(finished, copy, monkey
     folder.record["plan"]["restarts"] = path.name
     assert rule.reached(folder).level == 0.005 and not rule.reached(folder).ok
 
+    def refer(kind, name):
+        """In the place that the schema has for it."""
+        def change(r):
+            seeds = {key: r["plan"].pop(key) for key in ("seeds", "order")}
+            r["plan"].pop("restarts", None)
+            r["plan"] |= {kind: name} | seeds
+        return change
+
+    # Nor does its retime ask for less.
+    again = copy.with_name("2020-01-01_again")
+    edit_json(copy / "record.json", refer("restarts", path.name))
+    shutil.copytree(copy, again)
+    edit_json(again / "record.json", refer("retimes", copy.name))
+    assert rule.reached(record.load(again)).level == 0.005
+
 
 def test_abandoned_plans_are_listed_and_no_parents(finished, copy, monkeypatch):  # noqa: F811
     from leaderboard import COLUMNS, leaderboard_table
