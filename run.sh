@@ -8,13 +8,16 @@
 # NNODES=2 NODE_RANK=0 MASTER_ADDR=... ./run.sh   the same on each of several nodes, but for NODE_RANK; MASTER_PORT is 29500
 set -euo pipefail
 typed=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")"
+cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 SPEEDRUN_TOKENS=500000000 SPRINT_TOKENS=94000000 # that the preset opens, as in train_gpt.py; a FineWeb shard holds 100 M
 SPEEDRUN_GIB=65 SPRINT_GIB=61 SPRINT_SMALL_GIB=11 # of a card whose memory is nearly free (docs/memory.md)
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
-launch() { if [[ ${RUN_SH_DRY:-} ]]; then echo "$@"; else exec "$@"; fi; }
+launch() { # COMMAND...: runs it, or prints it so that a shell reads the same words
+  if [[ ! ${RUN_SH_DRY:-} ]]; then exec "$@"; fi
+  local line; printf -v line ' %q' "$@"; printf '%s\n' "${line:1}"
+}
 absolute() { if [[ $1 == /* || $typed == "$PWD" ]]; then printf '%s' "$1"; else printf '%s' "$typed/$1"; fi; } # PATH, from where it was typed
 option() { printf '%s\n' "${@:2}" | sed -n -e "/^$1\$/{n;p;}" -e "s/^$1=//p" | tail -n 1; } # NAME ARGUMENTS...: its value
 cpu_settings() {
@@ -58,7 +61,10 @@ if tuple(map(int, version.split(".")[:2])) < (2, 11):  # train_gpt.py warns of v
 major, minor, _ = min(gpus, default=(0, 0, 0))
 gib = min((gpu[2] for gpu in gpus), default=0)
 folder = Path(sys.argv[1])
-tokens = sum(shard.stat().st_size // 2 for shard in folder.glob("*_train_*.bin")) if any(folder.glob("*_val_*.bin")) else 0
+try:
+    tokens = sum(shard.stat().st_size // 2 for shard in folder.glob("*_train_*.bin")) if any(folder.glob("*_val_*.bin")) else 0
+except OSError:  # the trainer says what is wrong with the folder
+    tokens = 0
 print(version, len(gpus), 10 * major + minor, gib, tokens)
 PYTHON
 }
@@ -70,11 +76,13 @@ find_python() { # MODULES...: sets python and facts to the first interpreter tha
   return 1
 }
 
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; } # PYTHON: of a version that torch is there for
+
 setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that has the packages is used as it is, and never changed.
   local requirements=$1 base=${PYTHON:-python3} other lock=0; shift
   if find_python "$@"; then return; fi
   for other in "$base" ${PYTHON:-python3.13 python3.12 python3.14 python3.11}; do
-    if "$other" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then base=$other; break; fi
+    if fits "$other"; then base=$other; break; fi
     [[ $other != "${PYTHON:-python3.11}" ]] ||
       die "$base: expected Python 3.11 to 3.14, found $("$base" --version 2>&1 | tail -n 1); fix: PYTHON=/path/to/another/python ./run.sh"
   done
@@ -86,6 +94,9 @@ setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that 
     say "another run.sh installs here: waiting for it"
     flock 9
     if find_python "$@"; then exec 9<&-; return; fi
+  fi
+  if "$python" -c '' 2>/dev/null && ! fits "$python"; then
+    die ".venv: expected Python 3.11 to 3.14, found $("$python" --version 2>&1); fix: rm -rf .venv and start again"
   fi
   say "no python here has $* with torch >= 2.11: installing $requirements into .venv (once)"
   # An interrupted venv may lack pip. What else is in it may be the user's, so it is completed and not made anew.
@@ -240,7 +251,7 @@ test_group() { # "FILES" OPTIONS...: one pytest process; its output appears as a
   printf -- '--- %s\n%s\n' "${files//$'\n'/ }" "$(cat "$name")"
 }
 
-valued() { case $1 in -k | -m | -p | -n) ;; *) return 1 ;; esac; } # OPTION: whether pytest takes the next argument for its value
+valued() { case $1 in -[kmpncoW] | --ignore | --deselect | --maxfail | --durations | --tb) ;; *) return 1 ;; esac; } # OPTION: whether pytest takes the next argument for its value
 
 run_tests() { # Triton's interpreter is on or off for a whole process, so each file that turns it on has its own
   local argument previous='' file number=0 chosen=() options=() fast='' together=() alone=()
@@ -249,6 +260,7 @@ run_tests() { # Triton's interpreter is on or off for a whole process, so each f
     previous=$argument
     case $argument in
       --fast) fast=yes options+=(-m "fast and not slow") ;;
+      -*) options+=("$argument") ;;
       *.py | *.py::*) chosen+=("$argument") ;;
       *) if [[ -d $argument ]]; then chosen+=("$argument"/test_*.py); else options+=("$argument"); fi ;;
     esac
@@ -317,7 +329,7 @@ from_where_typed() { # ARGUMENTS...: sets arguments, the same with the paths amo
       sample) [[ $model || $argument == sample || $argument == -* ]] || operand=yes
         case $previous in -- | --eval | --dense | --*=*) ;; --*) operand='' ;; esac ;; # it is that option's value
     esac
-    if [[ $operand && -f $(absolute "${argument%%::*}") ]]; then model=$(absolute "$argument") argument=$model; fi
+    if [[ $operand && ($1 == sample || -e $(absolute "${argument%%::*}")) ]]; then model=$(absolute "$argument") argument=$model; fi
     previous=$argument
     arguments+=("$argument")
   done

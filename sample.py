@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import train_gpt as tg
-from data.fineweb import DataError, load_encoding
+from data.fineweb import DataError, load_encoding, read_ranks
 from train_gpt import BOS, fail
 
 LARGEST_DIFFERENCE = 0.01  # in nats a token, between the loss here and the logged one: other kernels, and 4-bit rows
@@ -439,7 +439,7 @@ def encoding_of(content: dict, given: Path | None):
     validation = content["validation"]
     expected = validation.get("encoding")  # the file's SHA-256
     ranks = given or expected and tg.tokenizer_file(Path(validation["data"]))
-    found = hashlib.sha256(ranks.read_bytes()).hexdigest() if ranks else None
+    found = hashlib.sha256(read_ranks(str(ranks))).hexdigest() if ranks else None
     if found != expected:
         fail("--encoding", f"the training's, SHA-256 {expected[:16]}" if expected else "none, as in the training",
              f"{ranks}, {found[:16]}" if found else "none", "give the ranks file of the shards, or leave it out")

@@ -5775,10 +5775,12 @@ class Ranks:
         handle_stop_signals(ranks.ask_to_stop)
         if world == 1:
             return ranks
-        if "MASTER_ADDR" not in os.environ:
+        if not os.environ.get("MASTER_ADDR"):
             fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none",
                  "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
-        torchrun_number("MASTER_PORT", "none")  # torch reads it: here only for the line that it gives if it is none
+        port = torchrun_number("MASTER_PORT", "none")  # torch reads it: here only for a line where it is wrong
+        if not 0 < port < 2**16:
+            fail("MASTER_PORT", "1 to 65535", port, "unset it, or start with torchrun")
 
         # All ranks exchange first where they run: NCCL would wait without a limit for one that never comes.
         timeout = timedelta(seconds=2 * stall_limit_s)
@@ -6314,7 +6316,7 @@ def files_hash(paths: Sequence[Path]) -> str:
         sums = path.with_name("SHA256SUMS")
         stated = sums.read_text(errors="replace").splitlines() if sums.is_file() else ()
         # sha256sum puts a second space before a name, or `*` where it read in binary mode.
-        digests = [given for given, _, name in (one.partition(" ") for one in stated) if name[1:] == path.name]
+        digests = [given.lower() for given, _, name in (one.partition(" ") for one in stated) if name[1:] == path.name]
         if digests and digest not in digests:
             fail(f"{path}: SHA-256", "what SHA256SUMS states", digest, "fetch this file again")
     return combined.hexdigest()
@@ -6533,6 +6535,13 @@ def check_preset(preset: Preset):
         require(first == last > 0, f"stage {index}: targets", "as many at its end as at its start", stage.targets)
 
 
+def default_folder(preset: Preset) -> Path:
+    """Where a preset's shards are: below the working directory, or beside this script if they are only there."""
+    beside = Path(__file__).with_name("data") / Path(preset.data).name
+    here = Path(preset.data)
+    return beside if beside.is_dir() and not here.is_dir() else here
+
+
 def fast_operators(arguments: argparse.Namespace, ranks: Ranks) -> bool:
     """Whether Triton's kernels are to run: they and bfloat16 in hardware begin at capability (8, 0)."""
     return capability(ranks.device) >= (8, 0) and not arguments.reference
@@ -6588,7 +6597,7 @@ def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     """The trainer that the options ask for. Whatever can be checked before the GPU works has then been checked."""
     preset = PRESETS[arguments.preset]
     ranks.agree("preset", lambda: check_preset(preset), "start every node with the same files")
-    folder = arguments.data or Path(preset.data)
+    folder = arguments.data or default_folder(preset)
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
     ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {script_hash()[:8]}",
                 "start every node with the same --nproc_per_node, options and files")

@@ -428,6 +428,7 @@ def find_inputs(paths: Iterable[Path]) -> list[Path]:
         if not path.is_dir():
             what = "a pipe, socket or device" if path.exists() else "nothing there"
             raise DataError(path, "a file or a folder", what, "check the path")
+        refuse_unreadable(path)
         files = [inner for inner in sorted(path.rglob("*")) if inner.is_file() and not is_hidden(inner, path)]
         texts = [inner for inner in files if kind_of(inner) in TEXTS and not inner.name.endswith(".parquet.gz")]
         if not texts:
@@ -439,6 +440,15 @@ def find_inputs(paths: Iterable[Path]) -> list[Path]:
         found += texts
     refuse_twice(found)
     return found
+
+
+def refuse_unreadable(folder: Path) -> None:
+    """A folder that may not be read would leave its texts out without a word."""
+    def fail(error: OSError) -> None:
+        raise DataError(Path(error.filename), "a folder that can be read", error.strerror, "permit it, or name others")
+
+    for _ in os.walk(folder, onerror=fail):
+        pass
 
 
 def refuse_twice(paths: Iterable[Path]) -> None:
@@ -534,7 +544,7 @@ def read_parquet(path: Path, key: str) -> Iterator[str]:
                         fix = "name another column with --key"
                         raise DataError(f"{path}", f'text in column "{key}"', type(text).__name__, fix)
                     yield text or ""
-    except ArrowException as error:
+    except (ArrowException, OSError) as error:  # the latter for damaged pages too
         raise DataError(f"{path}", "a parquet file", str(error).splitlines()[0], "write or copy it again") from None
 
 
@@ -542,6 +552,14 @@ def read_parquet(path: Path, key: str) -> Iterator[str]:
 # tokenize: text to tokens, in several processes
 
 encode = None  # text -> list of token ids; set once in each process by start_encoder
+
+
+def read_ranks(spec: str) -> bytes:
+    """A file of merge ranks. Raises DataError, OSError."""
+    path = Path(spec)
+    if path.exists() and not path.is_file():  # to read a pipe would wait for ever
+        raise DataError(path, "a file of merge ranks", "a folder, pipe, socket or device", "name another")
+    return path.read_bytes()
 
 
 def load_encoding(spec: str):
@@ -567,7 +585,7 @@ def load_encoding(spec: str):
     from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's pattern under the name of its successor's
 
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(Path(spec).read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_ranks(spec).splitlines(), 1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
@@ -868,7 +886,7 @@ def tokenize(
     chooses. Raises DataError, OSError; on any error or interruption no new file is left under a final name.
     """
     paths = find_inputs(inputs)
-    ranks = None if encoding == "gpt2" else Path(encoding).read_bytes()
+    ranks = None if encoding == "gpt2" else read_ranks(encoding)
     writer = ShardWriter(folder, name, val_tokens or 0, shard_tokens, ranks)
     documents = cut_long(read_documents(paths, separator, key), document_characters)
     stream = encode_documents(documents, encoding, processes)

@@ -163,14 +163,16 @@ def test_newer_versions_of_torch_get_a_warning_and_go_on(
     assert "newer" not in capsys.readouterr().err, "rank 0 says it for all"
 
 
+@pytest.mark.parametrize("digits", [str, str.upper])
 @pytest.mark.parametrize("form", ["  {}\n", "  {}", " *{}\n"], ids=["text", "no newline", "binary"])
-def test_check_and_start_compare_sums(check, corpus, tiny, tmp_path, capsys, form):
+def test_check_and_start_compare_sums(check, corpus, tiny, tmp_path, capsys, form, digits):
     """A shard of the right form but other content than SHA256SUMS states."""
     folder = tmp_path / "corpus"
     shutil.copytree(corpus, folder)
     name = "tiny_train_000001.bin"
     (folder / "SHA256SUMS").write_text(
-        f"{'0' * 64}  other.bin\n{tg.hashlib.sha256((folder / name).read_bytes()).hexdigest()}{form.format(name)}"
+        f"{'0' * 64}  other.bin\n"
+        f"{digits(tg.hashlib.sha256((folder / name).read_bytes()).hexdigest())}{form.format(name)}"
     )
     assert check(data=folder).code == 0
     raw = bytearray((folder / name).read_bytes())
@@ -341,6 +343,17 @@ def test_what_a_model_cannot_read_is_said_before_the_data_are_opened(change):
     preset = replace(helpers.PRESET, model=replace(helpers.PRESET.model, **change))
     with pytest.raises(tg.Failure, match="gate_inputs|heads . head_width|layer 0: (skip_from|value_emb)"):
         tg.check_preset(preset)
+
+
+def test_shards_beside_the_script_are_found_from_elsewhere(tmp_path, monkeypatch):
+    """But those below the working directory come first."""
+    beside = tmp_path / "repository" / "data" / "sample"
+    beside.mkdir(parents=True)
+    monkeypatch.setattr(tg, "__file__", str(tmp_path / "repository" / "train_gpt.py"))
+    monkeypatch.chdir(tmp_path)
+    assert tg.default_folder(tg.PRESETS["smoke"]) == beside
+    (tmp_path / "data" / "sample").mkdir(parents=True)
+    assert tg.default_folder(tg.PRESETS["smoke"]) == tg.Path("data/sample")
 
 
 def test_every_preset_passes():

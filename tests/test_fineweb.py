@@ -362,6 +362,12 @@ def test_a_pipe_is_no_shard(tmp_path, capsys):
     assert "a.bin: expected a file or a folder, found a pipe" in capsys.readouterr().err
     with pytest.raises(fineweb.DataError, match="found a pipe"):
         fineweb.sha256_of(tmp_path / "a.bin")
+    with pytest.raises(fineweb.DataError, match="expected a file of merge ranks, found a folder, pipe"):
+        fineweb.load_encoding(str(tmp_path / "a.bin"))
+    (tmp_path / "text.txt").write_text("text")
+    encoding = "--encoding", str(tmp_path / "a.bin")
+    assert fineweb.main(["tokenize", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), *encoding]) == 2
+    assert "a.bin: expected a file of merge ranks, found a folder, pipe" in capsys.readouterr().err
 
 
 def test_verify_knows_the_sums_and_the_empty_folder(tmp_path, capsys):
@@ -724,6 +730,21 @@ def test_the_ranks_beside_shards_are_theirs(tmp_path):
         with pytest.raises(fineweb.DataError, match="expected .* ranks .*, found text.tiktoken; fix: move that file"):
             fineweb.ShardWriter(tmp_path, name, 0, 100, ranks)
         assert beside.read_bytes() == b"ranks"
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    """Else its texts would be left out without a word."""
+    def scandir(path):
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scan(path)
+
+    scan = os.scandir
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").touch()
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(fineweb.DataError, match="closed: expected a folder that can be read, found Permission denied"):
+        fineweb.find_inputs([tmp_path])
 
 
 def test_packed_parquet_is_left_out(tmp_path):

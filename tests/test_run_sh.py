@@ -113,7 +113,8 @@ class Machine:
         """What run.sh would run, without the interpreter's path."""
         result = self.run(*arguments, **environment)
         assert result.returncode == 0, result.stderr
-        return result.stdout.strip().removeprefix(sys.executable + " ")
+        lines = (" ".join(shlex.split(line)) for line in result.stdout.splitlines())
+        return "\n".join(lines).removeprefix(sys.executable + " ")
 
 
 @pytest.fixture
@@ -537,11 +538,38 @@ def test_two_in_a_fresh_clone_install_once(machine):
     assert (machine.folder / "pip.log").read_text().count("\n") == 1
 
 
+def test_the_command_can_be_typed(machine):
+    words = ["train_gpt.py", "--preset", "smoke", "--log-dir", "a b", "--save=$HOME"]
+    assert shlex.split(machine.run(*words[1:]).stdout)[1:] == words
+
+
+def test_a_link_and_a_search_path_lead_to_the_same_folder(machine, tmp_path_factory):
+    """As of ~/bin, and for users whose shell looks for folders elsewhere first."""
+    elsewhere = tmp_path_factory.mktemp("bin")
+    (elsewhere / "run.sh").symlink_to(machine.folder / "run.sh")
+    (elsewhere / machine.folder.name).mkdir()
+    shell = [BASH, elsewhere / "run.sh", "--preset", "smoke"]
+    environment = os.environ | {"RUN_SH_DRY": "1", "PYTHON": sys.executable}
+    environment["PYTHONPATH"] = str(machine.folder / "modules")
+    done = subprocess.run(shell, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith(" train_gpt.py --preset smoke\n"), done.stderr
+    shell[1] = f"{machine.folder.name}/run.sh"
+    environment["CDPATH"] = str(elsewhere)
+    done = subprocess.run(shell, cwd=machine.folder.parent, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith(" train_gpt.py --preset smoke\n"), done.stderr
+
+
+def test_a_shard_that_leads_nowhere_is_for_the_trainer_to_say(machine):
+    machine.shards("texts", 1000)
+    (machine.folder / "texts/x_train_000002.bin").symlink_to("nowhere")
+    assert machine.command("--preset", "smoke", "--data", "texts") == "train_gpt.py --preset smoke --data texts"
+
+
 def test_paths_mean_the_folder_where_they_were_typed(machine, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("else where")
     typed = ["--preset", "smoke", "--data", "texts", "--save=model.safetensors", "--log-dir", "/abs"]
     def found(*typed, **environment):
-        return machine.run(*typed, cwd=elsewhere, **environment).stdout.removesuffix("\n")
+        return " ".join(shlex.split(machine.run(*typed, cwd=elsewhere, **environment).stdout))
 
     expected = [
         "--preset", "smoke", "--data", f"{elsewhere}/texts",
@@ -572,6 +600,23 @@ def test_paths_mean_the_folder_where_they_were_typed(machine, tmp_path_factory):
     (elsewhere / "test_1").touch()
     result = machine.run("test", "test_mine.py::test_1", "-k", "test_1", cwd=elsewhere)
     assert result.stdout.splitlines()[-1] == "1 passed, 0 failed, 0 skipped", result.stdout + result.stderr
+    (elsewhere / "mine").mkdir()
+    (elsewhere / "mine/test_more.py").write_text("def test_2(): pass\ndef test_3(): pass\n")
+    result = machine.run("test", "../" + elsewhere.name + "/mine", cwd=elsewhere)
+    assert result.stdout.splitlines()[-1] == "2 passed, 0 failed, 0 skipped", result.stdout + result.stderr
+
+    machine.write("here", "")
+    (elsewhere / "here").unlink(missing_ok=True)
+    assert found("sample", "here").endswith(f" sample.py {elsewhere}/here"), "not the one beside run.sh"
+
+
+def test_options_with_paths_choose_no_files(machine):
+    machine.write("tests/test_a.py", "def test_1(): pass\ndef test_2(): pass\n")
+    machine.write("tests/test_b.py", "def test_3(): assert False\n")
+    for options in (["--deselect=tests/test_b.py::test_3"], ["--deselect", "tests/test_b.py::test_3"]):
+        result = machine.run("test", *options)
+        found = result.returncode, result.stdout.splitlines()[-1]
+        assert found == (0, "2 passed, 0 failed, 0 skipped"), result.stdout
 
 
 def test_counts_tests_of_all_processes(machine):

@@ -657,11 +657,17 @@ def test_a_rank_beyond_the_world_and_a_port_that_is_none(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert tg.main([]) == 2
     assert "MASTER_PORT: expected a number, as torchrun sets it, found x; fix: " in capsys.readouterr().err
+    monkeypatch.setenv("MASTER_PORT", "99999")
+    assert tg.main([]) == 2
+    assert "MASTER_PORT: expected 1 to 65535, found 99999; fix: " in capsys.readouterr().err
 
 
-def test_variables_left_over_from_torchrun(monkeypatch, capsys):
+@pytest.mark.parametrize("address", [None, ""])
+def test_variables_left_over_from_torchrun(monkeypatch, capsys, address):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if address is not None:
+        monkeypatch.setenv("MASTER_ADDR", address)
     assert tg.main([]) == 2
     assert (
         "MASTER_ADDR: expected an address, as WORLD_SIZE is 2, found none; fix: unset RANK"
