@@ -21,6 +21,8 @@ import hashlib
 import itertools
 import json
 import math
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -40,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import train_gpt as tg
-from data.fineweb import DataError, load_encoding, read_ranks
+from data.fineweb import DataError, load_encoding, read_ranks, stop_as_by_ctrl_c
 from train_gpt import BOS, fail
 
 LARGEST_DIFFERENCE = 0.01  # in nats a token, between the loss here and the logged one: other kernels, and 4-bit rows
@@ -557,6 +559,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     tg.open_streams()
     options = parse_arguments(argv)
+    stop_as_by_ctrl_c()
     try:
         if options.export:
             export_model(options.model, options.export, options.dense, options.megabytes, options.data)
@@ -570,6 +573,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sample: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the text has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit does not meet it again
+        return 128 + signal.SIGPIPE
     except DataError as error:
         print(f"sample: {error}", file=sys.stderr)
         return tg.EXIT_USAGE

@@ -656,10 +656,19 @@ def make_batches(documents: Iterable[str], characters: int = 1 << 18) -> Iterato
         yield batch
 
 
+@contextlib.contextmanager
+def ctrl_c_ignored() -> Iterator[None]:
+    """Processes that start meanwhile never hear it, not even while they import: it is the parent's to handle."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def serve(pipe, spec: str) -> None:
     """A worker process: batches in, tokens or the parts of a DataError out, until the parent closes the pipe or is
     gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     open_streams()
     start_encoder(spec)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -707,12 +716,14 @@ def encode_documents(documents: Iterable[str], spec: str, processes: int) -> Ite
     busy = deque()
     workers = []
     try:
-        for _ in range(processes):
-            ours, theirs = spawn.Pipe()
-            workers.append(spawn.Process(target=serve, args=(theirs, spec), daemon=True))
-            workers[-1].start()
-            theirs.close()
-            idle.append(ours)
+        with ctrl_c_ignored():
+            for _ in range(processes):
+                ours, theirs = spawn.Pipe()
+                worker = spawn.Process(target=serve, args=(theirs, spec), daemon=True)
+                worker.start()
+                workers.append(worker)
+                theirs.close()
+                idle.append(ours)
         for batch in make_batches(documents):
             if idle:
                 pipe, done = idle.popleft(), []
@@ -966,6 +977,13 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def stop_as_by_ctrl_c() -> None:
+    """So that what ends this process lets it remove what it has begun."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
+            signal.signal(number, signal.default_int_handler)
+
+
 def exit_status(
     work: Callable[[], None],
     interrupted: str = "interrupted",
@@ -973,6 +991,7 @@ def exit_status(
 ) -> int:
     """Runs a tool: 0; 2 after one line that says what, found and the fix,
     as `errors` already do; 130 when interrupted."""
+    stop_as_by_ctrl_c()
     try:
         work()
     except (*errors, ImportError, OSError) as error:

@@ -240,13 +240,14 @@ def test_fetch_without_the_file_or_the_hub(hub, tmp_path):
     assert "it resumes" in error
 
 
-def test_fetch_interrupted_and_one_at_a_time(hub, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_fetch_interrupted_and_one_at_a_time(hub, tmp_path, number):
     hub.stall = True
     process = start_fetch(tmp_path, hub.url)
     deadline = time.monotonic() + 30
     while not hub.gets() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=30)
     hub.stall = False
     assert process.returncode == 130
@@ -259,6 +260,16 @@ def test_fetch_interrupted_and_one_at_a_time(hub, tmp_path):
     assert code == 2
     assert "expected one at a time, found another fetch" in error
     assert fetch(tmp_path, hub.url)[0] == 0
+
+
+def test_workers_hear_no_ctrl_c_from_their_first_moment():
+    """Else each would print where it was in its imports."""
+    before = signal.getsignal(signal.SIGINT)
+    with fineweb.ctrl_c_ignored():
+        command = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"]
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert signal.getsignal(signal.SIGINT) == before
+    assert worker.communicate(timeout=30)[0] == "True\n"
 
 
 def test_fetch_disk_full(tmp_path, monkeypatch):

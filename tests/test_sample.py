@@ -275,6 +275,14 @@ def test_ctrl_c_in_the_loop(saved, use, bytes_as_tokens, monkeypatch):
     assert found.err == "sample: interrupted\n"
 
 
+def test_a_reader_that_has_seen_enough():
+    """As `| head` is: no error of the disk's."""
+    code = ("import sys, sample\ndef read(*_): raise BrokenPipeError\nsample.sample = read\n"
+            "sys.exit(sample.main(['model', 'text']))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("options, told", [
     (["--eval", "--export", "x"], "one at a time"), (["--data", "x"], "--data does nothing"),
     (["--dense"], "--dense does nothing"), (["--megabytes", "9"], "--megabytes does nothing"),
