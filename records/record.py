@@ -192,14 +192,18 @@ def listed_before_the_rule(folder: Folder) -> bool:
     return listed.get(folder.path.name) == sha256((folder.path / "record.json").read_bytes())
 
 
+def require_stated(path: Path, stated: str | None) -> None:
+    """Refuse a log that is not the one of which a record states the SHA-256, if one does."""
+    found = sha256(path.read_bytes()) if path.is_file() else "no file"
+    if stated not in (None, found):
+        fail(f"run {path}", f"sha256 {stated[:16]} as in record.json", found[:16],
+             "restore the file, for example with git")
+
+
 def require_runs(folder: Folder) -> None:
     """Refuse a record whose runs are not those that it lists: what they say would be said of others."""
     for name, stated in folder.record["runs"].items():
-        path = folder.path / "runs" / name
-        found = sha256(path.read_bytes()) if path.is_file() else "no file"
-        if found != stated:
-            fail(f"run {path}", f"sha256 {stated[:16]} as in record.json", found[:16],
-                 "restore the file, for example with git")
+        require_stated(folder.path / "runs" / name, stated)
 
 
 def text_of_records(home: Path) -> dict[Path, str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 import stats
 from lanes import most_at_once
-from record import HOME, Folder, find, hardware, load, write_whole
+from record import HOME, Folder, find, hardware, load, require_stated, write_whole
 from rule import rule_lines
 from runlog import CUT_OFF, Run, fail, loss_curve, read_run, stage_times
 
@@ -104,8 +104,10 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
     """Label and finished runs behind `DIR`, `DIR:a`, `DIR:b` (a record's arm), a folder of logs, one log, or
     `record-92`, one of curves/."""
     path, arm = split_arm(spec)
+    stated = {}
     if names_record(path):
         folder = load(path)
+        stated = folder.record["runs"]
         runs, label = folder.runs(arm), folder.path.name + (":b" if arm == "b" else "")
     else:
         if not path.exists():
@@ -118,6 +120,8 @@ def load_runs(spec: str) -> tuple[str, list[Run]]:
         why = next((f", {run.path.name}: {run.broken}" for run in runs if run.broken), "")
         fail(f"runs of {spec}", "at least one that ended well", f"{len(runs)} logs, none of a whole training{why}",
              "name a record, a folder of logs or a log")
+    for run in done:
+        require_stated(run.path, stated.get(run.path.name))
     return label + (f" ({len(runs) - len(done)} unfinished left out)" if len(done) < len(runs) else ""), done
 
 

@@ -1046,6 +1046,12 @@ def test_compare_refuses_edited_logs_and_mixed_runs(copy):
     with pytest.raises(runlog.Failure, match="expected an unbroken chain of lines, found line .* edited"):
         report.load_runs(str(copy))
     path.write_text(log)
+    stated = (copy / "record.json").read_text()
+    rewrite_log(path, lambda events: events[-1].update(ms=events[-1]["ms"] - 1))
+    (copy / "record.json").write_text(stated)
+    with pytest.raises(runlog.Failure, match="expected sha256 .* as in record.json, found"):
+        report.load_runs(str(copy))
+    path.write_text(log)
     runs = [runlog.read_run(path), runlog.read_run(path)]
     assert not report.differing(runs, runs, {"preset": lambda run: "x"})
     names = iter("xyxy")
