@@ -443,12 +443,12 @@ def find_inputs(paths: Iterable[Path]) -> list[Path]:
 
 
 def refuse_unreadable(folder: Path) -> None:
-    """A folder that may not be read would leave its texts out without a word."""
+    """A folder that may not be read would leave its texts out without a word. Of hidden ones nothing is read."""
     def fail(error: OSError) -> None:
         raise DataError(Path(error.filename), "a folder that can be read", error.strerror, "permit it, or name others")
 
-    for _ in os.walk(folder, onerror=fail):
-        pass
+    for _, inner, _ in os.walk(folder, onerror=fail):
+        inner[:] = [name for name in inner if not name.startswith(".")]
 
 
 def refuse_twice(paths: Iterable[Path]) -> None:

@@ -746,14 +746,16 @@ def test_the_ranks_beside_shards_are_theirs(tmp_path):
 def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     """Else its texts would be left out without a word."""
     def scandir(path):
-        if os.fspath(path).endswith("closed"):
+        if os.fspath(path).endswith(("closed", ".hidden")):
             raise PermissionError(13, "Permission denied", os.fspath(path))
         return scan(path)
 
     scan = os.scandir
-    (tmp_path / "closed").mkdir()
-    (tmp_path / "a.txt").touch()
+    for name in ("closed", "open", "open/.hidden"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "open/a.txt").touch()
     monkeypatch.setattr(os, "scandir", scandir)
+    fineweb.refuse_unreadable(tmp_path / "open")
     with pytest.raises(fineweb.DataError, match="closed: expected a folder that can be read, found Permission denied"):
         fineweb.find_inputs([tmp_path])
 
