@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import train_gpt as tg
-from data.fineweb import DataError, load_encoding, read_ranks, stop_as_by_ctrl_c
+from data.fineweb import DataError, encode_text, load_encoding, read_ranks, stop_as_by_ctrl_c
 from train_gpt import BOS, fail
 
 LARGEST_DIFFERENCE = 0.01  # in nats a token, between the loss here and the logged one: other kernels, and 4-bit rows
@@ -405,7 +405,7 @@ def continue_text(model: tg.GPT, content: dict, encoding, prompt: str, options: 
     """Print `prompt` and what follows it, each token as it is drawn, up to the end of the document or --length tokens.
 
     On standard error, how many tokens a second that were."""
-    ids = [BOS, *encoding.encode_ordinary(prompt)]
+    ids = [BOS, *encode_text(encoding.encode_ordinary, prompt)]
     geometry = saved_geometry(content, model, len(ids) + options.length)
     sys.stdout.buffer.write(prompt.encode("utf-8", "surrogateescape"))  # what the terminal's encoding lacks too
     sys.stdout.flush()

@@ -620,9 +620,11 @@ def silent_panic() -> Iterator[None]:
         os.close(kept)
 
 
-def encode_long(text: str) -> list[int]:
-    """Tokens of a document that nobody has cut. Raises DataError where tiktoken panics, which is no Exception: on a
-    million blanks before a word, as it tries every number of them."""
+def encode_text(encode: Callable[[str], list[int]], text: str, fix: str = "a shorter one") -> list[int]:
+    """Tokens of a text. Raises DataError where tiktoken panics, which is no Exception: on a million blanks before a
+    word, as it tries every number of them."""
+    if len(text) <= DOCUMENT_CHARACTERS:
+        return encode(text)
     try:
         with silent_panic():
             return encode(text)
@@ -630,14 +632,13 @@ def encode_long(text: str) -> list[int]:
         if type(error).__name__ != "PanicException":  # of a module that cannot be imported
             raise
         found = f"{len(text):,} characters that it cannot"
-        fix = f"--document-characters {DOCUMENT_CHARACTERS}"
     raise DataError("document", "a text that tiktoken can split", found, fix)
 
 
 def encode_batch(texts: list[str]) -> list[np.ndarray]:
     """uint16 tokens of each document, 50256 first."""
-    tokens = (encode_long(text) if len(text) > DOCUMENT_CHARACTERS else encode(text) for text in texts)
-    return [np.array([BOS, *ids], dtype="<u2") for ids in tokens]
+    fix = f"--document-characters {DOCUMENT_CHARACTERS}"
+    return [np.array([BOS, *encode_text(encode, text, fix)], dtype="<u2") for text in texts]
 
 
 def make_batches(documents: Iterable[str], characters: int = 1 << 18) -> Iterator[list[str]]:

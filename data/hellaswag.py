@@ -28,7 +28,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))
 import sample
 import train_gpt as tg
-from data.fineweb import DataError, download, exit_status, find_on_hub, open_streams, say, whole_number
+from data.fineweb import DataError, download, encode_text, exit_status, find_on_hub, open_streams, say, whole_number
 
 DATASET = "Rowan/hellaswag"
 FILE = "data/validation-00000-of-00001.parquet"
@@ -136,7 +136,7 @@ def evaluate(
     """(accuracy by the sum, by the mean a token) over all questions."""
     documents = []
     for question in questions:
-        context = [tg.BOS, *encode(question.context)]
+        context = [tg.BOS, *encode_text(encode, question.context)]
         for ending in question.endings:
             tokens = encode(" " + ending)
             documents.append(([*context, *tokens], len(tokens)))

@@ -160,7 +160,7 @@ def build(out: Path, debs: Path | None, encoding: str) -> dict[str, str]:
         sizes = {"val_tokens": VAL_TOKENS, "document_characters": 0}
         shards = fineweb.tokenize([texts], folder / "out", name="sample", encoding=encoding, **sizes)
         out.mkdir(parents=True, exist_ok=True)
-        for path in shards:
+        for path in (folder / "out").iterdir():  # with them the ranks of another tokenizer than GPT-2's
             (out / path.name).write_bytes(path.read_bytes())
         sums = {path.name: fineweb.sha256_of(path) for path in shards}
     fineweb.write_sums(out, sums)

@@ -89,9 +89,11 @@ class Timing(NamedTuple):
 def began(run: Run) -> datetime.datetime | None:
     """When a run that ended well started; None if its log does not tell its times, as nobody has verified it here."""
     try:
-        return datetime.datetime.fromisoformat(run.head["started"]) if run.ok and run.of("clock") else None
-    except (KeyError, TypeError, ValueError):
+        when = datetime.datetime.fromisoformat(run.head["started"])
+        start_up(run)
+    except (KeyError, TypeError, ValueError, IndexError):
         return None
+    return when if run.ok and when.tzinfo else None
 
 
 def in_turn(runs: list[Run]) -> list[Run]:

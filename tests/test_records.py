@@ -632,6 +632,18 @@ def test_a_plan_tells_its_duration(finished, copy, monkeypatch):
         f"4 of 6 runs left: 4 cold starts of about 70 s, training 6 s each: about 5.1 minutes, going by its own runs and {copy.name}, 1 x fake"
 
 
+@pytest.mark.parametrize("change", [
+    lambda e: [line.pop("start_ms") for line in e if line["kind"] == "clock"],
+    lambda e: e[0].update(started=e[0]["started"][:19])])
+def test_a_log_without_times_tells_no_duration(finished, copy, monkeypatch, change):
+    """`run` guesses by logs that nobody has verified here."""
+    log = first_log(copy)
+    events = [json.loads(row) for row in log.read_text().splitlines()]
+    change(events)
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert starts.began(runlog.read_run(log)) is None
+
+
 def test_where_nothing_compiles_every_start_is_warm(finished, copy):
     root = grow(finished, copy, FAKE + "# another script\n")
     for log in (copy / "runs").glob("a-*"):

@@ -241,6 +241,18 @@ def typing(monkeypatch, text):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
 
 
+def test_a_prompt_that_tiktoken_cannot_split(saved, use, monkeypatch):
+    class Panicking(Stub):
+        def encode_ordinary(self, text):
+            raise type("PanicException", (BaseException,), {})
+
+    monkeypatch.setattr(sample, "load_encoding", lambda spec: Panicking())
+    found = use(saved[0], " " * 20_000 + "x")
+    assert found.code == 2
+    assert found.err == ("sample: document: expected a text that tiktoken can split, found 20,001 characters that it "
+                         "cannot; fix: a shorter one\n")
+
+
 def test_a_loop_of_prompts(saved, use, bytes_as_tokens, monkeypatch):
     """Each line begins a document of its own; the end of the input ends the loop."""
     path, _ = saved
