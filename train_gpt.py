@@ -6405,30 +6405,30 @@ def check_model_file(path: Path, model: ModelConfig):
         fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
 
 
-def check_sources(config: ModelConfig):
-    """Fail where a layer, or a gate, would read what is not there."""
-    width = config.width
-    if config.attention_width > width:  # values of n-grams are channels of the stream
-        fail("heads * head_width", f"at most the model's width, {width}", config.attention_width,
-             "fewer heads, or narrower ones")
-    most_inputs = min(width, 2 * config.attention_width)  # half of them are a value embedding's
-    if config.gate_inputs % 2 or not 0 < config.gate_inputs <= most_inputs:
-        fail("gate_inputs", f"an even number up to {most_inputs}", config.gate_inputs, "16")
-
+def check_layers(model: ModelConfig, require: Callable):
+    """What check_preset asks of the table of layers: that nothing in it is ignored, and that what a layer reads is
+    there."""
+    require(any(layer.attention or layer.mlp for layer in model.layers), "layers", "one that is not empty", "none")
+    tables = range(model.value_embeddings)
     earlier = []  # the layers so far that are not empty
-    for index, layer in enumerate(config.layers):
-        if not (layer.attention or layer.mlp):
-            continue
-        for field in ("skip_from", "attention_from"):
-            source = getattr(layer, field)
-            if source not in (None, *earlier):
-                fail(f"layer {index}: {field}", "an earlier layer with attention or an MLP", source,
-                     f"one of {', '.join(map(str, earlier)) or 'none'}")
-        value = layer.value_embedding
-        if value not in (None, NGRAMS, *range(config.value_embeddings)):
-            fail(f"layer {index}: value_embedding", f"None, NGRAMS or below {config.value_embeddings}", value,
-                 "more value_embeddings in ModelConfig")
-        earlier.append(index)
+    for index, layer in enumerate(model.layers):
+        what = f"layer {index}"
+        require(layer.window in ("short", "long"), f"{what}: window", "short or long", layer.window)
+        for name in ("key_offset", "value_embedding", "attention_from"):
+            unused = getattr(layer, name) is None or getattr(layer, name) is False
+            require(layer.attention or unused, f"{what}: {name}", "attention in this layer", "none")
+        empty = not (layer.attention or layer.mlp)
+        require(not empty or layer.skip_from is None, f"{what}: skip_from", "attention or an MLP in this layer", "none")
+
+        for name in ("skip_from", "attention_from"):
+            source = getattr(layer, name)
+            require(source in (None, *earlier), f"{what}: {name}",
+                    f"an earlier layer that is not empty, of {', '.join(map(str, earlier)) or 'none'}", source)
+        table = layer.value_embedding
+        require(table in (None, NGRAMS, *tables), f"{what}: value_embedding",
+                f"None, NGRAMS or below value_embeddings, {len(tables)}", table)
+        if not empty:
+            earlier.append(index)
 
 
 def check_model(preset: Preset, require: Callable):
@@ -6445,6 +6445,11 @@ def check_model(preset: Preset, require: Callable):
     }
     for name, size in sides.items():
         require(size > 0 and size % side == 0, name, f"a multiple of {side}", size)
+    width = model.width  # values of n-grams are channels of the stream
+    require(model.attention_width <= width, "heads * head_width", f"at most the width, {width}", model.attention_width)
+    most = min(width, 2 * model.attention_width)  # half of them are a value embedding's
+    require(model.gate_inputs % 2 == 0 and 0 < model.gate_inputs <= most, "gate_inputs", f"an even number up to {most}",
+            model.gate_inputs)
     largest = {
         "attention_scale": model.attention_scale * model.key_width,
         "pointer_scale": model.pointer_scale * model.pointer_width,
@@ -6468,15 +6473,7 @@ def check_model(preset: Preset, require: Callable):
     require(pieces in range(1, 5) and model.width % pieces == 0, "ngram_pieces",
             f"1 to 4, a divisor of the width, {model.width}", pieces)
 
-    require(any(layer.attention or layer.mlp for layer in model.layers), "layers", "one that is not empty", "none")
-    for index, layer in enumerate(model.layers):
-        require(layer.window in ("short", "long"), f"layer {index}: window", "short or long", layer.window)
-        for name in ("key_offset", "value_embedding", "attention_from"):
-            unused = getattr(layer, name) is None or getattr(layer, name) is False
-            require(layer.attention or unused, f"layer {index}: {name}", "attention in this layer", "none")
-        require(layer.attention or layer.mlp or layer.skip_from is None, f"layer {index}: skip_from",
-                "attention or an MLP in this layer", "neither")
-    check_sources(model)
+    check_layers(model, require)
 
 
 def check_optimizer(config: OptimizerConfig, require: Callable):
@@ -6535,11 +6532,11 @@ def check_preset(preset: Preset):
         require(first == last > 0, f"stage {index}: targets", "as many at its end as at its start", stage.targets)
 
 
-def default_folder(preset: Preset) -> Path:
-    """Where a preset's shards are: below the working directory, or beside this script if they are only there."""
-    beside = Path(__file__).with_name("data") / Path(preset.data).name
+def data_folder(arguments: argparse.Namespace, preset: Preset) -> Path:
+    """Where the shards are. Those of a preset: below the working directory, or beside this script if only there."""
     here = Path(preset.data)
-    return beside if beside.is_dir() and not here.is_dir() else here
+    beside = Path(__file__).parent / preset.data
+    return arguments.data or (beside if beside.is_dir() and not here.is_dir() else here)
 
 
 def fast_operators(arguments: argparse.Namespace, ranks: Ranks) -> bool:
@@ -6597,7 +6594,7 @@ def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     """The trainer that the options ask for. Whatever can be checked before the GPU works has then been checked."""
     preset = PRESETS[arguments.preset]
     ranks.agree("preset", lambda: check_preset(preset), "start every node with the same files")
-    folder = arguments.data or default_folder(preset)
+    folder = data_folder(arguments, preset)
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"
     ranks.agree("nodes", lambda: f"{here}, torch {torch.__version__}, script {script_hash()[:8]}",
                 "start every node with the same --nproc_per_node, options and files")
@@ -6639,7 +6636,7 @@ def samples_along(arguments: argparse.Namespace, preset: Preset) -> Any:
     except ImportError as error:
         fail("--sample-every", "sample.py and data/fineweb.py beside train_gpt.py", f"'{error}'",
              "start it in a whole clone, or leave the option out")
-    return sample.Samples(arguments.sample_every, preset.model.vocabulary, arguments.data or Path(preset.data))
+    return sample.Samples(arguments.sample_every, preset.model.vocabulary, data_folder(arguments, preset))
 
 
 @contextlib.contextmanager

@@ -346,14 +346,18 @@ def test_what_a_model_cannot_read_is_said_before_the_data_are_opened(change):
 
 
 def test_shards_beside_the_script_are_found_from_elsewhere(tmp_path, monkeypatch):
-    """But those below the working directory come first."""
+    """But those below the working directory come first, and those that are asked for before them."""
+    def folder(*options):
+        return tg.data_folder(tg.parse_arguments(["--preset", "smoke", *options]), tg.PRESETS["smoke"])
+
     beside = tmp_path / "repository" / "data" / "sample"
     beside.mkdir(parents=True)
     monkeypatch.setattr(tg, "__file__", str(tmp_path / "repository" / "train_gpt.py"))
     monkeypatch.chdir(tmp_path)
-    assert tg.default_folder(tg.PRESETS["smoke"]) == beside
+    assert folder() == beside
     (tmp_path / "data" / "sample").mkdir(parents=True)
-    assert tg.default_folder(tg.PRESETS["smoke"]) == tg.Path("data/sample")
+    assert folder() == tg.Path("data/sample")
+    assert folder("--data", "other") == tg.Path("other")
 
 
 def test_every_preset_passes():
