@@ -442,7 +442,7 @@ def clock_problems(run: Run) -> Iterator[str]:
         if not line["on"]:
             yield f"expected a clock without pauses, found one for '{line['reason']}'"
         total += (line["end_ms"] - line["start_ms"]) if line["on"] else 0
-    if not intervals or not abs(total - run.ms) <= 0.06:  # and not `>`, as NaN is neither
+    if not intervals or not abs(total - run.ms) <= 0.06:  # `> 0.06` would let NaN pass
         yield f"expected intervals that sum to {run.ms:.1f} ms, found {total:.1f} ms"
     elif len(run.train) and abs(1e3 * run.train[-1, 1] - total) > STEP_TOLERANCE[0] * total + STEP_TOLERANCE[1]:
         yield f"expected steps that take about {total:.0f} ms, found {1e3 * run.train[-1, 1]:.0f} ms"
