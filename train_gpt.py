@@ -485,7 +485,7 @@ PRESETS = {preset.name: preset for preset in (
         val_tokens=10_485_760, status="speedrun: not yet run on FineWeb"),
     # Nearly one pass over 243 M tokens, where FineWeb is not to be had.
     Preset(
-        "speedrun-webmix", GPT_SMALL, three_stages(607, 607, 388, 17, third_batch=LATE_BATCH), SPEEDRUN_OPTIMIZER,
+        "speedrun-webmix", GPT_SMALL, three_stages(590, 590, 377, 17, third_batch=LATE_BATCH), SPEEDRUN_OPTIMIZER,
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
