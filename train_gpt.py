@@ -9,7 +9,7 @@ Launch
     python train_gpt.py --preset smoke                      any computer, no network: a minute or two on two CPU cores
     python train_gpt.py --help                              all options; sample.py does what comes after a training
 
-Model card: GPT-2-small class, 768 wide, ten working layers, GPT-2's 50,257 tokens
+Model card: GPT-2-small class, 768 wide, GPT-2's 50,257 tokens
     input   x0 = norm(embedding[token]);  g = the rows of a table for the last two, three and four tokens, and for
             what followed the longest earlier match in the document, added up
     layer   x   <- r (x + mlp + σ(s) skip + a x0 + b g)         r, s, a, b are scalars, skip is an earlier layer's x
@@ -17,7 +17,8 @@ Model card: GPT-2-small class, 768 wide, ten working layers, GPT-2's 50,257 toke
             mlp <- relu(taps(norm(x)) W_up)^2 W_down            taps mix in the two tokens before, by channel
     output  h = norm(x + mlp + w0 x0 + w1 g + ...)              w: linear in norm(x); in the speedrun all values follow
             p = softmax(23 σ((h W_head + 5) / 7.5)), where the share of one class goes where a pointer points
-    sizes   speedrun: 6 heads (keys 64, values 128), MLPs of 2048; sprint: 3 heads, MLPs of 2304; 2^25 rows each
+    sizes   speedrun: ten working layers, 6 heads (keys 64, values 128), MLPs of 2048; sprint: seven, 3 heads, MLPs of
+            2304, no rows for four tokens; 2^25 rows each
     train   matrices by Muon, NorMuon and EMA-Nesterov, bf16 with 16 more bits; tables and scalars by Adam, rows by Adam
             without a first moment; steps of 32,768 to 294,912 tokens; sampled classes; FP8 products; averaged weights
     names   DistAdam is Adam with AdamTable; smear is taps; bigram hash is ngram; sparse attention gate is gate;
