@@ -312,8 +312,8 @@ class OptimizerConfig:
     averaging_lookback: float = 0.074  # the share of all steps that it looks back over: interval / rate steps
     averaged_share: float = 0.65  # of the final weights; 0: no averages are kept
 
-    # Multipliers and betas by role. The multipliers of scalars and gates, and their first betas, are record 52's, the
-    # first betas of tables the public records'; n-grams have no first moment (record 92).
+    # Multipliers and betas by role. The multiplier of gates, and the first betas of scalars and gates, are record 52's,
+    # the first betas of tables the public records'; n-grams have no first moment (record 92).
     rules: tuple[tuple[str, MuonRule | AdamRule], ...] = (
         ("attention", MuonRule(2.0)),
         ("pointer", MuonRule(2.0)),
@@ -402,9 +402,9 @@ GPT_SMALL = ModelConfig(
     width=768, heads=6, key_width=64, attention_scale=0.16, mlp_width=2048, layers=LAYERS, value_embeddings=5,
     ngram_rows=2**25, ngram_orders=3, ngram_pieces=4, mlp_taps=True, final_values=True)
 
-# One pass over 94 M tokens wants less: half the heads, narrower MLPs, layers 3, 5 and 8 empty. Layer 1 has no
-# attention, which saves the time that 2^25 rows of n-grams cost. A card of 40 GB holds 2^24 rows in four pieces, with
-# the same loss in 1 % more time.
+# One pass over 94 M tokens wants less: half the heads, fewer tables, layers 3, 5 and 8 empty, but wider MLPs. Layer 1
+# has no attention, which saves the time that 2^25 rows of n-grams cost. A card of 40 GB holds 2^24 rows in four pieces,
+# with the same loss in 1 % more time.
 GPT_SPRINT = replace(
     GPT_SMALL, heads=3, mlp_width=2304, value_embeddings=3, ngram_orders=2, ngram_pieces=1, final_values=False,
     layers=(
@@ -541,7 +541,7 @@ def scaled_preset(preset: Preset, length: float) -> Preset:
     """
     used = [stage for stage in preset.stages if stage.steps]  # somebody leaves out those of 0 steps
     stages = tuple(replace(stage, steps=max(1, round(length * stage.steps))) for stage in used)
-    more_tokens = sum(new.batch_tokens * (new.steps - old.steps) for new, old in zip(stages, used))
+    more_tokens = sum(new.tokens - old.tokens for new, old in zip(stages, used))
     return replace(preset, stages=stages, train_tokens=preset.train_tokens + more_tokens)
 
 
@@ -1767,10 +1767,10 @@ class GPT(nn.Module):
         sources = 1 + bool(config.table_rows) + config.final_values * len(self.read_tables() + self.unread_tables())
         self.final_gate = make_param("gate", weight(sources, config.gate_inputs))
 
-        # In how many batch chunks of this rank each class took part, since a stage sampled as it does now; and the sum
-        # of all ranks' numbers, divided by that of the class that took part most often.
+        # In how many batch chunks of this rank each class took part since stages have sampled as they do now.
         self.register_buffer(
             "inclusion_counts", torch.zeros(config.padded_vocabulary, device=device), persistent=False)
+        # Counts of all ranks, plus a half, as a share of the largest: see Trainer.share_counts.
         self.register_buffer("inclusion_rates", torch.ones(config.padded_vocabulary, device=device))
 
         self.norm = ops.compile(norm)
@@ -2097,7 +2097,7 @@ def join_float32(high, low_bits):
     Without low bits it is `high`."""
     if low_bits is None:
         return high.float()
-    return ((high.view(torch.int16).to(torch.int32) << 16) + low_bits.to(torch.int32)).view(torch.float32)
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low_bits).view(torch.float32)
 
 
 def split_float32(value):
@@ -2636,8 +2636,8 @@ class SparseTable(Adam):
     def start_step(self, ids: list[Tensor]):
         """Exchange the rows `ids` [T * pieces, K] that each micro-batch will read, and sort them while the model
         works."""
-        full, wait = self.all_gather(ids)
         step = self.under_way = SparseStep([])  # frees the memory of the last one before this one's is made
+        full, wait = self.all_gather(ids)
 
         def sort_rows():
             wait()
@@ -2883,7 +2883,8 @@ def memory_plan(preset: Preset, ops: Ops, room_bytes: float) -> tuple[bool, dict
 def open_corpus(preset: Preset, folder: Path) -> tuple[TokenStream, list, str, str]:
     """What a run reads, checked: training stream, validation windows, the hash of their tokens, that of all files."""
     vocabulary = preset.model.vocabulary
-    stream = TokenStream(folder, preset.train_tokens, vocabulary)
+    wanted = max(preset.train_tokens, scheduled_tokens(preset, preset.steps) + 1)  # somebody edits stages alone
+    stream = TokenStream(folder, wanted, vocabulary)
     stream.require(preset)
     shard = find_shards(folder, "val")[0]
     windows, digest = validation_windows(shard, preset.val_tokens, preset.val_window_tokens, vocabulary)
@@ -3135,7 +3136,10 @@ def token_bytes(vocabulary: int) -> np.ndarray | None:
     path = Path(__file__).with_name("data") / "sample" / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
     if not path.is_file():
         return None
-    encoder = json.loads(path.read_text(encoding="utf-8"))  # text -> id, with a character for each byte
+    try:
+        encoder = json.loads(path.read_text(encoding="utf-8"))  # text -> id, with a character for each byte
+    except ValueError as error:  # no JSON, or no UTF-8
+        fail(f"vocabulary {path}", "GPT-2's encoder.json", f"'{error}'", "git checkout data/sample, or remove it")
     if len(encoder) != vocabulary:
         return None
     sizes = np.zeros(vocabulary, int)
@@ -3183,6 +3187,7 @@ class Meter:
         self.step = first_step  # the last step in the log, counted from 1, and all tokens up to it
         self.tokens = scheduled_tokens(trainer.preset, first_step)
         self.pending = None  # recorded and not yet in the log: (step, stage, start, end, values)
+        self.stops = False  # whether any rank had been asked to stop by the last step in the log
 
     def restart(self):
         """Start the interval now: the clock has just begun, or goes on after a pause.
@@ -3204,10 +3209,13 @@ class Meter:
         self.pending = step, stage, start, self.start, values
 
     def flush(self):
-        """Log what was recorded last.
+        """Log what was recorded last, and stop if any rank was asked to. Every rank comes to the same decision."""
+        self.log_pending()
+        if self.stops:
+            raise Interrupted(max(self.ranks.gather_objects(self.ranks.stop_signal)), silent=self.ranks.rank > 0)
 
-        Every rank comes to the same decision: Failure if the loss is not finite, Interrupted if any rank was asked to
-        stop."""
+    def log_pending(self):
+        """Log what was recorded last. Failure, on every rank, if the loss is not finite."""
         if self.pending is None:
             return
         step, stage, start, end, values = self.pending
@@ -3222,7 +3230,8 @@ class Meter:
         self.step = step
         self.tokens += steps * stage.batch_tokens
 
-        total_loss, stops = values.tolist()
+        total_loss, stop_signals = values.tolist()
+        self.stops = stop_signals > 0
         loss = total_loss / stage.batch_tokens
         ms_per_step = elapsed_ms / steps
         tokens_per_ms = stage.batch_tokens / ms_per_step
@@ -3235,8 +3244,6 @@ class Meter:
                      f"{tokens_per_ms:6.1f} tokens/ms   {left_s:6.1f} s left",
                      f"[{'#' * int(40 * share):40}] {share:4.0%}, {left_s:.0f} s left")
         require_finite("training loss", loss, f"{loss} at step {step}", self.ranks)
-        if stops:
-            raise Interrupted(max(self.ranks.gather_objects(self.ranks.stop_signal)), silent=self.ranks.rank > 0)
 
 
 def costs(ranks: Ranks, clock: Clock, price: float) -> str:
@@ -3414,6 +3421,7 @@ def off_the_clock(trainer: Trainer, meter: Meter, reason: str) -> Iterator[None]
     """A pause between two steps, in which every rank has all weights."""
     trainer.gather()
     trainer.clock.switch(reason)
+    meter.log_pending()  # a checkpoint of a training that has diverged would replace a good one
     yield
     trainer.clock.switch("training")
     meter.restart()
@@ -5751,7 +5759,8 @@ class Ranks:
         self.copy_stream = None  # on which `fetch` copies, where memory can be shared
         self.peers = {}  # address of a shared tensor or part -> its handle, and every rank's version of it
         self.side_streams = [torch.cuda.Stream(priority=-1) for _ in range(2)] if self.on_gpu else []
-        self.processes = []  # the process number of each rank, if there are several
+        self.store = None  # torch's key-value store, if there are several
+        self.processes = []  # the process number of each rank, alike
         self.nodes = [""] * world  # on which node each rank is, in words for messages if there are several
         self.stop_signal = 0  # the last one that came
         self.stop_together = False  # whether the ranks agree when to stop, see ask_to_stop
@@ -5776,16 +5785,18 @@ class Ranks:
         handle_stop_signals(ranks.ask_to_stop)
         if world == 1:
             return ranks
-        if not os.environ.get("MASTER_ADDR"):
-            fail("MASTER_ADDR", f"an address, as WORLD_SIZE is {world}", "none",
-                 "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                fail(name, f"a value, as WORLD_SIZE is {world}", "none",
+                     "unset RANK, WORLD_SIZE and LOCAL_RANK, or start with torchrun")
         port = torchrun_number("MASTER_PORT", "none")  # torch reads it: here only for a line where it is wrong
         if not 0 < port < 2**16:
             fail("MASTER_PORT", "1 to 65535", port, "unset it, or start with torchrun")
 
         # All ranks exchange first where they run: NCCL would wait without a limit for one that never comes.
         timeout = timedelta(seconds=2 * stall_limit_s)
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        ranks.store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store = ranks.store
         # The process number, a space, and " on HOST (node N)", which follows "rank N" in messages.
         store.set(f"process {rank}", f"{os.getpid()}  on {platform.node()} (node {os.environ.get('GROUP_RANK', '?')})")
         ranks.processes, _, nodes = zip(*(store.get(f"process {other}").decode().partition(" ")
@@ -5976,6 +5987,17 @@ class Ranks:
                 fail(what, "the same on every rank", differing, fix, code, silent=silent)
         return found
 
+    def on_first(self, work: Callable):
+        """Do `work` on the first rank alone, however long it takes: no collective would wait for a slow disk."""
+        if self.rank > 0:
+            self.store.wait(["the first rank's work"], timedelta(days=7))
+            return
+        try:
+            work()
+        finally:
+            if self.store:
+                self.store.set("the first rank's work", "")
+
     def ask_to_stop(self, number: int, _):
         """Handle a stop signal. In the timed loop the first one only asks, as ranks are between different collectives:
         they agree to stop when they flush a logged step (Meter.flush). A second one acts at once."""
@@ -6164,6 +6186,8 @@ def explained(error: BaseException, ranks: Ranks | None) -> Failure | None:
         return Failure("GPU memory", "enough", found,
                        "end other programs on this GPU (nvidia-smi), or a smaller --micro-batch-tokens or --preset",
                        EXIT_HARDWARE)
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+        return Failure("memory", "enough", found, "end other programs, or a smaller --preset", EXIT_HARDWARE)
     if isinstance(error, torch.AcceleratorError) or type(error).__name__ == "OutOfResources":  # the latter is Triton's
         return Failure("GPU", "to run this", found,
                        "start again; if it stays, --reference, and test the GPU", EXIT_HARDWARE)
@@ -6180,7 +6204,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def hopper_class(device: torch.device) -> bool:
-    """Whether a GPU has TMA, and 208 KB of shared memory or more."""
+    """Whether a GPU has TMA and the shared memory of Hopper's, for which kernels and tiles were chosen."""
     return (9, 0) <= capability(device) < (12, 0)
 
 
@@ -6293,7 +6317,7 @@ def machine_facts() -> dict:
 
 @functools.cache
 def script_hash() -> str:
-    """SHA-256 of this file, read once: it may be edited or gone before the run that it began ends."""
+    """files_hash of this file, read once: it may be edited or gone before the run that it began ends."""
     return files_hash([Path(__file__)])
 
 
@@ -6308,7 +6332,7 @@ def files_hash(paths: Sequence[Path]) -> str:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         line = f"{digest}  {path.name}\n"
-        combined.update(line.encode())
+        combined.update(os.fsencode(line))  # a name may be no UTF-8
         if digest in files:
             fail(f"{path}: content", "another file's than the others'", f"that of {files[digest].name}",
                  "fetch both files again; without a fetch remove one, and number the others anew")
@@ -6451,13 +6475,9 @@ def check_model(preset: Preset, require: Callable):
     most = min(width, 2 * model.attention_width)  # half of them are a value embedding's
     require(model.gate_inputs % 2 == 0 and 0 < model.gate_inputs <= most, "gate_inputs", f"an even number up to {most}",
             model.gate_inputs)
-    largest = {
-        "attention_scale": model.attention_scale * model.key_width,
-        "pointer_scale": model.pointer_scale * model.pointer_width,
-    }
-    for name, score in largest.items():
-        require(score < 60, name, "less than 60 / width, as no softmax has a running maximum", getattr(model, name))
-
+    require(model.pointer_width >= 0, "pointer_width", "0 or more", model.pointer_width)
+    window = model.pointer_window_tokens
+    require(window >= 1, "pointer_window_tokens", "at least 1; pointer_width=0 switches it off", window)
     least = model.vocabulary + bool(model.pointer_width)  # the pointer's copy token follows the vocabulary
     padded = model.padded_vocabulary
     rows = max(unit, CHUNKS)  # each of eight ranks has as many
@@ -6469,7 +6489,8 @@ def check_model(preset: Preset, require: Callable):
     require(1 <= model.ngram_orders <= most, "ngram_orders", f"1 to {most}, rows of NGRAM_MULTIPLIERS",
             model.ngram_orders)
     fewest = 2 * model.ngram_orders  # of each order a row for incomplete n-grams, and one for others
-    require(not 0 < model.ngram_rows < fewest, "ngram_rows", f"0, or at least {fewest}", model.ngram_rows)
+    rows = model.ngram_rows
+    require(rows == 0 or rows >= fewest, "ngram_rows", f"0, or at least {fewest}", rows)
     pieces = model.ngram_pieces
     require(pieces in range(1, 5) and model.width % pieces == 0, "ngram_pieces",
             f"1 to 4, a divisor of the width, {model.width}", pieces)
@@ -6486,6 +6507,8 @@ def check_optimizer(config: OptimizerConfig, require: Callable):
     for name in ("drift_factor", "drift_decay"):
         value = getattr(config, name)
         require(0 <= value < 1, name, "0 or more, and below 1", value)
+    share = config.averaging_fraction
+    require(0 <= share <= 1, "averaging_fraction", "0 to 1", share)
 
     usual = dict(OptimizerConfig.rules)
     differing = usual.keys() ^ dict(config.rules)
@@ -6503,6 +6526,15 @@ def check_optimizer(config: OptimizerConfig, require: Callable):
                 rule.betas)
 
 
+def check_scores(preset: Preset, require: Callable):
+    """What check_preset asks of the scales of scores, whose softmax has no running maximum."""
+    model = preset.model
+    scale = max(rotary_frequencies(preset, index)[1] for index in range(len(preset.stages)))  # YaRN raises it
+    largest = {"attention_scale": scale * model.key_width, "pointer_scale": model.pointer_scale * model.pointer_width}
+    for name, score in largest.items():
+        require(score < 60, name, f"a scale whose scores stay below 60, which reach {score:.1f}", getattr(model, name))
+
+
 def check_preset(preset: Preset):
     """Fail where a preset that somebody has edited asks for what would hang, crash or be ignored."""
     def require(good: bool, what: str, expected: str, found: Any):
@@ -6513,6 +6545,8 @@ def check_preset(preset: Preset):
     check_optimizer(preset.optimizer, require)
     for name in ("steps", "val_tokens", "val_window_tokens", "log_every_steps"):
         require(getattr(preset, name) >= 1, name, "at least 1", getattr(preset, name))
+    parts = ", ".join(FP8_PARTS)
+    require(FP8_PARTS.keys() >= set(preset.fp8), "fp8", f"a tuple of some of {parts}", preset.fp8)
     windows = preset.val_attention_windows
     require(min(windows) >= 1, "val_attention_windows", "both at least 1", windows)
     unit = preset.fp8_unit
@@ -6531,6 +6565,7 @@ def check_preset(preset: Preset):
             require(getattr(stage, name) >= 1, f"stage {index}: {name}", "at least 1", getattr(stage, name))
         first, last = map(len, stage.targets)
         require(first == last > 0, f"stage {index}: targets", "as many at its end as at its start", stage.targets)
+    check_scores(preset, require)
 
 
 def data_folder(arguments: argparse.Namespace, preset: Preset) -> Path:
@@ -6729,7 +6764,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.save:
             save = functools.partial(save_model, arguments.save, trainer, loss, seed)
             # The others wait, since the first rank reads their rows, and end with it if it fails.
-            ranks.agree("saved model", save if ranks.rank == 0 else lambda: None, "see what the first rank says")
+            ranks.agree("saved model", lambda: ranks.on_first(save), "see what the first rank says")
         trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses
     return ending.code
 

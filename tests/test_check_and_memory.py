@@ -203,8 +203,10 @@ def test_errors_of_the_device_are_explained():
     for error in (
         torch.OutOfMemoryError("CUDA out of memory.\nmore"),
         torch.AcceleratorError("an illegal memory access\n1"),
-        type("OutOfResources", (Exception,), {})("out of resource: shared memory"),
-    ):  # Triton's
+        type("OutOfResources", (Exception,), {})("out of resource: shared memory"),  # Triton's
+        MemoryError("Unable to allocate 48 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    ):
         failure = tg.explained(error, ranks)
         assert failure.code == 4
         assert re.fullmatch(r".+: expected .+, found '.+'; fix: .+", str(failure))
@@ -262,17 +264,21 @@ EDITS = [
     ("model", "key_width", 18), ("model", "padded_vocabulary", helpers.VOCABULARY), ("model", "dtype", "float64"),
     ("model", "padded_vocabulary", 520), ("stage", "batch_tokens", 1032), ("stage", "sampled_classes", 136),
     ("stage", "sampled_classes", 0),
-    ("model", "ngram_rows", 3), ("model", "ngram_orders", 0), ("model", "ngram_orders", ORDERS + 1),
+    ("model", "ngram_rows", 3), ("model", "ngram_rows", -5), ("model", "ngram_orders", 0),
+    ("model", "ngram_orders", ORDERS + 1),
     # more pieces than there are multipliers, none, and a third of a row of 32 numbers
     ("model", "ngram_pieces", 5), ("model", "ngram_pieces", 0), ("model", "ngram_pieces", 3),
     ("model", "width", 40), ("model", "mlp_width", 72), ("model", "heads", 0),
     ("model", "attention_scale", 4.0), ("model", "pointer_scale", 4.0),
+    ("model", "attention_scale", 59.9 / helpers.MODEL.key_width),  # and more when YaRN has stretched it
+    ("model", "pointer_width", -4), ("model", "pointer_window_tokens", 0),
     ("model", "layers", (tg.EMPTY,)), ("model", "layers", (tg.Layer(window="medium"),)),
     # of a layer without attention, what would be ignored
     *[("model", "layers", (tg.Layer(attention=False, **{name: 0}),)) for name in ("value_embedding", "attention_from")],
     ("model", "layers", (tg.Layer(attention=False, key_offset=True),)),
     ("model", "layers", (tg.Layer(), replace(tg.EMPTY, skip_from=0))),
     ("optimizer", "cooldown_fraction", 0.0), ("optimizer", "averaging_interval_steps", 0),
+    ("optimizer", "averaging_fraction", 1.2),
     ("optimizer", "drift_factor", 1.0), ("optimizer", "drift_cooldown_fraction", 0.0),
     ("optimizer", "rules", tg.OptimizerConfig.rules[1:]),
     *[("optimizer", "rules", (*tg.OptimizerConfig.rules, rule)) for rule in (
@@ -286,6 +292,7 @@ EDITS = [
         ("pointer", tg.AdamRule(1.0, (0.9, 0.95))),
         ("scalar", tg.AdamRule(1.0, (0.9, 0.95), sharded=True)),
         ("scalars", tg.AdamRule(1.0, (0.9, 0.95))))],
+    ("preset", "fp8", ("mlps",)), ("preset", "fp8", "mlp"),
     ("preset", "stages", ()), ("preset", "stages", helpers.PRESET.stages[::-1]),
     ("preset", "val_attention_windows", (-5, -5)), ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
     ("stage", "batch_tokens", 500), ("stage", "document_cap_tokens", 0), ("stage", "long_window_tokens", 0),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -121,6 +123,45 @@ def test_a_terminated_run_goes_on(run, tmp_path, monkeypatch):
     resumed = run("--resume", file, "--checkpoint", file, "--checkpoint-every", 2)
     assert resumed.log[0]["first_step"] == 2
     assert same(resumed.end, run("--seed", 3).end)
+
+
+@contextlib.contextmanager
+def before_step(number, action):
+    """Do something right before step `number` of the timed loop."""
+    def step(trainer, step, *arguments):
+        if trainer.clock.intervals and step == number:
+            action(trainer)
+        return step_of(trainer, step, *arguments)
+
+    step_of = tg.Trainer.training_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg.Trainer, "training_step", step)
+        yield
+
+
+def test_a_training_that_diverged_leaves_the_checkpoint_before(run, tmp_path):
+    file = tmp_path / "state"
+    with before_step(3, lambda trainer: trainer.model.embedding.data.fill_(math.nan)):
+        diverged = run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 1)
+    assert diverged.code == 3
+    assert "found nan at step 4" in diverged.err
+    assert run("--resume", file).log[0]["first_step"] == 3
+
+
+def test_a_stop_comes_after_the_checkpoint_of_its_step(run, tmp_path):
+    def asked(trainer):
+        trainer.ranks.stop_signal = signal.SIGTERM  # as if another rank had been
+
+    file = tmp_path / "state"
+    with before_step(3, asked):
+        assert run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 4).code == 143
+    assert run("--resume", file).log[0]["first_step"] == 4
+
+
+def test_a_steps_loss_stands_in_the_log_before_its_validation(run):
+    log = run("--seed", 3, "--val-every", 2).log
+    kinds = [(line["kind"], line.get("step")) for line in log]
+    assert kinds.index(("val", 2)) == kinds.index(("step", 2)) + 1
 
 
 def edited(change, seal=True):

@@ -183,6 +183,12 @@ def test_tokens_must_suffice_for_the_last_target(marked):
     assert caught.value.code == 2
 
 
+def test_a_longer_schedule_opens_the_shards_that_it_needs(corpus, tiny):
+    """Also where train_tokens, how many tokens to open, has not been raised with it."""
+    opened, *_ = tg.open_corpus(replace(tiny, train_tokens=1), corpus)
+    assert opened.length > tg.scheduled_tokens(tiny, tiny.steps)
+
+
 def test_only_the_shards_needed_are_opened(corpus, tiny, tmp_path):
     shutil.copytree(corpus, tmp_path / "c")
     (tmp_path / "c" / "tiny_train_000002.bin").write_bytes(b"not a shard")

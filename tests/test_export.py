@@ -157,6 +157,18 @@ def test_no_bits_of_another_tokenizer(train, corpus, monkeypatch, tmp_path):
     assert "bits a byte" not in train("--data", folder).out
 
 
+@pytest.mark.parametrize("text", ['{"a": 0, "b', "\\ud800".encode("utf-16")])
+def test_a_damaged_vocabulary(tmp_path, monkeypatch, text):
+    """No JSON, or no UTF-8."""
+    sample = tmp_path / "data" / "sample"
+    sample.mkdir(parents=True)
+    file = sample / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.setattr(tg, "__file__", str(tmp_path / "train_gpt.py"))
+    with pytest.raises(tg.Failure, match="vocabulary .*: expected GPT-2's encoder.json, found '.*'; fix: git checkout"):
+        tg.token_bytes(50257)
+
+
 def test_bytes_of_tokens():
     """Those of GPT-2's vocabulary beside the sample."""
     sizes = tg.token_bytes(50257)

@@ -126,6 +126,16 @@ def full_disk(limit_bytes):
     return lambda rank: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
 
+def slow_disk(seconds):
+    """Models take so long to write."""
+    def write(*arguments):
+        threading.Event().wait(seconds)
+        return write_of(*arguments)
+
+    write_of = tg.write_model
+    tg.write_model = write
+
+
 def data_of_its_own(change):
     """Another folder of shards than the other node's: a copy of its folder after `change`."""
     def open_other(preset, folder):
@@ -218,6 +228,7 @@ FAULTS = {  # number of processes ("2x1": 1 on each of 2 nodes), further options
         on(0, at_read, 30, lambda stream: threading.Event().wait()),
     ),
     "disk full for the log": (1, (), full_disk(2500)),
+    "a slow disk for the model": (2, ("--save", "model.pt", "--stall-limit", "1.5"), on(0, slow_disk, 11)),
     "disk full for the model": (1, ("--save", "model.pt"), full_disk(30_000)),
     "two launches: first": (1, (), lambda rank: None),
     "two launches: second": (1, (), lambda rank: None),
@@ -649,6 +660,13 @@ def test_the_disk_is_full_for_the_model(broken):
     assert run.codes == [2]
     assert re.search(r"train_gpt: saving .*model.pt: expected .*, found .*; fix: ", last_line(run.said[0]))
     assert sorted(path.name for path in run.place.iterdir()) == ["1-0.out", "corpus", "logs-1"], "no part of a model"
+
+
+def test_a_disk_is_slow(broken):
+    """The first rank writes for longer than the other would wait in a collective, nine seconds here."""
+    run = broken("a slow disk for the model")
+    assert run.codes == [0, 0]
+    assert (run.place / "model.pt").is_file()
 
 
 def test_two_launches_in_one_folder(broken):

@@ -38,7 +38,7 @@ USES = {
     "Triton kernels": ["Optimizer", "Runtime"],
     "Operator selection": ["Model", "Optimizer", "Triton kernels", "Runtime"],
     "Runtime": [],
-    "Main": ["Training", "Operator selection", "Runtime"],
+    "Main": ["Model", "Training", "Operator selection", "Runtime"],
 }
 FUNCTIONS = [node for node in ast.walk(TREE) if isinstance(node, ast.FunctionDef)]
 CALLS = [node for node in ast.walk(TREE) if isinstance(node, ast.Call)]

@@ -662,17 +662,17 @@ def test_a_rank_beyond_the_world_and_a_port_that_is_none(monkeypatch, capsys):
     assert "MASTER_PORT: expected 1 to 65535, found 99999; fix: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("address", [None, ""])
-def test_variables_left_over_from_torchrun(monkeypatch, capsys, address):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    if address is not None:
-        monkeypatch.setenv("MASTER_ADDR", address)
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_variables_left_over_from_torchrun(monkeypatch, capsys, missing, empty):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    if empty and missing != "RANK":
+        monkeypatch.setenv(missing, "")
+    else:
+        monkeypatch.delenv(missing)
     assert tg.main([]) == 2
-    assert (
-        "MASTER_ADDR: expected an address, as WORLD_SIZE is 2, found none; fix: unset RANK"
-        in capsys.readouterr().err
-    )
+    assert f"{missing}: expected a value, as WORLD_SIZE is 2, found none; fix: unset RANK" in capsys.readouterr().err
 
 
 @pytest.mark.fast
