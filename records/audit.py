@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import runner
-from record import Folder, load
+from record import Folder, load, query_gpus
 from runlog import EXIT_HARDWARE, Run, fail, read_run, sha256
 from starts import environment, remove_caches
 
@@ -76,6 +76,9 @@ def run_again(folder: Folder, key: str, data: Path, steps: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="audit-") as place:
         words = runner.command(folder, key, data)
         words[words.index("--log-dir") + 1] = place
+        if gpus := len(query_gpus("--query-gpu=name")):  # fewer train on the same tokens
+            world = max(count for count in (1, 2, 4, 8) if count <= min(gpus, folder.record["plan"]["world"]))
+            words = [f"--nproc_per_node={world}" if word.startswith("--nproc_per_node=") else word for word in words]
         output = Path(place) / "output.txt"
         with output.open("w") as file:
             process = subprocess.Popen([*words, "--stop-after", str(steps)], cwd=folder.path.parents[1],

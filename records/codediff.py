@@ -159,6 +159,10 @@ def statement_names(node: ast.stmt) -> list[str]:
     if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
         targets = [node.target]
     names = [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+    if not targets:  # an if, a loop or an import: whatever it binds
+        names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+        names += [part.name for part in ast.walk(node) if isinstance(part, (ast.FunctionDef, ast.ClassDef))]
+        names += [part.asname or part.name for part in ast.walk(node) if isinstance(part, ast.alias)]
     return names or [ast.unparse(node)]
 
 

@@ -112,7 +112,8 @@ def table(specs: list[str]) -> str:
     rows += ["", f"{'loss':>10} {'s of A':>9} {'s of B':>9} {'A / B':>9}"]
     for level in levels:
         of_a, of_b = seconds_to(a, level), seconds_to(b, level)
-        rows.append(f"{level:>10.4f} {column(of_a, '.1f', 'never')} {column(of_b, '.1f', 'never')} "
+        missing_a, missing_b = ("never" if curve[:, 1].min() > level else "-" for curve in (a, b))
+        rows.append(f"{level:>10.4f} {column(of_a, '.1f', missing_a)} {column(of_b, '.1f', missing_b)} "
                     f"{column(of_a / of_b, '.3f', '-')}")
     return "\n".join(rows)
 

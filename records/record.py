@@ -110,7 +110,7 @@ FIRST_SCHEMA = {
     "schema": "1",
     "track": f'"({"|".join(TRACKS)})"',
     "date": r'"20\d\d-[01]\d-[0-3]\d"',
-    "parent": r'null|"[\w.-]+"',
+    "parent": rf"null|{NAME}",
     "kind": f'"({"|".join(KINDS)})"',
     "scripts": rf'\{{"a": "{HEX}{{64}}"(, "b": "{HEX}{{64}}")?\}}',
     "data": many(rf'"\w+_(train|val)_\d{{6}}\.bin": "{HEX}{{64}}"', "{}"),
@@ -525,18 +525,19 @@ def retime_problem(folder: Folder) -> str | None:
     return None if folder.record["means"] else "one that is not finished"
 
 
-def must_restart(home: Path, record: dict[str, Any], name: str) -> str | None:
-    """The abandoned plan of the same script, of which some run was seen: another plan of it, here `name`, is its
-    restart."""
-    if record["plan"].keys() & {"restarts", "retimes"}:
+def must_restart(home: Path, record: dict[str, Any], name: str, started: str) -> str | None:
+    """The abandoned plan of the same script, of which some run was seen before `started`: another plan of it, here
+    `name`, is its restart."""
+    if "retimes" in record["plan"]:
         return None
+    named = record["plan"].get("restarts")
     for folder in readable(home):
         first = folder.record
         if "retimes" in first["plan"]:  # what it repeats is a record all the same
             continue
-        seen = first.get("abandoned") and first["runs"] and first["date"] <= record["date"]
+        seen = first.get("abandoned") and first["runs"] and folder.started < started
         same = first["track"] == record["track"] and first["scripts"]["a"] == record["scripts"]["a"]
-        if seen and same and folder.path.name != name and first["plan"].get("restarts") != name:
+        if seen and same and folder.path.name not in (name, named) and first["plan"].get("restarts") != name:
             return folder.path.name
     return None
 
@@ -549,9 +550,9 @@ def restart_problem(folder: Folder, track: str, by: str | None = None) -> str | 
         return "one that is not abandoned"
     if "restarts" in folder.record["plan"]:
         return "a restart itself"
-    for path, text in text_of_records(folder.path.parent).items():
-        if path.name != by and f'"restarts": "{folder.path.name}"' in text:
-            return f"one that {path.name} restarts"
+    for other in readable(folder.path.parent):
+        if other.path.name != by and other.record["plan"].get("restarts") == folder.path.name:
+            return f"one that {other.path.name} restarts"
     return None
 
 
@@ -630,7 +631,7 @@ def new(name: str, *, track_name: str | None = None, parent: str | None = None, 
     record = {"schema": NEWEST_SCHEMA, "track": track_name, "date": date, "parent": parent, "kind": kind,
               "scripts": scripts,
               "data": planned_data(track, data, home), "plan": plan, "runs": {}, "means": {}, "abandoned": None}
-    if first := must_restart(home, record, path.name):
+    if first := must_restart(home, record, path.name, now):
         again = restart_problem(load(home / first), track_name)
         fail("script", "another than that of an abandoned plan whose runs were seen", first,
              f"change {SCRIPT}: that plan was restarted once" if again else f"--restart {first}")

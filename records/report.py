@@ -201,29 +201,30 @@ def mean_curve(runs: list[Run]) -> tuple[np.ndarray, np.ndarray, str]:
 
 
 def seconds_to(curve: np.ndarray, level: float) -> float:
-    """When a curve first reaches `level`, between its rows linearly; nan if never."""
+    """When a curve first reaches `level`, between its rows linearly; nan if never, or before its first row."""
     best = np.minimum.accumulate(curve[:, 1])
     if not len(best) or best[-1] > level:
         return math.nan
     i = int(np.argmax(best <= level))
     if i == 0:
-        return float(curve[0, 0])
+        return float(curve[0, 0]) if best[0] == level else math.nan
     (t0, _), (t1, _) = curve[i - 1], curve[i]
     return float(t0 + (t1 - t0) * (best[i - 1] - level) / (best[i - 1] - best[i]))
 
 
 def stage_table(a: list[Run], b: list[Run]) -> list[str]:
-    """ms a step of each stage of A beside B; nothing where a side has no stages."""
+    """ms a step of each stage of A beside B's, where that has the same one; nothing where a side has no stages."""
     if not a[0].stages or not b[0].stages:
         return []
     rows = [f"{'stage':<52} {'A ms/step':>10} {'B ms/step':>10} {'A - B':>8}"]
     times = [np.mean([stage_times(run) for run in runs if len(run.stages) == len(runs[0].stages)], axis=0)
              for runs in (a, b)]
     for i, (_, text) in enumerate(a[0].stages):
-        x, y = times[0][i], times[1][i] if i < len(times[1]) else math.nan
-        numbers = (f"{x:>10.2f} {y:>10.2f} {100 * (x / y - 1):>+7.2f}%" if math.isfinite(x - y)
-                   else f"{'-':>10} {'-':>10} {'-':>8}")
-        rows.append(f"{f'{i + 1}  {text}':<52} {numbers}")
+        same = i < len(b[0].stages) and b[0].stages[i][1] == text
+        x, y = times[0][i], times[1][i] if same else math.nan
+        cells = [f"{value:.2f}" if math.isfinite(value) else "-" for value in (x, y)]
+        change = f"{100 * (x / y - 1):+.2f}%" if math.isfinite(x - y) else "-"
+        rows.append(f"{f'{i + 1}  {text}':<52} {cells[0]:>10} {cells[1]:>10} {change:>8}")
     return rows if len(rows) > 1 else []
 
 
@@ -255,6 +256,8 @@ def equal_loss(a: list[Run], b: list[Run]) -> str:
         return "time at equal loss: not to be had, the training losses are of other classes or targets"
     level = max(curve_a[-1, 1], curve_b[-1, 1])
     time_a, time_b = seconds_to(curve_a, level), seconds_to(curve_b, level)
+    if math.isnan(time_a + time_b):
+        return f"time at equal loss: not to be had, one side's log begins below {level:.4f}"
     return (f"time at equal loss: {kind_a} {level:.4f} after {time_a:.2f} s (A) and {time_b:.2f} s (B), "
             f"{time_a - time_b:+.2f} s. "
             "A guide: the end of a schedule lowers the loss by itself")
@@ -315,4 +318,4 @@ def compare(a_spec: str, b_spec: str) -> str:
         f"time A - B  {time.difference:+.3f} s = {100 * time.difference / usual if usual else 0:+.2f} %  99 % interval "
         f"{time.low:+.3f} to {time.high:+.3f} s "
         f"({'paired by seed' if pairs else 'Welch'})",
-        *stage_table(a, b), equal_loss(a, b), f"verdict: {conclusion}"])
+        *stage_table(a, b), *([] if no_loss else [equal_loss(a, b)]), f"verdict: {conclusion}"])

@@ -84,6 +84,8 @@ def check_name(c: Context) -> Findings:
     before."""
     name, date = c.folder.path.name, c.folder.record["date"]
     bad = [] if re.fullmatch(f"{date}_{NAME_FORM}", name) else [f"expected {date}_NAME, found {name}"]
+    if c.folder.under_rule and date < RULE_SINCE:
+        bad.append(f"expected a date from {RULE_SINCE} on, found {date}")
     if c.runs and not 0 <= (day(c.folder.started) - day(date)).days <= WAIT_DAYS:
         bad.append(f"expected a date up to {WAIT_DAYS} days before the first run of {c.folder.started[:10]}, found "
                    f"{date}")
@@ -118,7 +120,7 @@ def check_parent(c: Context) -> Findings:
     bad = []
     if parent["track"] != record["track"]:
         bad.append(f"expected a record of {record['track']}, found {parent['track']}")
-    if parent.get("abandoned") or not parent["means"]:
+    if parent.get("abandoned") or not parent["means"] or not parent["runs"]:
         bad.append("expected a finished parent, found one that was abandoned or has runs to come")
     bad += [f"{name}: expected the parent's content, found another"
             for name in sorted(parent["data"].keys() & record["data"].keys())
@@ -165,7 +167,8 @@ def check_plan(c: Context) -> Findings:
             bad.append(f"expected the restart of an abandoned plan, found {problem}")
     if "retimes" in plan:
         bad += retime_problems(c.folder)
-    if c.folder.under_rule and (first := must_restart(c.folder.path.parent, record, name)):
+    started = c.folder.started if c.runs else "9999"  # a plan comes after all that there is
+    if c.folder.under_rule and (first := must_restart(c.folder.path.parent, record, name, started)):
         bad.append(f"expected the restart of {first}, which has this script and was abandoned, found a plan of its own")
     return bad, f"{n} runs an arm, {plan['id']}"
 
@@ -373,6 +376,15 @@ def check_machine(c: Context) -> Findings:
     return bad, f"{place}, torch {head.get('torch')}, triton {head.get('triton')}"
 
 
+def same_shards(known: dict[str, str], manifest: dict[str, str]) -> bool:
+    """Whether two records of a corpus have one validation shard, and training shards that begin alike."""
+    def shards(found, kind):
+        return [(name, digest) for name, digest in found.items() if f"_{kind}_" in name]
+
+    pairs = zip(shards(known, "train"), shards(manifest, "train"))
+    return shards(known, "val") == shards(manifest, "val") and all(one == other for one, other in pairs)
+
+
 def corpus_problems(c: Context) -> Iterator[str]:
     """The tokens must be those of the track, whatever the files are called: by pins, and by what other corpora are
     known to hold."""
@@ -394,8 +406,8 @@ def corpus_problems(c: Context) -> Iterator[str]:
         if other.track.corpus != track.corpus and set(known.values()) & set(manifest.values()):
             yield f"expected shards of {track.corpus}, found some of {other.track.corpus}"
             return
-        if other.track.corpus == track.corpus and any(known[name] != manifest[name] for name in known.keys() & manifest):
-            yield f"expected shards as in {other.path.name}, found others of their names"
+        if other.track.corpus == track.corpus and not same_shards(known, manifest):
+            yield f"expected shards as in {other.path.name}, found others"
             return
 
 

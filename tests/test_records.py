@@ -1077,6 +1077,21 @@ def test_time_at_equal_loss_is_at_the_worse_one(finished, monkeypatch):
     assert "training loss 4.0000 after 2.00 s (A) and 2.00 s (B)" in report.equal_loss([], [])
 
 
+def test_a_single_point_says_no_moment_of_a_higher_loss(monkeypatch):
+    """Nobody knows when a public run, of which the end alone is known, passed it."""
+    curves = iter((np.array([[181.6, 3.09]]), np.array([[113.4, 3.23]])))
+    monkeypatch.setattr(report, "mean_curve", lambda runs: (next(curves), 0, "validation loss"))
+    assert "not to be had, one side's log begins below 3.2300" in report.equal_loss([], [])
+    assert report.seconds_to(np.array([[181.6, 3.09]]), 3.09) == 181.6
+
+
+def test_other_stages_have_no_row_together(finished, copy):
+    for path in (copy / "runs").glob("a-*"):
+        rewrite_log(path, lambda e: [line.update(batch_tokens=2048) for line in e if line["kind"] == "stage" and line["batch_tokens"] == 1024])
+    rows = [row for row in report.compare(str(copy), str(finished[1])).splitlines() if "2,048 tokens a step" in row]
+    assert len(rows) == 1 and rows[0].split()[-2:] == ["-", "-"]
+
+
 def test_training_losses_of_other_softmaxes_are_not_compared(finished, copy):
     assert "time at equal loss: training loss" in report.compare(str(copy), str(finished[1]))
     for path in (copy / "runs").glob("a-*"):
@@ -1417,7 +1432,7 @@ def test_history_is_complete():
 
 
 # But plans that are not finished, which one may have while one tests. `.ci/run` verifies every folder.
-@pytest.mark.parametrize("path", [path for path in record.all_folders() if '"means"' in (path / "record.json").read_text()] or [None])
+@pytest.mark.parametrize("path", [path for path in record.all_folders() if json.loads((path / "record.json").read_text())["means"]] or [None])
 def test_every_record_verifies(path, monkeypatch):
     monkeypatch.setattr(record, "PARENTS_SINCE", REAL_DAY)
     assert path is None or failed(path) == set()

@@ -1,10 +1,12 @@
-"""Eighteen forgeries: each is refused, or shown, or passes because only a rerun can tell. records/README.md lists
+"""Twenty-two forgeries: each is refused, or shown, or passes because only a rerun can tell. records/README.md lists
 which."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import os
 import re
 import runpy
 import shutil
@@ -94,9 +96,11 @@ def test_the_pins_are_those_of_the_records():
     """Every record of a pinned corpus has its manifest and validation hash, and stays below the track's cap."""
     for path in record.all_folders():
         folder = record.load(path)
-        pins = tracks.PINS[folder.track.corpus]
+        pins = tracks.PINS.get(folder.track.corpus)
+        if not pins:  # as FineWeb
+            continue
         assert record.manifest_hash(folder.record["data"], list(folder.record["data"])) == pins.manifest
-        for run in folder.runs("a"):
+        for run in (run for run in folder.runs("a") if run.ok):
             assert run.lines[-1]["val_hash"] == pins.val_hash[folder.track.val_tokens]
             assert run.of("step")[-1]["tokens"] <= folder.track.most_tokens
 
@@ -197,7 +201,7 @@ def test_an_early_clock(copy):  # noqa: F811
 def test_the_steps_of_real_logs_take_what_the_clock_says():
     """Far within the tolerance: .02 % and 4 ms at most."""
     for path in record.all_folders():
-        for run in record.load(path).runs("a"):
+        for run in (run for run in record.load(path).runs("a") if run.ok):
             assert abs(1e3 * run.train[-1, 1] - run.ms) < 2e-4 * run.ms + 1 or abs(1e3 * run.train[-1, 1] - run.ms) < 5
 
 
@@ -348,6 +352,21 @@ def test_a_systems_record_that_changes_the_model(copy):  # noqa: F811
     script = copy / "train_gpt.py"
     script.write_text(script.read_text().replace("# 8. Model\n", "# 8. Model\n", 1).replace("RATE = 1.0", "RATE = 1.1"))
     assert "kind" in failed(copy) and "found changes of RATE" in said(copy, "kind")
+
+
+@pytest.mark.parametrize("change", [
+    "if RATE:\n    RATE = 1.1\n",
+    "for RATE in (1.1,):\n    pass\n",
+    "from math import pi as RATE\n",
+    "print(RATE := 1.1)\n",
+    "try:\n    def RATE():\n        pass\nfinally:\n    pass\n",
+])
+def test_a_systems_record_that_hides_a_change(copy, change):  # noqa: F811
+    """In another section, and in what is no definition by itself."""
+    edit_json(copy / "record.json", lambda r: r.update(kind="systems"))
+    script = copy / "train_gpt.py"
+    script.write_text(script.read_text().replace("def sums(paths):", f"{change}\ndef sums(paths):"))
+    assert "found changes of RATE" in said(copy, "kind")
 
 
 # ---- what only a rerun tells -----------------------------------------------------------------------------------------
@@ -718,6 +737,68 @@ def test_an_abandoned_script_tried_again(finished, copy):  # noqa: F811
         make(root, "third", parent=parent)
 
 
+def test_a_restart_of_another_plan_is_none_of_this_script(finished, copy):  # noqa: F811
+    """Nor may a plan be restarted twice, however the file of the first restart is written."""
+    root = copy.parents[1]
+    shutil.copytree(finished[0] / "data", root / "data")
+    parent = record.load(copy).record["parent"]
+    (root / "train_gpt.py").write_text(FAKE.replace("RATE = 1.0", "RATE = 1.2"))
+    other = make(root, "other", parent=parent)
+    record.abandon(other, "no time")
+    record.abandon(copy, "no gain")
+    shutil.copy(copy / "train_gpt.py", root)
+    with pytest.raises(runlog.Failure, match=f"abandoned plan whose runs were seen, found {copy.name}; fix: --restart"):
+        make(root, "third", parent=parent, restart=other.name)
+
+    again = make(root, "again", parent=parent, restart=copy.name)
+    file = again / "record.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), separators=(",", ":")))
+    with pytest.raises(runlog.Failure, match=f"one that {again.name} restarts"):
+        make(root, "once-more", parent=parent, restart=copy.name)
+
+
+def test_a_plan_that_was_given_up_later_leaves_the_record_before(copy):  # noqa: F811
+    """As one for more GPUs, of the same script and on the same day."""
+    later = copy.with_name(f"{copy.name}-again")
+    shutil.copytree(copy, later)
+    for log in logs(later):
+        rewrite_log(log, lambda e: e[0].update(started="2099-01-01T00:00:00.000Z"))
+    record.abandon(later, "the machine was given back")
+    assert "plan" not in failed(copy)
+    record.abandon(copy, "no gain")
+    second = record.load(later)
+    assert record.must_restart(copy.parent, second.record, later.name, second.started) == copy.name
+
+
+@pytest.mark.parametrize("shards", [
+    {"sample_train_000000.bin": "2" * 64, "sample_train_000001.bin": None, "sample_val_000000.bin": None},
+    {"sample_train_000001.bin": None, "sample_val_000001.bin": "1" * 64},
+])
+def test_shards_of_other_names_than_the_first_records(copy, shards):  # noqa: F811
+    """A further one in front, or another validation shard, on a corpus that is not pinned."""
+    data = record.load(copy).record["data"]
+    context = verify.Context(record.load(copy), {})
+    context.folder.record["data"] = {name: digest or data[name] for name, digest in shards.items()}
+    assert "expected shards as in" in next(verify.corpus_problems(context))
+
+
+@pytest.mark.parametrize("parent", ["..", ".slow"])
+def test_a_parent_that_nobody_lists(copy, parent):  # noqa: F811
+    edit_json(copy / "record.json", lambda r: r.update(parent=parent))
+    with pytest.raises(runlog.Failure, match="parent"):
+        record.load(copy)
+
+
+def test_a_parent_without_runs(copy):  # noqa: F811
+    edit_json(copy.parent / record.load(copy).record["parent"] / "record.json", lambda r: r.update(runs={}))
+    assert "expected a finished parent" in said(copy, "parent")
+
+
+def test_a_record_under_the_rule_from_before_it(copy, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(verify, "RULE_SINCE", "2999-01-01")
+    assert "expected a date from 2999-01-01 on" in said(copy, "name")
+
+
 def test_an_abandoned_retime_leaves_what_it_repeats(finished, copy):  # noqa: F811
     root = copy.parents[1]
     shutil.copytree(finished[0] / "data", root / "data")
@@ -799,6 +880,23 @@ def test_guard_needs_the_whole_history_and_git(repository, finished, copy, tmp_p
         guard.guard("main", repository)
 
 
+def test_guard_keeps_the_list_of_records_before_the_rule(repository, copy, capsys):  # noqa: F811
+    """A record in the old schema could join it otherwise."""
+    listed = repository / "records" / "before-the-rule.sha256"
+    listed.write_text("0  2026-11-27_late\n")
+    git(repository, "add", "records")
+    status, text = guarded(repository, capsys)
+    assert status == 1 and "before-the-rule.sha256: expected it as in the base" in text
+
+
+def test_guard_reads_names_that_are_no_utf_8(repository, copy, capsys):  # noqa: F811
+    Path(os.fsdecode(os.fsencode(copy) + b"/caf\xe9.txt")).write_text("x")
+    git(repository, "add", "-A", "-f", "records")
+    git(repository, "commit", "-qm", "a name")
+    git(repository, "branch", "-f", "main")
+    assert guarded(repository, capsys)[0] == 0
+
+
 def test_guard_names_a_base_that_is_not_there(repository):
     with pytest.raises(runlog.Failure,
                        match="^git merge-base .*expected a repository with that commit, found .*; fix: fetch the base"):
@@ -810,7 +908,7 @@ def test_ci_calls_guard():
     assert re.search(r'records guard "\$base"', text)
 
 
-def test_the_readme_lists_eighteen():
+def test_the_readme_lists_them():
     text = (ROOT / "records/README.md").read_text()
     table = text.partition("| forgery | found |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
-    assert len(table) == 18 and all(re.search("refused|shown|passes", row) for row in table)
+    assert len(table) == 22 and all(re.search("refused|shown|passes", row) for row in table)
