@@ -185,8 +185,9 @@ def test_tokens_must_suffice_for_the_last_target(marked):
 
 def test_a_longer_schedule_opens_the_shards_that_it_needs(corpus, tiny):
     """Also where train_tokens, how many tokens to open, has not been raised with it."""
-    opened, *_ = tg.open_corpus(replace(tiny, train_tokens=1), corpus)
-    assert opened.length > tg.scheduled_tokens(tiny, tiny.steps)
+    longest = tg.scaled_preset(tiny, tg.automatic_length(tiny, corpus))
+    opened, *_ = tg.open_corpus(replace(longest, train_tokens=1), corpus)
+    assert len(opened.paths) == len(list(corpus.glob("*_train_*"))) > 1
 
 
 def test_only_the_shards_needed_are_opened(corpus, tiny, tmp_path):
