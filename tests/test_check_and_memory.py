@@ -221,7 +221,8 @@ LARGE = replace(tg.PRESETS["sprint"], stages=helpers.three_stages((2, 2, 2), 1, 
 
 
 @pytest.mark.parametrize("room_gb, recompute, chunks", [
-    (900, False, [8, 8, 4, 4]), (90, False, [8, 4, 2, 2]), (60, False, [4, 2, 2, 2]), (40, False, [4, 2, 1, 1]), (28, False, [2, 1, 1, 1]),
+    (900, False, [8, 8, 4, 4]), (90, False, [8, 4, 2, 2]), (60, False, [4, 2, 2, 2]),
+    (40, False, [4, 2, 1, 1]), (28, False, [2, 1, 1, 1]),
     (26, True, [4, 2, 2, 2]), (13, True, [2, 1, 1, 1])])
 @pytest.mark.fast
 def test_what_fits_beside_the_model(room_gb, recompute, chunks):
