@@ -2636,8 +2636,8 @@ class SparseTable(Adam):
     def start_step(self, ids: list[Tensor]):
         """Exchange the rows `ids` [T * pieces, K] that each micro-batch will read, and sort them while the model
         works."""
-        step = self.under_way = SparseStep([])  # frees the memory of the last one before this one's is made
         full, wait = self.all_gather(ids)
+        step = self.under_way = SparseStep([])  # frees the memory of the last one's sorted rows, before these are sorted
 
         def sort_rows():
             wait()
@@ -5795,8 +5795,8 @@ class Ranks:
 
         # All ranks exchange first where they run: NCCL would wait without a limit for one that never comes.
         timeout = timedelta(seconds=2 * stall_limit_s)
-        ranks.store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        store = ranks.store
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        ranks.store = store
         # The process number, a space, and " on HOST (node N)", which follows "rank N" in messages.
         store.set(f"process {rank}", f"{os.getpid()}  on {platform.node()} (node {os.environ.get('GROUP_RANK', '?')})")
         ranks.processes, _, nodes = zip(*(store.get(f"process {other}").decode().partition(" ")
@@ -6489,8 +6489,8 @@ def check_model(preset: Preset, require: Callable):
     require(1 <= model.ngram_orders <= most, "ngram_orders", f"1 to {most}, rows of NGRAM_MULTIPLIERS",
             model.ngram_orders)
     fewest = 2 * model.ngram_orders  # of each order a row for incomplete n-grams, and one for others
-    rows = model.ngram_rows
-    require(rows == 0 or rows >= fewest, "ngram_rows", f"0, or at least {fewest}", rows)
+    hashed = model.ngram_rows
+    require(hashed == 0 or hashed >= fewest, "ngram_rows", f"0, or at least {fewest}", hashed)
     pieces = model.ngram_pieces
     require(pieces in range(1, 5) and model.width % pieces == 0, "ngram_pieces",
             f"1 to 4, a divisor of the width, {model.width}", pieces)
