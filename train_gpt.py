@@ -2637,7 +2637,7 @@ class SparseTable(Adam):
         """Exchange the rows `ids` [T * pieces, K] that each micro-batch will read, and sort them while the model
         works."""
         full, wait = self.all_gather(ids)
-        step = self.under_way = SparseStep([])  # frees the memory of the last one's sorted rows, before these are sorted
+        step = self.under_way = SparseStep([])  # frees the last one's sorted rows before these are sorted
 
         def sort_rows():
             wait()

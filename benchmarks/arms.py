@@ -404,6 +404,7 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
     trainer.initialise(arm.get("seed", 1))
     trainer.warm_up()
     trainer.initialise(arm.get("seed", 1))
+    require(not rates or bool(trainer.optimizer.averaged), "averages", "an averaged_share above 0", "none")
     averages = Averages(tg, trainer.optimizer, rates)
     if "watch_every" in arm:
         watch(trainer, arm["watch_every"], Path(f"{options.out}.{arm['name']}.watch.jsonl"))
@@ -455,10 +456,14 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
     }
 
 
+def own_path(name: str, options: argparse.Namespace) -> Path:
+    """The file of an arm alone. Its process reads that, for the list may be edited meanwhile."""
+    return Path(f"{options.out}.{name}.arm.json")
+
+
 def run_arm(options: argparse.Namespace) -> None:
     """Train the arm that this process is for, and add its line to the results. The loss must be a number for that."""
-    arm = next((arm for arm in read_arms(options.arms) if arm["name"] == options.arm), None)
-    require(arm is not None, options.arms, f"an arm {options.arm}", "none", "leave it there until it has ended")
+    (arm,) = read_arms(own_path(options.arm, options))
     tg = load_trainer(arm.get("edits", []), Path(arm.get("script", SCRIPT)))
     try:
         result = train_arm(tg, arm, options)
@@ -476,7 +481,9 @@ def run_arm(options: argparse.Namespace) -> None:
 
 
 # ---- all arms --------------------------------------------------------------------------------------------------------
-def start(name: str, gpu: str, options: argparse.Namespace) -> subprocess.Popen:
+def start(arm: dict, gpu: str, options: argparse.Namespace) -> subprocess.Popen:
+    name = arm["name"]
+    own_path(name, options).write_text(json.dumps([arm]))
     for ending in ("started", "jsonl"):  # of an earlier search, whose log would be read for this one
         Path(f"{options.out}.{name}.{ending}").unlink(missing_ok=True)
     environment = CPU_SETTINGS | os.environ if gpu == "cpu" else os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
@@ -536,7 +543,7 @@ def search(options: argparse.Namespace) -> None:
                 if arm is None or arm.get("alone") and names:
                     continue
                 taken.append(arm["name"])
-                processes[arm["name"]] = start(arm["name"], gpu, options)
+                processes[arm["name"]] = start(arm, gpu, options)
             ended = all(process.poll() is not None for process in processes.values())
             if ended and all(arm["name"] in processes for arm in arms):
                 break

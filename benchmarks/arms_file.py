@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,15 @@ def check_arm(arm: Any, where: str) -> None:
         require(fits(value), f"{where}: {key}", words, json.dumps(value))
 
 
+def settings_of(change: dict, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The settings that a change gives a value, each as its path; edits are not settings, they add up."""
+    for key, value in change.items():
+        if isinstance(value, dict):
+            yield from settings_of(value, (*above, key))
+        elif key != "edits":
+            yield (*above, key)
+
+
 def check_screening(screening: dict, where: str) -> None:
     keys = screening.keys() - {"mirrored"}
     require(keys == {"base", "factors"}, where, "base, factors and perhaps mirrored", ", ".join(screening))
@@ -108,11 +117,17 @@ def check_screening(screening: dict, where: str) -> None:
     require(isinstance(factors, dict), f"{where}: factors", "an object", json.dumps(factors))
     require(1 <= len(factors) <= most, f"{where}: factors", f"1 to {most}", len(factors))
     check_arm(screening["base"], f"{where}: base")
+    owners = {}  # of each setting the factor that changes it: of two the second one's level would stand
     for name, factor in factors.items():
         pair = not isinstance(factor, list) or len(factor) == 2
         require(pair, f"{where}: factor {name}", "a change, or two", json.dumps(factor))
         for change in levels(factor).values():
             check_arm(change, f"{where}: factor {name}")
+            require("name" not in change, f"{where}: factor {name}", "no name", change.get("name"), "name the base")
+            for setting in settings_of(change):
+                owner = owners.setdefault(setting, name)
+                require(owner == name, f"{where}: factor {name}", "settings of its own",
+                        f"{'.'.join(setting)}, which {owner} changes")
 
 
 def read_entries(path: Path) -> list[dict]:

@@ -137,8 +137,9 @@ class Cell:
         visible = int((self.distances[0].clamp(max=self.window) + 1).sum())
         k = self.k[0].numel()
         v = self.v[0].numel()
+        # The backward pass also reads the output, for delta.
         return [max(2 * visible * products / 790e6, self.tokens * operands * self.v.itemsize / 4.27e6)
-                for products, operands in ((k + v, 2 * k + 2 * v), (3 * k + 2 * v, 4 * k + 3 * v))]
+                for products, operands in ((k + v, 2 * k + 2 * v), (3 * k + 2 * v, 4 * k + 4 * v))]
 
     def leaves(self, dtype=None):
         return [x.detach().to(dtype or x.dtype).requires_grad_() for x in (self.q, self.k, self.v)]

@@ -25,7 +25,7 @@ D = 48 if DRY else tg.GPT_SMALL.width
 
 
 def make_ids(tokens, rows, row_pieces):
-    """Rows [T * pieces, 3] of a step of documents of tokens as frequent as words are:
+    """Rows [T * pieces, lookups] of a step of documents of tokens as frequent as words are:
     the commonest pairs occur hundreds of times."""
     random = np.random.default_rng(0)
     pieces = [piece for seed in range(tg.CHUNKS) for piece in tg.generated_pieces(tokens // tg.CHUNKS, 3072, seed)]
@@ -59,7 +59,7 @@ def time_step(T, rows, pieces):
             f"{T} ({len(found)} rows, {int(counts.max())} of one)",
             "lookup",
             milliseconds(lambda: sum_rows(ids, table)),
-            8 * T * D,
+            2 * (ids.size(1) + 1) * T * D,  # rows read, and one written
         )
     report(T, "sort and searchsorted", milliseconds(lambda: tg.group_ids(ids)))
 

@@ -49,7 +49,8 @@ import train_gpt as tg
 
 # Dense bfloat16 TFLOP/s as the vendors state them. A key is a part of the device's name; the first that fits counts.
 PEAK_TFLOPS = {
-    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
+    "B200": 2250.0, "H200 NVL": 835.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0,
+    "A100": 312.0}
 METRICS = "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,sm__inst_executed_pipe_tensor.sum"
 
 # The parts of a step: operators (fields of Ops), compiled functions, and classes of the optimizer.
@@ -540,7 +541,10 @@ def measure(options: argparse.Namespace, folder: Path) -> str:
 
 def assignment(text: str) -> tuple[str, Any]:
     name, value = text.split("=")
-    return name, ast.literal_eval(value)
+    try:
+        return name, ast.literal_eval(value)
+    except SyntaxError as error:
+        raise ValueError(text) from error
 
 
 def main() -> int:
@@ -575,6 +579,9 @@ def print_tables(options: argparse.Namespace) -> None:
     unknown = dict(options.ceilings).keys() - CEILINGS.keys()
     if unknown:
         tg.fail("--ceilings", f"some of {', '.join(CEILINGS)}", ", ".join(sorted(unknown)), "name one of those")
+    for name, ceiling in options.ceilings:
+        if type(ceiling) not in (int, float) or ceiling <= 0:
+            tg.fail(f"--ceilings {name}", "a number above 0", ceiling, "change it")
     options.ceilings = CEILINGS | dict(options.ceilings)
     if options.ncu:
         print(ncu_command(sys.argv[1:]))

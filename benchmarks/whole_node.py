@@ -33,7 +33,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = "speedrun", "scaling", "trace", "sprint", "nodes", "killed"
-FEW_STEPS = 0.02  # of the schedule: a dozen steps of each of a speedrun's stages
+FEW_STEPS = 0.2  # of the schedule: on eight GPUs some seconds, on one half a minute
 
 
 def ended(process: subprocess.Popen, limit_s: float) -> int | str:
@@ -42,12 +42,14 @@ def ended(process: subprocess.Popen, limit_s: float) -> int | str:
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        process.terminate()
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    return "none within the limit"
+        return "none within the limit"
+    finally:  # an end of this script, too, leaves no ranks behind
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 class Node:
@@ -55,6 +57,7 @@ class Node:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
+        self.failed = []  # the names of commands that did not end with exit code 0
         self.logs = options.out / "logs"
         # Both caches are this script's own: the first run finds them empty.
         self.environment = os.environ | {
@@ -79,7 +82,11 @@ class Node:
             process = subprocess.Popen(command, cwd=ROOT, env=environment or self.environment, stdout=output,
                                        stderr=subprocess.STDOUT)
             code = ended(process, self.options.limit)
-        print(f"{name}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
+        self.note(name, code, f" after {time.monotonic() - started:.0f} s")
+
+    def note(self, name: str, code: int | str, more: str = "") -> None:
+        self.failed += [name] if code else []
+        print(f"{name}: exit code {code}{more}", flush=True)
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
@@ -107,8 +114,9 @@ def trace(node: Node) -> None:
     preset = tg.scaled_preset(tg.PRESETS[options.preset], FEW_STEPS)
     end = 0
     for number, stage in enumerate(preset.stages):
+        begin = end
         end += stage.steps
-        steps = f"{max(end - 3, 0)}:{end - 1}"
+        steps = f"{max(end - 3, begin)}:{end - 1}"
         arguments = (
             "--preset", options.preset, "--data", str(options.webmix), "--length", str(FEW_STEPS),
             "--stop-after", str(end), "--seed", "1",
@@ -144,6 +152,7 @@ def nodes(node: Node) -> None:
     for rank in range(2):
         visible = ",".join(str(gpu) for gpu in range(rank * half, (rank + 1) * half))
         here = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": visible}
+        here["PYTHON"] = sys.executable  # else run.sh looks for one, and installs where it finds none
         print(f"nodes: {' '.join(f'{name}={value}' for name, value in here.items())} {shlex.join(command)}", flush=True)
         if not options.dry_run:
             output = (options.out / f"nodes-{rank}.txt").open("w")
@@ -152,8 +161,9 @@ def nodes(node: Node) -> None:
                     command, cwd=ROOT, env=node.environment | here, stdout=output, stderr=subprocess.STDOUT
                 )
             )
-    for rank, process in enumerate(halves):
-        print(f"nodes: node {rank} ended with exit code {ended(process, options.limit)}", flush=True)
+    codes = [ended(process, options.limit) for process in halves]
+    for rank, code in enumerate(codes):
+        node.note(f"nodes: node {rank}", code)
 
 
 def killed(node: Node) -> None:
@@ -186,8 +196,9 @@ def killed(node: Node) -> None:
 
 # ---- what came of them -----------------------------------------------------------------------------------------------
 def row(path: Path) -> str:
-    """A line of the table from the log of a run."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    """A line of the table from the log of a run, of which the last line may be cut."""
+    texts = path.read_text().splitlines(keepends=True)
+    lines = [json.loads(text) for text in texts if text.endswith("}\n")]
     head = lines[0]
     end = next((line for line in lines if line["kind"] == "end"), {})
     starts = [line["step"] for line in lines if line["kind"] == "stage"]
@@ -250,12 +261,19 @@ def main() -> None:
     if node.logs.exists() and not options.dry_run:
         refuse("a new --out", f"logs in {node.logs}", "another folder")
     for task in options.only:
-        globals()[task](node)
+        try:
+            globals()[task](node)
+        except Exception as error:  # the other tasks and the table are worth more
+            node.note(task, repr(error))
     if not options.dry_run:
         text = table(node.logs)
         (options.out / "table.md").write_text(text + "\n")
         print(text)
+    if node.failed:
+        print(f"failed: {', '.join(node.failed)}", flush=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()

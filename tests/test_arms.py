@@ -104,6 +104,21 @@ def test_arms_of_a_screening_unite_their_factors():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("factors, told", [
+    ({"a": {"optimizer": {"drift_decay": 0.9}}, "b": {"optimizer": {"drift_decay": 0.8}}},
+     "settings of its own, found optimizer.drift_decay, which a changes"),
+    ({"a": [{"seed": 1}, {"seed": 2}], "b": [{}, {"seed": 3}]}, "settings of its own, found seed, which a changes"),
+    ({"a": {"name": "x"}}, "no name, found x"),
+])
+def test_factors_change_settings_of_their_own(tmp_path, capsys, factors, told):
+    """Of two levels of one setting the last would stand, and both effects be wrong."""
+    path = tmp_path / "arms.json"
+    path.write_text(json.dumps({"base": {"name": "s"}, "factors": factors}))
+    assert arms.told([str(path), "--effects", "--out", str(tmp_path / "out")]) == helpers.tg.EXIT_USAGE
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.fast
 def test_a_factor_may_change_the_runs_without_it_too(tmp_path):
     screening = {"base": {"name": "s"}, "factors": {"rate": [{"length": 0.8}, {"length": 1.25}], "seed": {"seed": 2}}}
     path = tmp_path / "arms.json"
@@ -306,6 +321,7 @@ def test_an_arm_leaves_the_other_fields_of_a_layer():
 def test_a_loss_that_is_no_number_is_no_result(tmp_path, monkeypatch, capsys):
     path = tmp_path / "arms.json"
     path.write_text('[{"name": "a"}]')
+    (tmp_path / "out.a.arm.json").write_text(path.read_text())
     monkeypatch.setattr(arms, "load_trainer", lambda *_: helpers.tg)
     monkeypatch.setattr(arms, "train_arm", lambda *_: {"loss": {"none": float("nan")}, "choose": {}})
     assert arms.told([str(path), "--out", str(tmp_path / "out"), "--arm", "a"]) == helpers.tg.EXIT_NUMERICS
