@@ -99,8 +99,12 @@ setup() { # REQUIREMENTS MODULES...: sets python and facts. An environment that 
     die ".venv: expected Python 3.11 to 3.14, found $("$python" --version 2>&1); fix: rm -rf .venv and start again"
   fi
   say "no python here has $* with torch >= 2.11: installing $requirements into .venv (once)"
-  # An interrupted venv may lack pip. What else is in it may be the user's, so it is completed and not made anew.
-  { "$python" -c '' 2>/dev/null || "$base" -m venv --clear .venv; } && { "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip; } ||
+  # An interrupted venv may lack pip. What else is in it may be the user's, so it is completed and not made anew: its Python may be away for a
+  # while only, and the folder be another's.
+  if ! "$python" -c '' 2>/dev/null && [[ -L .venv || -e $python || -L $python ]]; then
+    die ".venv: expected a Python that starts, found none in it; fix: make $python start again, or rm -rf .venv and start again"
+  fi
+  { "$python" -c '' 2>/dev/null || "$base" -m venv .venv; } && { "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip; } ||
     die "python -m venv: expected a new .venv, found the error above; fix: let this folder be written to, or install your system's python3-venv package"
   "$python" -m pip install --disable-pip-version-check -r "$requirements" ||
     die "pip: expected to install $requirements, found the error above; fix: start again (PIP_INDEX_URL names another package index)"

@@ -185,6 +185,12 @@ def load_model(path: Path, device: torch.device, rows_too: bool = False) -> tupl
     return model, content
 
 
+def shards_of(content: dict) -> Path:
+    """The folder of a saved model's training, which may have been named from the repository."""
+    stored = Path(content["validation"]["data"])
+    return stored if stored.is_dir() else Path(__file__).parent / stored
+
+
 def saved_geometry(content: dict, model: tg.GPT, positions: int) -> tg.Geometry:
     """The geometry with which a saved model was validated, for documents of up to `positions` tokens."""
     saved = content["attention"]
@@ -223,7 +229,7 @@ def export_model(
         if room < 1:
             fail(f"exporting to {target}", "room for rows of the n-gram table", f"none in {megabytes:g} MB",
                  f"give --megabytes more than the {others / 1e6:.1f} of all other weights")
-        uses = count_uses(config, stored.ids, data or Path(content["validation"]["data"]))
+        uses = count_uses(config, stored.ids, data or shards_of(content))
         kept = uses.argsort(descending=True, stable=True)[:room].sort().values
         whole = content.get("rows_kept", [0, len(stored.ids)])[1]  # of the first export
         content["rows_kept"] = [len(kept), whole]
@@ -282,7 +288,7 @@ def validate(path: Path, data: Path | None, device: torch.device):
     copy with fewer rows another is expected."""
     model, content = load_model(path, device, rows_too=True)
     validation = content["validation"]
-    folder = data or Path(validation["data"])
+    folder = data or shards_of(content)
     loss, digest = evaluate_model(model, content, folder)
     logged = validation["loss"]
     same = digest == validation["hash"]
@@ -440,7 +446,7 @@ def encoding_of(content: dict, given: Path | None):
     """The tokenizer of the training: GPT-2's, or that of the ranks file `given` or, without one, beside the shards."""
     validation = content["validation"]
     expected = validation.get("encoding")  # the file's SHA-256
-    ranks = given or expected and tg.tokenizer_file(Path(validation["data"]))
+    ranks = given or expected and tg.tokenizer_file(shards_of(content))
     found = hashlib.sha256(read_ranks(str(ranks))).hexdigest() if ranks else None
     if found != expected:
         fail("--encoding", f"the training's, SHA-256 {expected[:16]}" if expected else "none, as in the training",
@@ -534,7 +540,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--megabytes", type=tg.within(float, 0, 1e6), metavar="N",
         help="with --export: at most so many MB, all tables in 4 bits, only the n-gram rows that are used most")
     add("--encoding", type=Path, metavar="FILE", help="the ranks file of the training's tokenizer, if not GPT-2's")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)  # options may stand before the text
 
     given = [name for name in ("text", "encoding", *SAMPLING) if getattr(options, name) is not None]
     if options.export and options.eval:

@@ -3640,7 +3640,8 @@ def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], 
     except OSError as error:
         fail(f"saving {path}", "a writable folder with space", error, "choose another place")
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
 
 
 def save_model(path: Path, trainer: Trainer, loss: float, seed: int):

@@ -672,7 +672,7 @@ def serve(pipe, spec: str) -> None:
     gone."""
     open_streams()
     start_encoder(spec)
-    with contextlib.suppress(EOFError, ConnectionError):
+    with contextlib.suppress(EOFError, OSError):  # the latter if it is killed in the midst of a message
         while True:
             texts = pipe.recv()
             try:
@@ -970,7 +970,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shard-tokens", type=size, default=100_000_000, help="most tokens in a shard (default 100,000,000)")
     add("--encoding", default="gpt2", help="gpt2, or a *.tiktoken ranks file (default gpt2)")
     cores = len(os.sched_getaffinity(0))
-    add("--procs", type=whole_number(1), default=cores, help="processes (default: one a core)")
+    add("--procs", type=whole_number(1, 1024), default=cores, help="processes (default: one a core)")
     add("--separator", metavar="LINE", help="line between documents in text files, as --separator=--- (default: none)")
     add("--key", default="text", help="JSON key or parquet column of the text (default text)")
     add("--document-characters", type=count, default=DOCUMENT_CHARACTERS, metavar="N",

@@ -21,8 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
+except ModuleNotFoundError as error:  # in another Python than run.sh uses
+    if __name__ != "__main__":
+        raise
+    print(f"hellaswag: {error.name}: expected it installed, found none; fix: the .venv that run.sh makes, or pip "
+          "install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))
@@ -53,7 +60,7 @@ def fetch(path: Path) -> None:
 def rows(path: Path) -> Iterator[Any]:
     if path.suffix != ".parquet":
         with path.open(encoding="utf-8") as file:
-            yield from map(json.loads, file)
+            yield from map(json.loads, filter(str.strip, file))
         return
     try:
         from pyarrow import ArrowException, parquet

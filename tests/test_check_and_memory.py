@@ -67,6 +67,14 @@ def test_each_part_has_its_own_flag(monkeypatch, parts):
     assert found == {part: part in parts for part in tg.FP8_PARTS}
 
 
+@pytest.mark.fast
+def test_a_gpu_with_fp8_products_has_them_in_the_head(monkeypatch):
+    """Also one without Hopper's TMA, which the other two parts' kernels need."""
+    monkeypatch.setattr(tg, "capability", lambda device: (8, 9))
+    names = tg.select_ops(torch.device("cuda"), compile=False).names
+    assert (names["head"], names["mlp"]) == ("fp8", "bf16")
+
+
 @pytest.mark.parametrize("version, fast", [((7, 5), False), ((8, 0), True)])
 @pytest.mark.fast
 def test_gpus_before_bfloat16_get_the_reference(check, monkeypatch, version, fast):

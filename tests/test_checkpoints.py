@@ -164,6 +164,47 @@ def test_a_steps_loss_stands_in_the_log_before_its_validation(run):
     assert kinds.index(("val", 2)) == kinds.index(("step", 2)) + 1
 
 
+def test_layers_that_are_recomputed_make_another_run(corpus, tiny):
+    """Their rounding differs on a GPU, and memory decides whether they are."""
+    trainer = helpers.make_trainer(corpus)
+    before = tg.Checkpoints.run_facts(trainer)
+    trainer.recompute = True
+    after = tg.Checkpoints.run_facts(trainer)
+    assert {name for name in before if before[name] != after[name]} == {"micro-batches"}
+
+
+def test_a_resumed_log_counts_all_tokens(run, keep, tmp_path):
+    """Tokens since the very first step, as in the run without a stop."""
+    file = tmp_path / "state"
+    run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 1)
+    for step in (1, 3):
+        log = run("--resume", f"{file}.{step}").log
+        found = {line["step"]: line["tokens"] for line in only(log, "step")}
+        assert found
+        assert found == {done: tg.scheduled_tokens(helpers.PRESET, done) for done in found}
+
+
+def test_rate_of_a_resumed_run(run, keep, tmp_path, monkeypatch):
+    """Tokens a second are those of its own steps, here of one second each by a hand-turned clock."""
+    now = [100.0]
+    shown = []
+    step_of = tg.Trainer.training_step
+
+    def step(*arguments):
+        now[0] += 1.0
+        return step_of(*arguments)
+
+    monkeypatch.setattr(tg, "show", lambda text, stream: shown.append(text))
+    monkeypatch.setattr(tg.Clock, "since_start", lambda clock: now[0])
+    monkeypatch.setattr(tg.Trainer, "training_step", step)
+    file = tmp_path / "state"
+    run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 4)
+    assert "\n819 tokens/s" in "".join(shown), "4096 in five seconds"
+    shown.clear()
+    run("--resume", f"{file}.4")
+    assert "\n1,024 tokens/s" in "".join(shown), "those of the last step, in one"
+
+
 def edited(change, seal=True):
     """A checkpoint with another content; without `seal`, damaged."""
     def edit(file):
@@ -182,6 +223,8 @@ def renamed(content, name="AdamScalars9.exp_avg_sq"):
 
 BAD_FILES = {
     "missing": (os.unlink, (), r"file: expected to be there and to work, found '.*No such file"),
+    "other operators": (edited(lambda content: content["run"].update(operators="{'head': 'fp8'}")), (),
+                        r"checkpoint .*: operators: expected \{'head': 'fp8'\}, found \{'attention': "),
     "a named pipe": (lambda file: (file.unlink(), os.mkfifo(file)), (),
                      r"checkpoint .*: expected a file, found a named pipe"),
     "a text": (lambda file: file.write_text("a text"), (), r"checkpoint .*: expected train_gpt checkpoint 2, .*"),

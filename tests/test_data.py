@@ -190,6 +190,15 @@ def test_a_longer_schedule_opens_the_shards_that_it_needs(corpus, tiny):
     assert len(opened.paths) == len(list(corpus.glob("*_train_*"))) > 1
 
 
+def test_a_length_that_fits_leaves_out_what_is_before_the_first_document(tiny, tmp_path):
+    """Tokens before the first BOS are in the shard, but no training reads them."""
+    write_shard(tmp_path / "tiny_train_000000.bin", [7] * 900 + [*helpers.documents(9000, seed=0)])
+    stream = tg.TokenStream(tmp_path, 10**9, VOCABULARY)
+    assert stream.first == 900
+    assert stream.usable == stream.length - 901
+    stream.require(tg.scaled_preset(helpers.PRESET, tg.automatic_length(helpers.PRESET, tmp_path)))
+
+
 def test_only_the_shards_needed_are_opened(corpus, tiny, tmp_path):
     shutil.copytree(corpus, tmp_path / "c")
     (tmp_path / "c" / "tiny_train_000002.bin").write_bytes(b"not a shard")

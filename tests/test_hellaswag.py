@@ -95,7 +95,9 @@ def test_limit_and_parquet(saved, tmp_path, capsys):
     path = tmp_path / "q.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([{**q, "label": str(q["label"]), "ind": 1} for q in QUESTIONS]), path)
     results = []
-    for file in (path, write(tmp_path / "q.jsonl", QUESTIONS)):
+    lines = write(tmp_path / "q.jsonl", QUESTIONS)
+    lines.write_text(lines.read_text().replace("\n", "\n\n", 2))
+    for file in (path, lines):
         assert hellaswag.main([str(saved), "--questions", str(file), "--limit", "5"]) == 0
         results.append(capsys.readouterr().out)
     assert results[0] == results[1]

@@ -679,3 +679,51 @@ def test_rows_that_are_dealt_out_are_not_there_twice(monkeypatch):
     table = tg.SparseTable([parameter], dict(config.rules)["ngram"], config, ranks, tg.select_ops(CPU))
     assert alive == [False]
     assert table.weights.data_ptr() == parameter.data_ptr()
+
+
+def test_plain_decay_is_of_every_parameter(corpus, tiny):
+    """cautious_decay reaches matrices, tables, sparse rows, gates and scalars: without it other entries decay, too."""
+    moved = []
+    rules = tuple(
+        (role, replace(rule, decay=0.5) if isinstance(rule, tg.AdamRule) else rule)
+        for role, rule in PRESET.optimizer.rules
+    )
+    for cautious in (True, False):
+        config = replace(PRESET.optimizer, rules=rules, cautious_decay=cautious)
+        trainer = helpers.make_trainer(corpus, replace(PRESET, optimizer=config))
+        trainer.initialise(0)
+        helpers.randomise(trainer.model, seed=1)
+        trainer.training_step(0, helpers.all_batches(trainer)[0])
+        moved.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    for name, careful in moved[0].items():
+        assert careful.numel() <= 4 or not careful.equal(moved[1][name]), name
+
+
+@pytest.mark.parametrize("pooling", [0.0, 0.2])
+def test_pooling_is_the_configurations(pooling):
+    rule = tg.AdamRule(20.0, (0.0, 0.9), sparse=True)
+    parameter = tg.make_param("ngram", torch.randn(12, 4))
+    want = parameter.detach().double().clone()
+    config = replace(tg.OptimizerConfig(), ngram_pooling=pooling)
+    table = tg.SparseTable([parameter], rule, config, tg.Ranks(0, 1, CPU), OPS)
+    ids = torch.randint(12, (5, 2)).int()
+    grad = torch.randn(5, 4)
+    table.start_step([ids])
+    table.receive_grad(grad)
+    table.reduce_()
+    rates = {"step": 1.0, "ngram": 0.1, "ngram decay": 0.0}
+    table.compute_({name: torch.tensor(rate) for name, rate in rates.items()})
+    tg.sparse_adam_reference(
+        grad.double(), tg.group_ids(ids), want, torch.zeros(12), torch.zeros(12),
+        *rates.values(), 0.9, config.adam_epsilon, 1.0, pooling=pooling,
+    )  # fmt: skip
+    assert relative(parameter, want) < 1e-5
+
+
+def test_the_softcap_is_the_models(tiny):
+    config = replace(MODEL, softcap=tg.Softcap(11.0, 2.0, 3.0))
+    documents = tg.pack({0: [np.array([508, 1, 2, 3], np.uint16)]}, config, pin=False).to(CPU)
+    model = tg.GPT(config, OPS, CPU)
+    geometry = tg.rotary_geometry(PRESET, 0, 8, CPU)
+    *_, softcap = model.predictions(documents, geometry, torch.ones(1))
+    assert softcap == config.softcap

@@ -344,6 +344,18 @@ def test_gradients_of_the_whole(tiny):
     assert torch.autograd.gradcheck(loss, [value.requires_grad_() for value in values], fast_mode=True)
 
 
+@pytest.mark.parametrize("window, scale", [(3, 0.25), (2048, 0.7)])
+def test_a_model_points_by_its_configuration(tiny, window, scale):
+    """As far and as sharply as its configuration says: neither attention's scale nor YaRN enters."""
+    model = random_model(replace(DOUBLE, pointer_window_tokens=window, pointer_scale=scale))
+    documents = packed([document(30, seed=1), document(20, seed=2)])
+    geometry = tg.rotary_geometry(replace(helpers.PRESET, model=model.config), 2, 60, CPU)
+    h, _, targets, _ = model.predictions(documents, geometry, torch.ones(1))
+    qk = tg.pointer_in(h @ model.pointer.T)
+    want = tg.pointer_reference(qk, documents.class_index, documents.positions, window, scale)
+    assert targets.log_copy.allclose(want)
+
+
 def test_keys_start_as_queries(tiny):
     model = tg.GPT(helpers.MODEL, tg.select_ops(CPU), CPU)
     model.reset(3)

@@ -42,7 +42,7 @@ class HfApi:
 # A python without packages, until its "pip" has seen requirements.txt; requirements-dev.txt cannot be installed.
 BARE_PYTHON = """#!/bin/sh
 case "$*" in
-"-m venv --clear .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+"-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
 "-m pip --version") [ ! -e no-pip ] ;;
 "-m ensurepip") rm no-pip ;;
 "-m pip "*dev.txt) exit 1 ;;
@@ -446,6 +446,24 @@ def test_a_venv_without_pip_is_completed(machine):
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == ".venv/bin/python train_gpt.py --preset smoke --seed 1"
     assert (machine.folder / ".venv/mine").exists()
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_venv_whose_python_is_away_is_left_alone(machine, linked):
+    """It may come back, and the folder may be another project's."""
+    for name in ("python3", "python"):
+        machine.write(f"bin/{name}", BARE_PYTHON, mode=0o755)
+    folder = machine.folder / ("shared" if linked else ".venv")
+    (folder / "bin").mkdir(parents=True)
+    (folder / "mine").write_text("notes")
+    if linked:
+        (machine.folder / ".venv").symlink_to(folder)
+    else:
+        (folder / "bin/python").symlink_to("/nowhere/python3")
+    result = machine.run(PYTHON="python3")
+    assert result.returncode == 2
+    assert ".venv: expected a Python that starts, found none in it; fix: " in result.stderr
+    assert (folder / "mine").exists()
 
 
 def test_installs_into_venv_once(machine):

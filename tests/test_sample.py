@@ -107,6 +107,32 @@ def test_the_tokenizer_is_the_trainings(monkeypatch, tmp_path):
             sample.encoding_of(content, given)
 
 
+@pytest.mark.fast
+def test_the_shards_of_a_training_in_the_repository(monkeypatch, tmp_path):
+    """A model finds them from any folder, unless that has some of this name."""
+    content = {"validation": {"data": "data/sample"}}
+    monkeypatch.chdir(tmp_path)
+    assert sample.shards_of(content) == helpers.ROOT / "data" / "sample"
+    (tmp_path / "data" / "sample").mkdir(parents=True)
+    assert str(sample.shards_of(content)) == "data/sample"
+
+
+@pytest.mark.fast
+def test_options_may_stand_before_the_text():
+    for words in (["m", "--length", "3", "hi"], ["--length", "3", "m", "hi"], ["m", "hi", "--length", "3"]):
+        options = sample.parse_arguments(words)
+        assert (str(options.model), options.text, options.length) == ("m", "hi", 3)
+
+
+@pytest.mark.parametrize("name", ["file/x", "x" * 254])
+def test_a_place_where_nothing_can_be_written(saved, use, tmp_path, name):
+    """A file for a folder, and a name that leaves no room for that of the file aside."""
+    (tmp_path / "file").touch()
+    result = use(saved[0], "--export", tmp_path / name)
+    assert result.code == 2
+    assert result.err.startswith(f"sample: saving {tmp_path / name}: expected a writable folder with space, found ")
+
+
 # ---- validation ------------------------------------------------------------------------------------------------------
 @pytest.mark.fast
 def test_a_saved_model_evaluates_to_its_loss(saved, use, corpus):

@@ -387,3 +387,15 @@ def test_validation_geometry_stretches_nothing():
     assert validation.scale == final.scale
     assert validation.cos.equal(final.cos)
     assert validation.sin.equal(final.sin)
+
+
+def test_averaging_of_a_short_schedule():
+    """39 steps: the last quarter, 9.75 steps, begins at step 30. A fourth step is more than what the average looks
+    back over, 2.9: it then becomes the weights, and goes no further."""
+    preset = replace(SPEEDRUN, optimizer=CONFIG, stages=helpers.three_stages((12, 12, 12), 3))
+    shares = {step: tg.averaging(preset, step) for step in range(39)}
+    assert {step: pair for step, pair in shares.items() if any(pair)} == {
+        30: (1.0, 0.0),
+        34: (1.0, 0.0),
+        38: (1.0, 0.65),
+    }

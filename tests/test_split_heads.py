@@ -765,3 +765,10 @@ def test_graph_follows_the_documents(scales):
             )
         }
         assert not any(errors.values()), errors
+
+
+def test_gates_stay_above_zero():
+    """Attention's backward pass divides by them, also where attn_scale passes through zero."""
+    h = torch.randn(5, 16)
+    gates, _ = tg.head_gates(h, None, torch.randn(2, 16), torch.zeros(5))
+    assert (gates == 2.0**-20).all()

@@ -792,6 +792,45 @@ def outcome(folder, size):
     return [torch.load(folder / f"{size}-{rank}.pt") for rank in range(helpers.nodes_and_world(size)[1])]
 
 
+@pytest.mark.fast
+def test_a_validation_sees_the_features_of_a_training(tiny):
+    """One layer's injections at a time, or all in one region: the same features."""
+    documents = packed(pieces_of([20, 12], np.random.default_rng(4)))
+    geometry = geometry_of(DOUBLE, 20, (3, 9))
+    model = random_model(DOUBLE)
+    want = model.features(documents, geometry)
+    assert want.requires_grad
+    with torch.no_grad():
+        assert relative(model.features(documents, geometry), want) < 1e-12
+
+
+def test_validations_along_the_way_know_the_rates(corpus, tiny, monkeypatch):
+    """They take all classes, so they need how often each took part up to then."""
+    seen = []
+    validate = tg.Trainer.validate
+
+    def looked_at(trainer, geometry):
+        model = trainer.model
+        seen.append((model.inclusion_rates.clone(), model.inclusion_counts + 0.5))
+        return validate(trainer, geometry)
+
+    monkeypatch.setattr(tg.Trainer, "validate", looked_at)
+    trainer = helpers.make_trainer(corpus)
+    trainer.initialise(helpers.SEED)
+    log = tg.RunLog(None)
+    tg.timed_loop(trainer, log, 4, 1)
+    log.close()
+    assert len(seen) == 3
+    for rates, counts in seen:
+        assert rates.min() < 1
+        assert rates.equal(counts / counts.max())
+
+
+def test_positions_of_documents_longer_than_a_window(corpus, tiny):
+    trainer = helpers.make_trainer(corpus, replace(PRESET, val_window_tokens=32))
+    assert {len(geometry.cos) for geometry in (*trainer.geometries, trainer.final_geometry)} == {48}
+
+
 @pytest.mark.parametrize("how, world", [(how, world) for how in ("ranked", "sharing") for world in (2, 4, 8)])
 def test_processes_agree_with_one(ranked, request, how, world):
     """Five steps: weights alike everywhere,

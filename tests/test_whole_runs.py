@@ -662,6 +662,47 @@ def test_a_rank_beyond_the_world_and_a_port_that_is_none(monkeypatch, capsys):
     assert "MASTER_PORT: expected 1 to 65535, found 99999; fix: " in capsys.readouterr().err
 
 
+def hand_turned(monkeypatch, **seconds):
+    """A clock that only these methods of the trainer turn on, by so many seconds a call."""
+    now = [100.0]
+
+    def turning(more, function):
+        def turned(*arguments):
+            now[0] += more
+            return function(*arguments)
+        return turned
+
+    monkeypatch.setattr(tg.Clock, "since_start", lambda clock: now[0])
+    for name, more in seconds.items():
+        monkeypatch.setattr(tg.Trainer, name, turning(more, getattr(tg.Trainer, name)))
+
+
+def test_the_exchange_before_a_pause_is_on_the_clock(run, monkeypatch):
+    """Exchanges of two seconds, before two validations and after the last step."""
+    hand_turned(monkeypatch, training_step=1.0, gather=2.0)
+    (log,) = run("--seed", 3, "--val-every", 2).logs
+    assert log[-1]["ms"] == pytest.approx(1000 * PRESET.steps + 3 * 2000)
+
+
+def test_time_left(run, monkeypatch):
+    """By tokens: at 512 a second 7 and 6 seconds of 4096 are left, then at 1024 one and none."""
+    hand_turned(monkeypatch, training_step=1.0)
+    assert re.findall(r"([\d.]+) s left\n", run("--seed", 3).out) == ["7.0", "6.0", "1.0", "0.0"]
+
+
+def test_no_validation_beside_the_last(run):
+    (log,) = run("--seed", 3, "--val-every", PRESET.steps).logs
+    assert [(line["step"], line["final"]) for line in only(log, "val")] == [(PRESET.steps, True)]
+    assert [line["reason"] for line in only(log, "clock")] == ["training"]
+
+
+def test_consumed_tokens_hold_those_before_the_first_document(run, tmp_path):
+    helpers.write_shard(tmp_path / "tiny_train_000000.bin", [7, 8, 9, *helpers.documents(9000, seed=0)])
+    helpers.write_shard(tmp_path / "tiny_val_000000.bin", helpers.documents(1500, seed=9))
+    (log,) = run("--seed", 3, "--data", tmp_path).logs
+    assert log[0]["consumed_tokens"] == 3 + 2 * 512 + 3 * 1024
+
+
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
 @pytest.mark.parametrize("empty", [False, True])
 def test_variables_left_over_from_torchrun(monkeypatch, capsys, missing, empty):
