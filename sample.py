@@ -187,9 +187,7 @@ def load_model(path: Path, device: torch.device, rows_too: bool = False) -> tupl
 
 def shards_of(content: dict) -> Path:
     """The folder of a saved model's training, which may have been named from the repository."""
-    stored = Path(content["validation"]["data"])
-    beside = Path(__file__).parent / stored
-    return beside if beside.is_dir() and not stored.is_dir() else stored
+    return tg.here_or_beside(Path(content["validation"]["data"]))
 
 
 def saved_geometry(content: dict, model: tg.GPT, positions: int) -> tg.Geometry:

@@ -5989,15 +5989,16 @@ class Ranks:
         return found
 
     def on_first(self, work: Callable):
-        """Do `work` on the first rank alone, however long it takes: no collective would wait for a slow disk."""
+        """Do `work` on the first rank, while the others wait: without the limit of a collective, as a disk may be slow.
+        Once in a run, because the key of the store stays."""
         if self.rank > 0:
-            self.store.wait(["the first rank's work"], timedelta(days=7))
+            self.store.wait(["done on the first rank"], timedelta(days=7))
             return
         try:
             work()
         finally:
             if self.store:
-                self.store.set("the first rank's work", "")
+                self.store.set("done on the first rank", "")
 
     def ask_to_stop(self, number: int, _):
         """Handle a stop signal. In the timed loop the first one only asks, as ranks are between different collectives:
@@ -6533,7 +6534,7 @@ def check_scores(preset: Preset, require: Callable):
     scale = max(rotary_frequencies(preset, index)[1] for index in range(len(preset.stages)))  # YaRN raises it
     largest = {"attention_scale": scale * model.key_width, "pointer_scale": model.pointer_scale * model.pointer_width}
     for name, score in largest.items():
-        require(score < 60, name, f"a scale whose scores stay below 60, which reach {score:.1f}", getattr(model, name))
+        require(score < 60, name, "scores below 60", f"up to {score:.1f} with a scale of {getattr(model, name)}")
 
 
 def check_preset(preset: Preset):
@@ -6569,11 +6570,15 @@ def check_preset(preset: Preset):
     check_scores(preset, require)
 
 
+def here_or_beside(folder: Path) -> Path:
+    """A folder below the working directory, or beside this script if it is only there."""
+    beside = Path(__file__).parent / folder
+    return beside if beside.is_dir() and not folder.is_dir() else folder
+
+
 def data_folder(arguments: argparse.Namespace, preset: Preset) -> Path:
-    """Where the shards are. Those of a preset: below the working directory, or beside this script if only there."""
-    here = Path(preset.data)
-    beside = Path(__file__).parent / preset.data
-    return arguments.data or (beside if beside.is_dir() and not here.is_dir() else here)
+    """Where the shards are."""
+    return arguments.data or here_or_beside(Path(preset.data))
 
 
 def fast_operators(arguments: argparse.Namespace, ranks: Ranks) -> bool:

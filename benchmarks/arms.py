@@ -401,10 +401,10 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
     folder = Path(arm.get("data") or options.data or preset.data)
     trainer = tg.Trainer(preset, ranks, ops, clock, folder, arm.get("micro_batch_tokens"))
     rates = [rate for rate, _ in arm.get("averages", [])]
+    require(not rates or bool(trainer.optimizer.averaged), "averages", "an averaged_share above 0", "none")
     trainer.initialise(arm.get("seed", 1))
     trainer.warm_up()
     trainer.initialise(arm.get("seed", 1))
-    require(not rates or bool(trainer.optimizer.averaged), "averages", "an averaged_share above 0", "none")
     averages = Averages(tg, trainer.optimizer, rates)
     if "watch_every" in arm:
         watch(trainer, arm["watch_every"], Path(f"{options.out}.{arm['name']}.watch.jsonl"))

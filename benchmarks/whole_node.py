@@ -9,16 +9,17 @@ Tasks run one after the other, unattended, and each says how long it took. At th
 the same in FOLDER/table.md. In order:
 
     speedrun   two runs with different seeds, the first with empty compiler caches and the second with warm ones
-    scaling    a few steps of each stage on 1, 2, 4 ... GPUs: ms a step by stage, and memory
-    trace      a trace of three steps of each stage, for the time in which communication is not hidden
+    scaling    a fifth of the schedule on 1, 2, 4 ... GPUs: ms a step by stage, and memory
+    trace      a trace of the last three steps of each stage, for the time in which communication is not hidden
     sprint     one run, if there is webtext
     nodes      the halves of this node as two nodes over the loopback, with the preset smoke-gpu
     killed     a rank is killed in the midst of a run: the seconds until all have ended, and the line that says why
 
---dry-run prints the commands alone.
+--dry-run prints the commands alone. A task that fails leaves the others to run; then the exit code is 1.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -28,28 +29,36 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = "speedrun", "scaling", "trace", "sprint", "nodes", "killed"
-FEW_STEPS = 0.2  # of the schedule: on eight GPUs some seconds, on one half a minute
+SHORT = 0.2  # of the schedule: on eight GPUs some seconds, on one half a minute
 
 
 def ended(process: subprocess.Popen, limit_s: float) -> int | str:
-    """Its exit code. Beyond the limit it is asked to end: torchrun then ends its ranks, which have sessions of their
-    own, so that the next command is not timed beside them."""
+    """Its exit code, if it has one by then."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return "none within the limit"
-    finally:  # an end of this script, too, leaves no ranks behind
+
+
+@contextlib.contextmanager
+def running(command: list[str], output: Path, environment: dict) -> Iterator[subprocess.Popen]:
+    """A process with its output in a file. At the end it is asked to end, if it has not yet: torchrun then ends its
+    ranks, which have sessions of their own, so that neither the next command nor who comes later runs beside them."""
+    with output.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
         if process.poll() is None:
             process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        if isinstance(ended(process, 60), str):
+            process.kill()
 
 
 class Node:
@@ -72,15 +81,13 @@ class Node:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         return [*launcher, script, *first, *arguments, "--log-dir", str(self.logs)]
 
-    def run(self, name: str, command: list[str], environment: dict | None = None) -> None:
+    def run(self, name: str, command: list[str]) -> None:
         """Run a command with its output in a file, within the time limit, and say how it ended."""
         print(f"{name}: {shlex.join(command)}", flush=True)
         if self.options.dry_run:
             return
         started = time.monotonic()
-        with (self.options.out / f"{name}.txt").open("w") as output:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment or self.environment, stdout=output,
-                                       stderr=subprocess.STDOUT)
+        with running(command, self.options.out / f"{name}.txt", self.environment) as process:
             code = ended(process, self.options.limit)
         self.note(name, code, f" after {time.monotonic() - started:.0f} s")
 
@@ -101,7 +108,7 @@ def scaling(node: Node) -> None:
     options = node.options
     processes = 1
     while processes <= options.processes:
-        preset = "--preset", options.preset, "--data", str(options.webmix), "--length", str(FEW_STEPS)
+        preset = "--preset", options.preset, "--data", str(options.webmix), "--length", str(SHORT)
         node.run(f"scaling-{processes}", node.training(processes, *preset, "--seed", "1"))
         processes *= 2
 
@@ -111,14 +118,14 @@ def trace(node: Node) -> None:
     import train_gpt as tg  # here, because it imports torch
 
     options = node.options
-    preset = tg.scaled_preset(tg.PRESETS[options.preset], FEW_STEPS)
+    preset = tg.scaled_preset(tg.PRESETS[options.preset], SHORT)
     end = 0
     for number, stage in enumerate(preset.stages):
         begin = end
         end += stage.steps
         steps = f"{max(end - 3, begin)}:{end - 1}"
         arguments = (
-            "--preset", options.preset, "--data", str(options.webmix), "--length", str(FEW_STEPS),
+            "--preset", options.preset, "--data", str(options.webmix), "--length", str(SHORT),
             "--stop-after", str(end), "--seed", "1",
         )
         command = node.training(
@@ -148,22 +155,20 @@ def nodes(node: Node) -> None:
         print("nodes: left out, as there is one process", flush=True)
         return
     command = ["./run.sh", "--preset", "smoke-gpu", "--seed", "1", "--log-dir", str(node.logs)]
-    halves = []
+    environments = []
     for rank in range(2):
         visible = ",".join(str(gpu) for gpu in range(rank * half, (rank + 1) * half))
         here = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": visible}
         here["PYTHON"] = sys.executable  # else run.sh looks for one, and installs where it finds none
         print(f"nodes: {' '.join(f'{name}={value}' for name, value in here.items())} {shlex.join(command)}", flush=True)
-        if not options.dry_run:
-            output = (options.out / f"nodes-{rank}.txt").open("w")
-            halves.append(
-                subprocess.Popen(
-                    command, cwd=ROOT, env=node.environment | here, stdout=output, stderr=subprocess.STDOUT
-                )
-            )
-    codes = [ended(process, options.limit) for process in halves]
-    for rank, code in enumerate(codes):
-        node.note(f"nodes: node {rank}", code)
+        environments.append(node.environment | here)
+    if options.dry_run:
+        return
+    with contextlib.ExitStack() as stack:
+        halves = [stack.enter_context(running(command, options.out / f"nodes-{rank}.txt", environment))
+                  for rank, environment in enumerate(environments)]
+        for rank, process in enumerate(halves):
+            node.note(f"nodes: node {rank}", ended(process, options.limit))
 
 
 def killed(node: Node) -> None:
@@ -175,20 +180,18 @@ def killed(node: Node) -> None:
     if options.dry_run:
         return
     output = options.out / "killed.txt"
-    with output.open("w") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=node.environment, stdout=file, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + options.limit
-    while " s left" not in output.read_text() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-    if process.poll() is not None:
-        print(f"killed: it ended by itself, exit code {process.returncode}; {output} says why", flush=True)
-        return
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    started = time.monotonic()
-    code = ended(process, options.limit)
-    print(f"killed: all had ended {time.monotonic() - started:.1f} s later, exit code {code}", flush=True)
+    with running(command, output, node.environment) as process:
+        deadline = time.monotonic() + options.limit
+        while " s left" not in output.read_text() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        if process.poll() is not None:
+            node.note("killed", f"{process.returncode}, by itself", f"; {output} says why")
+            return
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        started = time.monotonic()
+        code = ended(process, options.limit)
+        print(f"killed: all had ended {time.monotonic() - started:.1f} s later, exit code {code}", flush=True)
     for line in output.read_text().splitlines():
         if line.startswith("train_gpt: "):
             print(f"killed: {line}", flush=True)

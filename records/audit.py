@@ -71,14 +71,18 @@ def last_words(output: str) -> str:
     return (own[:1] or lines[-1:] or ["no output"])[0]
 
 
+def on_gpus_here(words: list[str], world: int) -> list[str]:
+    """A record's command on as many of its `world` GPUs as this machine has: fewer train on the same tokens."""
+    gpus = len(query_gpus("--query-gpu=name")) or world  # a CPU runs as many processes
+    fitting = max(count for count in (1, 2, 4, 8) if count <= min(gpus, world))
+    return [f"--nproc_per_node={fitting}" if word == f"--nproc_per_node={world}" else word for word in words]
+
+
 def run_again(folder: Folder, key: str, data: Path, steps: int) -> Run:
     """Train `steps` steps of a planned run in a folder of its own. The record is not touched."""
     with tempfile.TemporaryDirectory(prefix="audit-") as place:
-        words = runner.command(folder, key, data)
+        words = on_gpus_here(runner.command(folder, key, data), folder.record["plan"]["world"])
         words[words.index("--log-dir") + 1] = place
-        if gpus := len(query_gpus("--query-gpu=name")):  # fewer train on the same tokens
-            world = max(count for count in (1, 2, 4, 8) if count <= min(gpus, folder.record["plan"]["world"]))
-            words = [f"--nproc_per_node={world}" if word.startswith("--nproc_per_node=") else word for word in words]
         output = Path(place) / "output.txt"
         with output.open("w") as file:
             process = subprocess.Popen([*words, "--stop-after", str(steps)], cwd=folder.path.parents[1],

@@ -188,6 +188,34 @@ def make_trainer(corpus, preset=PRESET, ops=None, ranks=None):
     return tg.Trainer(preset, ranks, ops or tg.select_ops(CPU), tg.Clock(ranks.device), corpus)
 
 
+def step_after(number, action):
+    """Trainer.training_step as it is now, after something that is done to the trainer before step `number` of the timed
+    loop."""
+    step_of = tg.Trainer.training_step
+
+    def step(trainer, step, *arguments):
+        if trainer.clock.intervals and step == number:
+            action(trainer)
+        return step_of(trainer, step, *arguments)
+
+    return step
+
+
+def hand_turned(monkeypatch, **seconds):
+    """A clock that only these methods of the trainer turn on, by so many seconds a call."""
+    now = [100.0]
+
+    def turning(more, function):
+        def turned(*arguments):
+            now[0] += more
+            return function(*arguments)
+        return turned
+
+    monkeypatch.setattr(tg.Clock, "since_start", lambda clock: now[0])
+    for name, more in seconds.items():
+        monkeypatch.setattr(tg.Trainer, name, turning(more, getattr(tg.Trainer, name)))
+
+
 def all_batches(trainer):
     """Every micro-batch of the schedule, grouped by step."""
     flat = tg.training_batches(trainer.stream, trainer.preset, trainer.micro_chunks, trainer.ranks)

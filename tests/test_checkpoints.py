@@ -105,38 +105,24 @@ def test_checkpoints_are_off_the_clock(run, tmp_path):
     assert "checkpoint" in log[0]["settings"], "so that no record can be made of it"
 
 
-def test_a_terminated_run_goes_on(run, tmp_path, monkeypatch):
-    def step(trainer, number, *arguments):
-        if trainer.clock.intervals and number == 3 and not trainer_stops:
-            trainer_stops.append(number)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step_of(trainer, number, *arguments)
+@contextlib.contextmanager
+def before_step(number, action):
+    """Meanwhile something is done right before step `number` of the timed loop."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg.Trainer, "training_step", helpers.step_after(number, action))
+        yield
 
-    trainer_stops = []
-    step_of = tg.Trainer.training_step
-    monkeypatch.setattr(tg.Trainer, "training_step", step)
+
+def test_a_terminated_run_goes_on(run, tmp_path):
     file = tmp_path / "state"
-    stopped = run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 2)
+    with before_step(3, lambda trainer: os.kill(os.getpid(), signal.SIGTERM)):
+        stopped = run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 2)
     assert stopped.code == 143
     assert stopped.err == "train_gpt: interrupted by SIGTERM\n"
     assert stopped.log[-1]["state"] == "interrupted"
     resumed = run("--resume", file, "--checkpoint", file, "--checkpoint-every", 2)
     assert resumed.log[0]["first_step"] == 2
     assert same(resumed.end, run("--seed", 3).end)
-
-
-@contextlib.contextmanager
-def before_step(number, action):
-    """Do something right before step `number` of the timed loop."""
-    def step(trainer, step, *arguments):
-        if trainer.clock.intervals and step == number:
-            action(trainer)
-        return step_of(trainer, step, *arguments)
-
-    step_of = tg.Trainer.training_step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg.Trainer, "training_step", step)
-        yield
 
 
 def test_a_training_that_diverged_leaves_the_checkpoint_before(run, tmp_path):
@@ -186,17 +172,9 @@ def test_a_resumed_log_counts_all_tokens(run, keep, tmp_path):
 
 def test_rate_of_a_resumed_run(run, keep, tmp_path, monkeypatch):
     """Tokens a second are those of its own steps, here of one second each by a hand-turned clock."""
-    now = [100.0]
     shown = []
-    step_of = tg.Trainer.training_step
-
-    def step(*arguments):
-        now[0] += 1.0
-        return step_of(*arguments)
-
     monkeypatch.setattr(tg, "show", lambda text, stream: shown.append(text))
-    monkeypatch.setattr(tg.Clock, "since_start", lambda clock: now[0])
-    monkeypatch.setattr(tg.Trainer, "training_step", step)
+    helpers.hand_turned(monkeypatch, training_step=1.0)
     file = tmp_path / "state"
     run("--seed", 3, "--checkpoint", file, "--checkpoint-every", 4)
     assert "\n819 tokens/s" in "".join(shown), "4096 in five seconds"

@@ -31,14 +31,7 @@ DEADLINE_S = 300  # of the harness; a guard against hanging, far above what any 
 
 def at_step(number, action):
     """Do something right before step `number` of the timed loop."""
-    step_of = tg.Trainer.training_step
-
-    def step(trainer, step, *arguments):
-        if trainer.clock.intervals and step == number:
-            action(trainer)
-        return step_of(trainer, step, *arguments)
-
-    tg.Trainer.training_step = step
+    tg.Trainer.training_step = helpers.step_after(number, action)
 
 
 def in_warm_up(action):

@@ -443,6 +443,14 @@ def test_audit_says_what_the_trainer_said(output, told):
     assert audit.last_words(output) == told
 
 
+@pytest.mark.parametrize("gpus, processes", [(0, 4), (1, 1), (3, 2), (4, 4), (8, 4)])
+def test_audit_takes_the_gpus_that_there_are(monkeypatch, gpus, processes):
+    """Of a record on four; without a GPU, four processes of a CPU."""
+    monkeypatch.setattr(audit, "query_gpus", lambda query: ["a GPU"] * gpus)
+    words = ["torchrun", "--nproc_per_node=4", "train_gpt.py"]
+    assert audit.on_gpus_here(words, 4) == ["torchrun", f"--nproc_per_node={processes}", "train_gpt.py"]
+
+
 @pytest.mark.parametrize("gpus, shift, ok", [
     (["x"], 0, True), (["x"], 1e-6, False), ([], 1e-6, True), ([], 0.06, False), (["x", "y"], 0.002, True),
     (["x", "y"], 0.06, False)])

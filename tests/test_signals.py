@@ -24,15 +24,12 @@ NAMESPACE = ["unshare", "--pid", "--fork"]  # whose first process is number 1 th
 
 def stop_at_a_step(corpus, logs):
     """Train helpers.PRESET; at its third step say so, and wait for a signal."""
-    def step(trainer, number, *arguments):
-        if trainer.clock.intervals and number == 2:
-            # One write, a line of its own: the thread that shows the progress may print at the same moment.
-            print(f"\n{READY} {os.getpid()}\n", end="", flush=True)
-            threading.Event().wait(120)
-        return step_of(trainer, number, *arguments)
+    def say_and_wait(trainer):
+        # One write, a line of its own: the thread that shows the progress may print at the same moment.
+        print(f"\n{READY} {os.getpid()}\n", end="", flush=True)
+        threading.Event().wait(120)
 
-    step_of = tg.Trainer.training_step
-    tg.Trainer.training_step = step
+    tg.Trainer.training_step = helpers.step_after(2, say_and_wait)
     tg.BOS = helpers.BOS
     tg.PRESETS["tiny"] = helpers.PRESET
     return tg.main(["--preset", "tiny", "--seed", "1", "--data", corpus, "--log-dir", logs])

@@ -44,14 +44,7 @@ def run(corpus, tiny, tmp_path, capsys):
 
 def at_step(monkeypatch, number, action):
     """Do something to the trainer right before step `number` of the timed loop."""
-    step_of = tg.Trainer.training_step
-
-    def step(trainer, step, *arguments):
-        if trainer.clock.intervals and step == number:
-            action(trainer)
-        return step_of(trainer, step, *arguments)
-
-    monkeypatch.setattr(tg.Trainer, "training_step", step)
+    monkeypatch.setattr(tg.Trainer, "training_step", helpers.step_after(number, action))
 
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
@@ -662,31 +655,16 @@ def test_a_rank_beyond_the_world_and_a_port_that_is_none(monkeypatch, capsys):
     assert "MASTER_PORT: expected 1 to 65535, found 99999; fix: " in capsys.readouterr().err
 
 
-def hand_turned(monkeypatch, **seconds):
-    """A clock that only these methods of the trainer turn on, by so many seconds a call."""
-    now = [100.0]
-
-    def turning(more, function):
-        def turned(*arguments):
-            now[0] += more
-            return function(*arguments)
-        return turned
-
-    monkeypatch.setattr(tg.Clock, "since_start", lambda clock: now[0])
-    for name, more in seconds.items():
-        monkeypatch.setattr(tg.Trainer, name, turning(more, getattr(tg.Trainer, name)))
-
-
 def test_the_exchange_before_a_pause_is_on_the_clock(run, monkeypatch):
     """Exchanges of two seconds, before two validations and after the last step."""
-    hand_turned(monkeypatch, training_step=1.0, gather=2.0)
+    helpers.hand_turned(monkeypatch, training_step=1.0, gather=2.0)
     (log,) = run("--seed", 3, "--val-every", 2).logs
     assert log[-1]["ms"] == pytest.approx(1000 * PRESET.steps + 3 * 2000)
 
 
 def test_time_left(run, monkeypatch):
     """By tokens: at 512 a second 7 and 6 seconds of 4096 are left, then at 1024 one and none."""
-    hand_turned(monkeypatch, training_step=1.0)
+    helpers.hand_turned(monkeypatch, training_step=1.0)
     assert re.findall(r"([\d.]+) s left\n", run("--seed", 3).out) == ["7.0", "6.0", "1.0", "0.0"]
 
 
