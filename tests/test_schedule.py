@@ -231,17 +231,17 @@ def test_the_narrow_speedrun_on_webmix():
 
 
 def test_the_stages_of_the_sprint():
-    """Two stages share the first one's tokens: small batches take the first third, 75 of 227 steps' worth. There the
+    """Two stages share the first one's tokens: small batches take the first third, 74 of 224 steps' worth. There the
     targets have faded by a third: from .5 towards .3 by .2 / 3, from .25 towards 0 by .25 / 3."""
     small, large, *others = SPRINT.stages
     assert [
         (stage.steps, stage.batch_tokens, stage.learning_rate_multiplier, stage.sampled_classes)
         for stage in SPRINT.stages
     ] == [
-        (150, 32_768, 0.55, 6144),
-        (152, 65_536, 0.75, 6144),
-        (227, 131_072, 1.13, 10_240),
-        (218, 196_608, 1.45, 10_240),
+        (148, 32_768, 0.55, 6144),
+        (150, 65_536, 0.75, 6144),
+        (224, 131_072, 1.13, 10_240),
+        (215, 196_608, 1.45, 10_240),
         (10, 196_608, 1.45, 10_240),
     ]
     assert small.targets[0] == (1.0, 0.5, 0.25)
