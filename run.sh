@@ -163,7 +163,7 @@ advise() { # PRESET EXIT_CODE ARGUMENTS...: the end of --check, what this machin
   case $preset in
     smoke) takes="one to two minutes on two free CPU cores" ;;
     smoke-gpu) takes="20 steps, a few minutes, most of them compilation" ;;
-    sprint) takes="on one H200 36 s after a start of 60 to 80 s, the first time; on one card with a tenth of its speed ten times as long" ;;
+    sprint) takes="on one H200 34 s after a start of 60 to 80 s, the first time; on one card with a tenth of its speed ten times as long" ;;
     sprint-small) takes="a quarter of an hour (RTX 4080) to an hour (RTX 3060), computed: none was tried" ;;
     speedrun) takes="computed, not yet run: four minutes on one H200, under one on eight, besides a start of a minute" ;;
     *) takes="the first lines of a run say how many seconds are left" ;;

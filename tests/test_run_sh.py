@@ -257,7 +257,7 @@ def test_memory_of_the_smallest_card_is_enough(name):
         (
             ["--preset", "sprint", "--data=my texts"],
             {"FAKE_GPUS": "2"},
-            ["can run preset sprint (on one H200 36 s ", "next: ./run.sh --preset sprint --data=my\\ texts"],
+            ["can run preset sprint (on one H200 34 s ", "next: ./run.sh --preset sprint --data=my\\ texts"],
         ),
         (
             ["--preset", "sprint"],
