@@ -1,19 +1,27 @@
-"""Times of a step on one rank of several, on one GPU: what does not shrink with the number of ranks; not a test.
+"""Times of a step on one rank of several, on one or two GPUs: what does not shrink with more ranks; not a test.
 
     python benchmarks/bench_ranks.py 8 --preset sprint --data FOLDER --stop-after 50   the steps of rank 0 of eight
     python benchmarks/bench_ranks.py 8 --preset smoke --stop-after 4                   on a CPU: it runs through
+    torchrun --standalone --nproc_per_node=2 benchmarks/bench_ranks.py 8 ...           ranks 0 and 1, on two GPUs
 
-Takes the options of train_gpt.py. Collectives are left out, so times are those of a rank that never waits, and the
-losses mean nothing: of each step this rank sees its own batch chunks alone. For the update of sparse tables the other
-ranks' gradients are copies of its own, and their ids its own, moved along the table, so that about as many different
-rows are updated as in truth.
+Takes the options of train_gpt.py. The losses mean nothing: of each step a rank sees its own batch chunks alone.
+
+On one GPU collectives are left out, so times are those of a rank that never waits. For the update of sparse tables the
+other ranks' gradients are copies of its own, and their ids its own, moved along the table, so that about as many
+different rows are updated as in truth.
+
+On two GPUs that share memory each rank takes the other GPU for the home of all others. So a rank fetches as many bytes
+through NVLink as one of eight does, in as many copies, and waits for them; barriers and all-reduces are those of two.
+Weights that none of the two owns stay as they were. Once the others' ids have come they are replaced as on one GPU.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt as tg
@@ -51,14 +59,36 @@ class LoneRank(tg.Ranks):
         pass
 
 
-def fill(table, full, wait):
+def fill(table, full):
     """What a SparseTable would have gathered."""
-    own, *others = full.view(table.ranks.world, -1)
-    for rank, other in enumerate(others, 1):
-        torch.add(own, 0 if full.is_floating_point() else 7919 * rank, out=other)
+    ranks = table.ranks
+    parts = full.view(ranks.world, -1)
+    for distance in range(1, ranks.world):
+        other = parts[(ranks.rank + distance) % ranks.world]
+        torch.add(parts[ranks.rank], 0 if full.is_floating_point() else 7919 * distance, out=other)
     if not full.is_floating_point():
-        full.remainder_(len(table.weights) * table.ranks.row_parts)
-    return full, wait
+        full.remainder_(len(table.weights) * ranks.row_parts)
+
+
+class OneOfTwo(tg.Ranks):
+    """Rank 0 or 1 of `world`; what the others have is the other one's."""
+
+    def gather_objects(self, value):
+        found = [None, None]
+        dist.all_gather_object(found, value)
+        return [found[self.rank if rank == self.rank else 1 - self.rank] for rank in range(self.world)]
+
+
+class PairMemory:
+    """A handle of shared memory, in which every other rank's is that of the other GPU."""
+
+    def __init__(self, handle):
+        self.handle = handle
+        self.barrier = handle.barrier
+
+    def get_buffer(self, rank, *place):
+        own = dist.get_rank()
+        return self.handle.get_buffer(own if rank == own else 1 - own, *place)
 
 
 def main():
@@ -72,15 +102,35 @@ def main():
     world = options.world
     start = tg.Ranks.start
     gather = tg.SparseTable.all_gather
+    memory = tg.symmetric_memory
 
-    def start_alone(*arguments):
-        alone = start(*arguments)
-        ranks = LoneRank(0, world, alone.device)
-        ranks.processes = alone.processes * world
+    def start_some(*arguments):
+        ranks = start(*arguments)
+        processes = ranks.processes
+        if ranks.world == 1:
+            ranks = LoneRank(0, world, ranks.device)
+        elif ranks.world == 2 < world and ranks.copy_stream:
+            ranks.__class__ = OneOfTwo
+            ranks.world = world
+        else:
+            tg.fail("processes", "one, or for more than two ranks two on GPUs that share memory", ranks.world,
+                    "leave torchrun out", silent=ranks.rank > 0)
+        ranks.processes = [*processes, *processes[:1] * world][:world]
+        ranks.nodes = [""] * world
         return ranks
 
-    tg.Ranks.start = staticmethod(start_alone)
-    tg.SparseTable.all_gather = lambda table, parts: fill(table, *gather(table, parts))
+    def gather_for(table, parts):
+        full, wait = gather(table, parts)
+        if isinstance(table.ranks, LoneRank):
+            fill(table, full)
+        elif not full.is_floating_point():
+            return full, lambda: (wait(), fill(table, full))
+        return full, wait
+
+    tg.Ranks.start = staticmethod(start_some)
+    tg.SparseTable.all_gather = gather_for
+    tg.symmetric_memory = SimpleNamespace(
+        empty=memory.empty, rendezvous=lambda *arguments: PairMemory(memory.rendezvous(*arguments)))
     sys.exit(tg.main(options.training))
 
 

@@ -117,10 +117,56 @@ def test_a_hot_time_is_taken_after_a_second(monkeypatch):
 
 
 def test_ranks_take_an_option_spelt_with_its_value(monkeypatch):
-    monkeypatch.setattr(helpers.tg.Ranks, "start", helpers.tg.Ranks.start)  # the script replaces both
+    monkeypatch.setattr(helpers.tg.Ranks, "start", helpers.tg.Ranks.start)  # the script replaces all three
     monkeypatch.setattr(helpers.tg.SparseTable, "all_gather", helpers.tg.SparseTable.all_gather)
+    monkeypatch.setattr(helpers.tg, "symmetric_memory", helpers.tg.symmetric_memory)
     monkeypatch.setattr(helpers.tg, "main", lambda argv: argv)
     assert exit_code(monkeypatch, "bench_ranks", "8", *SHORT) == SHORT
+
+
+TWO_OF_EIGHT = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = {tests!r}, {benchmarks!r}
+import helpers, bench_ranks
+if {share}:
+    helpers.FileMemory(Path({folder!r}), int(os.environ["RANK"])).install()
+seen = []
+fill = bench_ranks.fill
+def filled(table, full):
+    fill(table, full)
+    if full.any():  # nothing was looked up before the first step
+        seen.append(len({{tuple(part.tolist()) for part in full.view(8, -1)}}))
+bench_ranks.fill = filled
+try:
+    bench_ranks.main()
+finally:
+    print("different lookups:", min(seen, default=0))
+"""
+
+
+def test_one_gpu_is_the_home_of_all_others(monkeypatch):
+    script = importlib.import_module("bench_ranks")
+    monkeypatch.setattr(script.dist, "get_rank", lambda: 1)
+    memory = script.PairMemory(types.SimpleNamespace(barrier=None, get_buffer=lambda *where: where))
+    assert [memory.get_buffer(rank, "place") for rank in range(4)] == [(rank, "place") for rank in (0, 1, 0, 0)]
+
+
+REFUSED = "processes: expected one, or for more than two ranks two on GPUs that share memory, found 2; fix: "
+
+
+@pytest.mark.parametrize("share, line", [(True, "different lookups: 8\n"), (False, REFUSED)])
+def test_two_ranks_of_eight(tmp_path, share, line):
+    script = tmp_path / "two.py"
+    folders = {name: str(helpers.ROOT / name) for name in ("tests", "benchmarks")}
+    script.write_text(TWO_OF_EIGHT.format(folder=str(tmp_path), share=share, **folders))
+    data = str(helpers.ROOT / "data" / "sample")
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script,
+         "8", *SHORT, "--data", data, "--log-dir", tmp_path / "logs"],
+        capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    assert line in run.stdout + run.stderr, run.stderr
+    assert (run.returncode == 0) == share
 
 
 @pytest.mark.parametrize("arguments, code", [(["--help"], 0), (["--nonsense"], USAGE), (["--data", "/none"], USAGE)])
