@@ -97,7 +97,7 @@ def line(kind, **fields):
 
 data = Path(options.data)
 train = sorted(data.glob("*_train_*.bin"))
-line("head", started=datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES}, seed=int(options.seed), world=1,
+line("head", started=datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(), preset={"name": options.preset, "val_tokens": 8192, "stages": STAGES, "log_every_steps": 10}, seed=int(options.seed), world=1,
      script=sums([Path(__file__)]), data=sums([*train, *data.glob("*_val_*.bin")]), shards=[p.name for p in train],
      settings=vars(options), parameters={"dense": 1234567, "sparse": 4567890123}, machine="m1", gpus=[], device="fake", torch="2", triton=None, python="3")
 cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "compiled"
@@ -107,10 +107,14 @@ cache.touch()
 line("warm", seconds=start / 1000 - 1, graphs=12, state=state)
 # a noise of each script's own: with one for all, the differences of pairs could be equal, which no test can judge
 ms, step = MS * (1 + 0.001 * random.Random(f"{options.seed} {MS}").random()), 0
+tokens = 0
 for stage in STAGES:
     line("stage", step=step, **stage, short_window_tokens=64, long_window_tokens=128, extension=False)
-    for step in range(step + 10, min(step + stage["steps"], last) + 1, 10):
-        line("step", step=step, train_loss=LOSS + 4 * 0.95**step + 1e-9 * int(options.seed), tokens=512 * step, ms_per_step=round(ms * stage["batch_tokens"] / 1024, 3))
+    begin = step
+    for step in [*([] if begin else [1]), *range(begin + 10, min(begin + stage["steps"], last) + 1, 10)]:
+        done = tokens + (step - begin) * stage["batch_tokens"]
+        line("step", step=step, train_loss=LOSS + 4 * 0.95**step + 1e-9 * int(options.seed), tokens=done, ms_per_step=round(ms * stage["batch_tokens"] / 1024, 3))
+    tokens += stage["steps"] * stage["batch_tokens"]
 loss = round(LOSS + 0.002 * chance.random(), 6)
 total = round(sum(s["steps"] * s["batch_tokens"] for s in STAGES) * ms / 1024, 1)
 middle = start + total / 4
@@ -809,7 +813,7 @@ def pause(events, reason):
     ("end", lambda e: change_end(e, recompiled=1)),
     ("end", lambda e: change_end(e, loss=4.9)),
     ("end", lambda e: e.remove([x for x in e if x["kind"] == "step"][-1])),
-    ("end", lambda e: [x for x in e if x["kind"] == "step"][1].update(step=10)),
+    ("end", lambda e: [x for x in e if x["kind"] == "step"][2].update(step=10)),
     ("settings", lambda e: e[0]["settings"].update(muon="True")),
     ("settings", lambda e: e[0]["settings"].update(length="0.5")),
     ("settings", lambda e: e[0]["settings"].update(val_every="10")),

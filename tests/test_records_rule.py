@@ -215,18 +215,21 @@ def test_the_same_loss_needs_many_runs_or_the_same_training():
 
 
 def test_verify_judges_the_gain_at_equal_loss(copy, monkeypatch):  # noqa: F811
-    """The stand-in's child is 2 % faster.
+    """The stand-in's child is 2 % faster, which .004 of loss take back; what is left of it with .0035 is not sure.
 
-    With .02 more loss that is no gain, though the time is lower; `systems` is for another check.
+    A `systems` record needs no more, as chance alone should move its loss: another check compares that.
     """
     assert claim(copy, {}, monkeypatch=monkeypatch)["gain"].ok
-    for log in (copy / "runs").glob("a-*"):
-        loss = runlog.read_run(log).loss
-        # noqa: B023
-        rewrite_log(log, lambda e: [line.update(loss=loss + 0.02) for line in e if line["kind"] in ("val", "end")])
-    found = claim(copy, {}, monkeypatch=monkeypatch)["gain"]
-    assert not found.ok and "faster than the parent" in found.text and "at the parent's loss +" in found.text
-    assert claim(copy, {}, "systems", monkeypatch)["gain"].ok and not claim(copy, {}, "systems", monkeypatch)["kind"].ok
+    losses = {log: runlog.read_run(log).loss for log in (copy / "runs").glob("a-*")}
+    for more, systems in ((0.0035, True), (0.0045, False), (0.02, False)):
+        for log, loss in losses.items():
+            # noqa: B023
+            rewrite_log(log, lambda e: [line.update(loss=loss + more) for line in e if line["kind"] in ("val", "end")])
+        found = claim(copy, {}, monkeypatch=monkeypatch)["gain"]
+        assert not found.ok and "faster than the parent" in found.text
+        assert ("at the parent's loss +" in found.text) == (not systems)
+        assert claim(copy, {}, "systems", monkeypatch)["gain"].ok == systems
+    assert not claim(copy, {}, "systems", monkeypatch)["kind"].ok
 
 
 def test_what_the_rule_says_of_older_records():
