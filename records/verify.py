@@ -568,7 +568,7 @@ def check_gain(c: Context) -> Findings:
     ok = time.high < 0
     if c.folder.under_rule and not practice:
         at = equal_loss(c.folder, time)
-        # A systems record's loss is within chance (check_kind): that must not take back what it gains.
+        # A systems record's loss is within chance (check_kind), which must not take back what it gains.
         ok = ok and (at.no_worse or c.folder.record["kind"] == "systems" and at.ms < 0) or at.gained
         text += f"; loss {at.loss:+.4f}, upper 95 % limit {at.loss_limit:+.4f} (same below {NO_WORSE:+}); " \
                 f"at the parent's loss {at.ms / 1e3:+.3f} s, upper limit {at.ms_limit / 1e3:+.3f} s"

@@ -373,7 +373,8 @@ def test_a_systems_record_whose_loss_takes_back_its_gain(copy, monkeypatch):  # 
     """As where the optimizer or the validation was changed. The stand-in is 2 % faster, worth .004."""
     for log in logs(copy):
         loss = runlog.read_run(log).loss + 0.0045
-        rewrite_log(log, lambda e: [line.update(loss=loss) for line in e if line["kind"] in ("val", "end")])  # noqa: B023
+        # noqa: B023
+        rewrite_log(log, lambda e: [line.update(loss=loss) for line in e if line["kind"] in ("val", "end")])
     assert not claim(copy, {}, "systems", monkeypatch)["gain"].ok
     assert "at the parent's loss +" in said(copy, "gain")
 
@@ -400,14 +401,15 @@ def begin_late(events):
     (lambda e: event(e, "stage").update(batch_tokens=5120), "expected a line for each stage"),
     (lambda e: e.remove(event(e, "stage")), "expected a line for each stage"),
     (begin_late, "expected a log from the first step on, found one that goes on after step 40"),
-    (lambda e: e.remove(event(e, "step")), "expected the first step and every 10th in the log, found none between 0 and"),
+    (lambda e: e.remove(event(e, "step")), "expected the first step and every 10th in the log, found none between 0"),
     (lambda e: e.remove([line for line in e if line["kind"] == "step"][3]), "found none between 20 and 40"),
     (lambda e: e.insert(-3, {"kind": "val", "step": 60, "loss": 5.1, "final": False}), "found 2"),
 ])
 def test_a_log_that_contradicts_its_schedule(copy, change, text):  # noqa: F811
     rewrite_log(first_log(copy), change)
-    assert "end" in failed(copy) and text in " ".join(
-        f"{found}" for found in verify.check_end(verify.Context(record.load(copy), {"a": runlog.read_run(first_log(copy))}))[0])
+    assert "end" in failed(copy)
+    run = runlog.read_run(first_log(copy))
+    assert any(text in problem for problem in verify.schedule_problems(run))
 
 
 # ---- what only a rerun tells -----------------------------------------------------------------------------------------
