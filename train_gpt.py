@@ -60,7 +60,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn, TextIO
@@ -942,13 +942,13 @@ class HostBatch:
 
     def views(self, data: Tensor) -> Documents:
         """The fields as views of `data`, which is self.data or a copy of it on some device."""
-        fields = dict.fromkeys(Documents.__annotations__)
+        views = dict.fromkeys(Documents.__annotations__)
         start = 0
         for name, shape in self.shapes.items():
             size = math.prod(shape)
-            fields[name] = data[start:start + size].view(shape)
+            views[name] = data[start:start + size].view(shape)
             start += aligned(size)
-        return Documents(**fields)
+        return Documents(**views)
 
 
 def sort_ids(ids: np.ndarray, vocab_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -3616,6 +3616,20 @@ def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: di
     return len(text).to_bytes(8, "little") + text
 
 
+def give_name(aside: Path, path: Path):
+    """Give a finished file its name. If another process has taken it meanwhile, a number is added, and a line says so:
+    a link replaces nothing, as a rename would."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+        free = next(name for name in names if not name.exists())
+        os.replace(aside, free)
+        show(f"saved as {free}, since {path} was made meanwhile\n", sys.stdout)
+    except OSError:  # a file system without links
+        os.replace(aside, path)
+
+
 def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], parts: Iterable[tuple[str, Tensor]]):
     """Write a model file aside, then rename it. `parts` are the tensors in the order of `likes`, (name, values), each
     whole or in pieces that follow each other, because a device may have no room for a large one once more."""
@@ -3636,7 +3650,7 @@ def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], 
             file.seek(0)
             file.write(header())
             to_disk(file)
-        os.replace(aside, path)
+        give_name(aside, path)
     except OSError as error:
         fail(f"saving {path}", "a writable folder with space", error, "choose another place")
     finally:
@@ -6500,6 +6514,14 @@ def check_model(preset: Preset, require: Callable):
     check_layers(model, require)
 
 
+def check_whole_numbers(part: Any, require: Callable, what: str = ""):
+    """What check_preset asks of the fields that are integers: half a size, 1024 / 2, is none."""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.type == "int" or field.type == "int | None" and value is not None:
+            require(isinstance(value, int), f"{what}{field.name}", "a whole number", value)
+
+
 def check_optimizer(config: OptimizerConfig, require: Callable):
     """What check_preset asks of the optimizer."""
     for name in ("cooldown_fraction", "momentum_warmup_fraction", "momentum_cooldown_fraction", "averaging_lookback",
@@ -6524,6 +6546,7 @@ def check_optimizer(config: OptimizerConfig, require: Callable):
         for name in ("sparse", "sharded", "looked_up"):  # they say of what kind the parameter is
             usual_value = getattr(other, name)
             require(getattr(rule, name) == usual_value, what, f"{name}={usual_value}", getattr(rule, name))
+        require(all(0 <= beta < 1 for beta in rule.betas), what, "betas of 0 or more, and below 1", rule.betas)
         require(not rule.sparse or rule.betas[0] == 0, what, "a first beta of 0, as there is no first moment",
                 rule.betas)
 
@@ -6531,18 +6554,37 @@ def check_optimizer(config: OptimizerConfig, require: Callable):
 def check_scores(preset: Preset, require: Callable):
     """What check_preset asks of the scales of scores, whose softmax has no running maximum."""
     model = preset.model
-    scale = max(rotary_frequencies(preset, index)[1] for index in range(len(preset.stages)))  # YaRN raises it
-    largest = {"attention_scale": scale * model.key_width, "pointer_scale": model.pointer_scale * model.pointer_width}
+    scales = [rotary_frequencies(preset, index)[1] for index in range(len(preset.stages))]  # YaRN raises them
+    require(min(scales) > 0, "attention_scale", "scales above 0, where windows shrink too", min(scales))
+    largest = {"attention_scale": max(scales) * model.key_width,
+               "pointer_scale": model.pointer_scale * model.pointer_width}
     for name, score in largest.items():
         require(score < 60, name, "scores below 60", f"up to {score:.1f} with a scale of {getattr(model, name)}")
 
 
 def check_preset(preset: Preset):
     """Fail where a preset that somebody has edited asks for what would hang, crash or be ignored."""
+    fix = f"change the preset {preset.name} in train_gpt.py"
+
     def require(good: bool, what: str, expected: str, found: Any):
         if not good:
-            fail(what, expected, found, f"change the preset {preset.name} in train_gpt.py")
+            fail(what, expected, found, fix)
 
+    try:
+        check_values(preset, require)
+    except (TypeError, ValueError, AttributeError) as error:  # a number for a pair, and the like
+        fail(f"preset {preset.name}", "values of the kinds that the usual ones have", f"'{error}'", fix)
+
+
+def check_values(preset: Preset, require: Callable):
+    """What check_preset asks of the whole preset, and of its stages."""
+    for part in (preset, preset.model, preset.optimizer):
+        check_whole_numbers(part, require)
+    for index, layer in enumerate(preset.model.layers):
+        check_whole_numbers(layer, require, f"layer {index}: ")
+    for index, stage in enumerate(preset.stages):
+        check_whole_numbers(stage, require, f"stage {index}: ")
+        hash(stage)  # tables are by stage, and a list has no hash
     check_model(preset, require)
     check_optimizer(preset.optimizer, require)
     for name in ("steps", "val_tokens", "val_window_tokens", "log_every_steps"):
@@ -6550,7 +6592,8 @@ def check_preset(preset: Preset):
     parts = ", ".join(FP8_PARTS)
     require(FP8_PARTS.keys() >= set(preset.fp8), "fp8", f"a tuple of some of {parts}", preset.fp8)
     windows = preset.val_attention_windows
-    require(min(windows) >= 1, "val_attention_windows", "both at least 1", windows)
+    require(len(windows) == 2 and min(windows) >= 1, "val_attention_windows", "two, both at least 1", windows)
+    require(isinstance(preset.model.softcap, Softcap), "softcap", "a Softcap", preset.model.softcap)
     unit = preset.fp8_unit
     for index, stage in enumerate(preset.stages):
         require(stage.steps >= 0, f"stage {index}: steps", "0 or more", stage.steps)
@@ -6568,6 +6611,7 @@ def check_preset(preset: Preset):
         first, last = map(len, stage.targets)
         require(first == last > 0, f"stage {index}: targets", "as many at its end as at its start", stage.targets)
     check_scores(preset, require)
+    step_rates(preset, 0)
 
 
 def here_or_beside(folder: Path) -> Path:
@@ -6594,20 +6638,26 @@ def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
             width = getattr(preset.model, name)
             if width & (width - 1):
                 fail(name, "a power of two on a GPU", width, f"change the preset {preset.name} in train_gpt.py")
+    kept = arguments.checkpoint
     if arguments.save:
         check_model_file(arguments.save, preset.model)
-        kept = arguments.checkpoint
         if kept and arguments.save.resolve() in (kept.resolve(), Checkpoints.own_path(kept, ranks).resolve()):
             fail("--save and --checkpoint", "two files", arguments.save, "give them different names")
+    for option, path in (("--save", arguments.save), ("--checkpoint", kept)):
+        if path and path.resolve() == arguments.log_dir.resolve():
+            fail(f"{option} and --log-dir", "a file and a folder", path, "give them different names")
     if arguments.tensorboard:
         writable_place(arguments.tensorboard)
         summary_writer()
     samples_along(arguments, preset)
-    if arguments.checkpoint:
-        path = Checkpoints.own_path(arguments.checkpoint, ranks)
+    if kept:
+        path = Checkpoints.own_path(kept, ranks)
         writable_place(path)
         if path.exists():  # only what is a checkpoint may be replaced
-            read_checkpoint(path)
+            content = read_checkpoint(path)
+            if ranks.rank == 0 and not (arguments.resume and arguments.resume.resolve() == kept.resolve()):
+                show(f"{path} holds step {content['step']} of seed {content['seed']} and will be replaced: "
+                     f"--resume {kept} would go on from it\n", sys.stderr)
 
 
 def ready(trainer: Trainer) -> str:
@@ -6749,6 +6799,9 @@ def main(argv: list[str] | None = None) -> int:
         preset = trainer.preset
         steps = min(preset.steps, arguments.stop_after or preset.steps)
         checkpoints = Checkpoints(arguments.checkpoint, arguments.checkpoint_every, seed)
+        if (arguments.checkpoint_every or 0) > steps:
+            fail("--checkpoint-every", f"at most {steps}, the steps of this run", arguments.checkpoint_every,
+                 "a smaller one", silent=ranks.rank > 0)
         if arguments.resume:
             checkpoints.read(arguments.resume, trainer, steps, arguments.seed)
             seed = checkpoints.seed

@@ -307,6 +307,18 @@ EDITS = [
     ("stage", "batch_tokens", 500), ("stage", "document_cap_tokens", 0), ("stage", "long_window_tokens", 0),
     ("stage", "targets", ((1.0, 0.5), (1.0,))), ("stage", "targets", ((), ())),
     ("preset", "stages", (replace(helpers.PRESET.stages[0], steps=-1), *helpers.PRESET.stages[1:])),
+    # halves, which are no whole numbers
+    ("stage", "batch_tokens", 1024 / 2),
+    ("stage", "sampled_classes", 256 / 2),
+    ("stage", "document_cap_tokens", 48 / 1),
+    ("model", "mlp_width", 64 / 1), ("model", "ngram_rows", 1e3), ("model", "pointer_width", 32 / 2),
+    ("preset", "val_tokens", 2e3), ("preset", "val_window_tokens", 2e3),
+    ("model", "layers", (tg.Layer(), tg.Layer(skip_from=0.0))),
+    # other kinds of values
+    ("preset", "val_attention_windows", (8, 16, 32)), ("model", "softcap", (23.0, 5.0, 7.5)),
+    ("model", "attention_scale", -1.0),
+    *[("optimizer", "rules", (*tg.OptimizerConfig.rules, ("scalar", tg.AdamRule(1.0, betas))))
+      for betas in ((1.0, 0.95), (0.9, 1.0), (0.9, 1.5), (-0.1, 0.9))],
 ]
 TOLD = {
     "layers": "layers|layer [01]: [a-z_]+",
@@ -330,6 +342,29 @@ def test_an_edited_preset_gets_a_line(monkeypatch, capsys, part, name, value):
     what = TOLD.get(name, name)
     pattern = rf"train_gpt: (stage 0: )?({what}): expected .*, found .*; fix: change the preset tiny .*\n"
     assert re.fullmatch(pattern, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("part, name, value", [
+    ("preset", "val_attention_windows", 128), ("stage", "targets", [[1.0, 0.5], [1.0, 0.0]]),
+    ("stage", "targets", (1.0, 1.0)), ("optimizer", "rules", dict(tg.OptimizerConfig.rules)),
+    ("optimizer", "muon_momentum", 0.9), ("model", "layers", (1, 2)), ("preset", "stages", 5),
+])
+def test_values_of_another_kind_get_a_line(part, name, value):
+    preset = helpers.PRESET
+    change = {name: value}
+    if part == "stage":
+        change = {"stages": tuple(replace(stage, **change) for stage in preset.stages)}
+    elif part != "preset":
+        change = {part: replace(getattr(preset, part), **change)}
+    with pytest.raises(tg.Failure, match="preset tiny: expected values of the kinds that the usual ones have, found '"):
+        tg.check_preset(replace(preset, name="tiny", **change))
+
+
+def test_scores_keep_their_sign_where_windows_shrink():
+    first, *others = helpers.PRESET.stages
+    stages = replace(first, long_window_tokens=4000), *(replace(stage, long_window_tokens=16) for stage in others)
+    with pytest.raises(tg.Failure, match="attention_scale: expected scales above 0, where windows shrink too, found -"):
+        tg.check_preset(replace(helpers.PRESET, stages=stages))
 
 
 @pytest.mark.parametrize("name", ["key_width", "head_width", "pointer_width"])

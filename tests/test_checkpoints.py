@@ -438,3 +438,54 @@ def test_two_processes_go_on(corpus, tmp_path):
 
 if __name__ == "__main__":
     two_processes(*map(Path, sys.argv[1:]))
+
+
+def test_a_checkpoint_that_would_never_come(run, tmp_path):
+    steps = helpers.PRESET.steps
+    found = run("--checkpoint", tmp_path / "state", "--checkpoint-every", steps + 1, "--check")
+    assert found.code == 2
+    assert found.err == (f"train_gpt: --checkpoint-every: expected at most {steps}, the steps of this run, "
+                         f"found {steps + 1}; fix: a smaller one\n")
+    assert run("--checkpoint", tmp_path / "state", "--checkpoint-every", steps, "--check").code == 0
+
+
+def test_a_checkpoint_that_will_be_replaced_is_named(run, tmp_path):
+    """A command that is repeated without --resume begins anew, over what it could go on from."""
+    file = tmp_path / "state"
+    options = "--checkpoint", file, "--checkpoint-every", 2
+    first = run("--seed", 3, "--stop-after", 3, *options)
+    assert first.code == 0 and "replaced" not in first.err
+    line = f"{file} holds step 2 of seed 3 and will be replaced: --resume {file} would go on from it\n"
+    assert line in run(*options, "--check").err
+    assert "replaced" not in run("--resume", file, *options, "--check").err
+
+
+@pytest.mark.parametrize("options", [("--save",), ("--checkpoint-every", "2", "--checkpoint")])
+def test_a_file_is_not_the_folder_of_the_logs(tiny, tmp_path, options):
+    place = str(tmp_path / "kept")
+    arguments = tg.parse_arguments([*options, place, "--log-dir", f"{tmp_path}/other/../kept"])
+    with pytest.raises(tg.Failure, match=f"{options[-1]} and --log-dir: expected a file and a folder, found "):
+        tg.check_start(arguments, tiny, tg.Ranks(0, 1, helpers.CPU))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_model_replaces_none_that_was_made_meanwhile(tmp_path, monkeypatch, capsys, links):
+    """Whoever is second gets another name, where the file system has links."""
+    def no_link(*_):
+        raise PermissionError("no links here")
+
+    if not links:
+        monkeypatch.setattr(tg.os, "link", no_link)
+    path = tmp_path / "model.safetensors"
+    for content in "abc":
+        aside = tmp_path / "aside"
+        aside.write_text(content)
+        tg.give_name(aside, path)
+        aside.unlink(missing_ok=True)
+    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    if links:
+        assert found == {"model.safetensors": "a", "model-2.safetensors": "b", "model-3.safetensors": "c"}
+        second = tmp_path / "model-2.safetensors"
+        assert f"saved as {second}, since {path} was made meanwhile\n" in capsys.readouterr().out
+    else:
+        assert found == {"model.safetensors": "c"}
