@@ -893,7 +893,8 @@ def test_numbers_out_of_range_are_usage_errors(option, value, capsys):
 
 def test_saving_failed_after_the_run(run, tmp_path, monkeypatch):
     """The run itself has ended well, and its log says so, once."""
-    monkeypatch.setattr(tg.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    for name in ("link", "replace"):
+        monkeypatch.setattr(tg.os, name, lambda *_: (_ for _ in ()).throw(OSError("no space")))
     result = run("--seed", 3, "--save", tmp_path / "model.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
     assert result.code == 2
