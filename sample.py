@@ -241,7 +241,7 @@ def export_model(
         (("ngram.rows", packed(part)[0]) for part in kept.split(2**16)),
         (("ngram.scales", packed(part)[1]) for part in kept.split(2**16)))
     form = f"dense part of {tg.MODEL_FORMAT}" if dense else tg.MODEL_FORMAT
-    tg.write_model(target, form, content, tensors | {"ngram.rows": rows, "ngram.scales": scales}, parts)
+    target = tg.write_model(target, form, content, tensors | {"ngram.rows": rows, "ngram.scales": scales}, parts)
     size_mb = target.stat().st_size / 1e6
     print(tg.printable(f"{target}: {size_mb:.1f} MB, {len(kept):,} of {len(stored.ids):,} n-gram rows", sys.stdout))
 

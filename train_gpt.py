@@ -466,8 +466,8 @@ def three_stages(first_steps: int, second_steps: int, third_steps: int, extensio
 def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
     """The three stages, where the first third of the first one's tokens comes in batches half as large.
 
-    That gains at this length (records/LOG.md) for 0.8 % more time on one GPU. On eight GPUs, whose small steps wait for
-    each other, it would be a bad exchange."""
+    That gains at this length (records/LOG.md) for half a percent more time on one GPU. On eight GPUs, whose small steps
+    wait for each other, it would be a bad exchange."""
     first, *others = three_stages(224, 224, 215, 10, (6144, 10_240, third_classes, third_classes))
     small = replace(first, steps=148, batch_tokens=32_768, learning_rate_multiplier=0.55,
                     targets=(first.targets[0], (1.0, 13 / 30, 1 / 6)))
@@ -3616,23 +3616,27 @@ def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: di
     return len(text).to_bytes(8, "little") + text
 
 
-def give_name(aside: Path, path: Path):
-    """Give a finished file its name. If another process has taken it meanwhile, a number is added, and a line says so:
-    a link replaces nothing, as a rename would."""
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
-        free = next(name for name in names if not name.exists())
-        os.replace(aside, free)
-        show(f"saved as {free}, since {path} was made meanwhile\n", sys.stdout)
-    except OSError:  # a file system without links
-        os.replace(aside, path)
+def give_name(aside: Path, path: Path) -> Path:
+    """Give a finished file its name, which is returned. If another process has taken it meanwhile, a number is added,
+    and a line says so: a link replaces nothing, as a rename would."""
+    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    for name in itertools.chain([path], numbered):
+        try:
+            os.link(aside, name)
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without links
+            os.replace(aside, name)
+        break
+    if name != path:
+        show(f"saved as {name}, since {path} was made meanwhile\n", sys.stdout)
+    return name
 
 
-def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], parts: Iterable[tuple[str, Tensor]]):
-    """Write a model file aside, then rename it. `parts` are the tensors in the order of `likes`, (name, values), each
-    whole or in pieces that follow each other, because a device may have no room for a large one once more."""
+def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor],
+                parts: Iterable[tuple[str, Tensor]]) -> Path:
+    """Write a model file aside, then give it its name. `parts` are the tensors in the order of `likes`, (name, values),
+    each whole or in pieces that follow each other, because a device may have no room for a large one once more."""
     sums = {name: hashlib.sha256() for name in likes}
 
     def header():
@@ -3650,7 +3654,7 @@ def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor], 
             file.seek(0)
             file.write(header())
             to_disk(file)
-        give_name(aside, path)
+        return give_name(aside, path)
     except OSError as error:
         fail(f"saving {path}", "a writable folder with space", error, "choose another place")
     finally:
@@ -6446,6 +6450,14 @@ def check_model_file(path: Path, model: ModelConfig):
         fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
 
 
+def check_whole_numbers(part: Any, require: Callable, what: str = ""):
+    """What check_preset asks of the fields that are integers: half a size, 1024 / 2, is none."""
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.type == "int" or field.type == "int | None" and value is not None:
+            require(isinstance(value, int), f"{what}{field.name}", "a whole number", value)
+
+
 def check_layers(model: ModelConfig, require: Callable):
     """What check_preset asks of the table of layers: that nothing in it is ignored, and that what a layer reads is
     there."""
@@ -6514,14 +6526,6 @@ def check_model(preset: Preset, require: Callable):
     check_layers(model, require)
 
 
-def check_whole_numbers(part: Any, require: Callable, what: str = ""):
-    """What check_preset asks of the fields that are integers: half a size, 1024 / 2, is none."""
-    for field in fields(part):
-        value = getattr(part, field.name)
-        if field.type == "int" or field.type == "int | None" and value is not None:
-            require(isinstance(value, int), f"{what}{field.name}", "a whole number", value)
-
-
 def check_optimizer(config: OptimizerConfig, require: Callable):
     """What check_preset asks of the optimizer."""
     for name in ("cooldown_fraction", "momentum_warmup_fraction", "momentum_cooldown_fraction", "averaging_lookback",
@@ -6562,20 +6566,6 @@ def check_scores(preset: Preset, require: Callable):
         require(score < 60, name, "scores below 60", f"up to {score:.1f} with a scale of {getattr(model, name)}")
 
 
-def check_preset(preset: Preset):
-    """Fail where a preset that somebody has edited asks for what would hang, crash or be ignored."""
-    fix = f"change the preset {preset.name} in train_gpt.py"
-
-    def require(good: bool, what: str, expected: str, found: Any):
-        if not good:
-            fail(what, expected, found, fix)
-
-    try:
-        check_values(preset, require)
-    except (TypeError, ValueError, AttributeError) as error:  # a number for a pair, and the like
-        fail(f"preset {preset.name}", "values of the kinds that the usual ones have", f"'{error}'", fix)
-
-
 def check_values(preset: Preset, require: Callable):
     """What check_preset asks of the whole preset, and of its stages."""
     for part in (preset, preset.model, preset.optimizer):
@@ -6611,7 +6601,21 @@ def check_values(preset: Preset, require: Callable):
         first, last = map(len, stage.targets)
         require(first == last > 0, f"stage {index}: targets", "as many at its end as at its start", stage.targets)
     check_scores(preset, require)
-    step_rates(preset, 0)
+    step_rates(preset, 0)  # fails where one of its pairs is a number
+
+
+def check_preset(preset: Preset):
+    """Fail where a preset that somebody has edited asks for what would hang, crash or be ignored."""
+    fix = f"change the preset {preset.name} in train_gpt.py"
+
+    def require(good: bool, what: str, expected: str, found: Any):
+        if not good:
+            fail(what, expected, found, fix)
+
+    try:
+        check_values(preset, require)
+    except (TypeError, ValueError, AttributeError) as error:  # a number for a pair, and the like
+        fail(f"preset {preset.name}", "values of the kinds that the usual ones have", f"'{error}'", fix)
 
 
 def here_or_beside(folder: Path) -> Path:
