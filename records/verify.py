@@ -308,7 +308,7 @@ def schedule_problems(run: Run) -> Iterator[str]:
 
 def check_end(c: Context) -> Findings:
     return [f"{key}: {text}" for key, run in c.runs.items()
-            for text in itertools.chain(ending_problems(run), schedule_problems(run))], \
+            for text in list(ending_problems(run)) or schedule_problems(run)], \
         "every run is whole, as its schedule says"
 
 
