@@ -294,7 +294,7 @@ class OptimizerConfig:
     # does not, and keeps none.
     drift_factor: float = 0.0
     drift_decay: float = 0.98
-    drift_start_fraction: float = 0.12  # of all steps, without it
+    drift_start_fraction: float = 0.12  # of all steps; these apply no drift
     drift_cooldown_fraction: float = 0.24  # of all steps; in these the factor falls to 0
 
     adam_learning_rate: float = 0.008  # as the public records; rules multiply it
@@ -358,7 +358,7 @@ class Preset:
     optimizer: OptimizerConfig = OptimizerConfig()
     data: str = "data/fineweb10B"  # folder with *_train_*.bin and *_val_*.bin
     _: KW_ONLY
-    train_tokens: int  # shards are opened in order until they hold this many
+    train_tokens: int  # shards are opened in order until they hold this many, and all that the schedule takes
     val_tokens: int
     val_window_tokens: int = 131_072  # contiguous tokens a forward pass of the validation sees
     val_attention_windows: tuple[int, int] = (384, 2560)  # (short, long) attention windows of the final validation
@@ -1097,7 +1097,8 @@ class Targets(NamedTuple):
 
     Copying (pointer sentinel mixture, arXiv 1609.07843): what the softmax gives to the copy token,
     the pointer hands on to tokens that the document holds already, so p[next] gains p[copy_token]
-    exp(log_copy). What the pointer gives its sentinel is lost: then the probabilities sum to less than 1."""
+    exp(log_copy). What the pointer gives its sentinel stays with the copy token, and padding has a
+    share too, so the probabilities of the vocabulary sum to less than 1."""
     class_index: Tensor  # int32 [T], of the next token; -1: none
     positions: Tensor  # int32 [T], in the document, to find the tokens after the next in the same one
     weights: Tensor  # float32 [K], of the next token, the one after it, ...
@@ -1358,8 +1359,8 @@ class EnterStream(Function):
     """resid_lambda (x + injected), in the dtype of `injected`.
 
     Autograd would keep the sum for the gradient of resid_lambda, which costs 1.5 % of a step. This backward pass
-    computes it from the result, which that of the norm reads too, so no region writes the sum. It divides by
-    resid_lambda, which begins at 1.1. x and `injected` share one gradient."""
+    divides the result by resid_lambda, at first 1.1, instead; the norm's backward pass needs the result anyway. x and
+    `injected` share one gradient."""
     @staticmethod
     def forward(ctx, resid_lambda, x, injected):
         x = scaled(resid_lambda, x + injected).to(injected.dtype)
@@ -1411,9 +1412,9 @@ TAP_STRIDE = 16
 class Deferred(Function):
     """Stands for h [T, width] where the FP8 operators make it themselves, see NormedInput, so that no region writes it.
 
-    It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. With taps,
-    sample [T / TAP_STRIDE, width] is what they add to every TAP_STRIDE-th row of h, and TAP_STRIDE times the gradient
-    of these rows estimates theirs. Without, nothing asks for its gradient."""
+    It is one number expanded to h's shape, which nobody reads: it only carries the gradient of h back. The taps learn
+    through sample [T / TAP_STRIDE, width] alone, which is what they add to every TAP_STRIDE-th row of h: TAP_STRIDE
+    times the gradient of these rows estimates that of all. Without taps nobody asks for it."""
     @staticmethod
     def forward(ctx, h, sample):
         return h.new_empty(1).expand_as(h)
@@ -1673,8 +1674,8 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator):
-        """Draw the initial weights. Before, all are zero, and `out` and `down` stay so (record 5): at first a layer
-        only injects."""
+        """Draw the initial weights. GPT.reset has set all to zero, and `out` and `down` stay so (record 5): at first a
+        layer only injects."""
         for name, parameter in self.named_parameters():
             # A standard deviation of width^-1/2 / 2, as the public records.
             if name in ("qkv", "up"):
@@ -2223,6 +2224,22 @@ def adam_reference(weights, received, exp_avg, exp_avg_sq, lr, wd, beta1, beta2,
     weights.copy_(adam_step(weights.float(), m, v, lr, wd, epsilon, cautious))
 
 
+def group_ids(ids):
+    """(ids, order, starts, sorted ids) for sparse_adam, of ids [T, K]. `starts` is by sorted place, not by id.
+
+    `order` sorts the flat ids. searchsorted gives every member of a group of equal ids the place of the first one, so
+    starts[i] < starts[i + 1] holds for its last member alone: that one has the group, the others have an empty
+    one. The GPU sorts, without a synchronise: each rank's host would need 6 / 12 / 34 ms for all ranks'
+    n-grams.
+
+    Example: of ids [[7, 3], [7, 7]] the sorted ids are 3 7 7 7, order is 1 0 2 3 and starts 0 1 1 1 4. So place 0 has
+    the group of id 3, which is place 0 alone, and place 3 that of id 7, which is places 1 to 3.
+    """
+    sorted_ids, order = ids.flatten().sort(stable=True)
+    starts = torch.searchsorted(sorted_ids, sorted_ids, out_int32=True)
+    return ids, order, F.pad(starts, (0, 1), value=len(sorted_ids)), sorted_ids
+
+
 def sparse_adam_reference(grad, lookup, weights, exp_avg_sq, last_step, step, lr, wd, beta2, epsilon, scale, *,
                           rank=0, parts=1, pooling=0.0, cautious=True):
     """One Adam step without a first moment, in place, of those rows of weights [rows, D] that occur in ids.
@@ -2641,7 +2658,7 @@ class SparseTable(Adam):
 
         def sort_rows():
             wait()
-            step.lookup = self.ops.group_ids(full)
+            step.lookup = group_ids(full)
 
         step.wait_sorted = self.ranks.on_side_stream(sort_rows)
 
@@ -3697,8 +3714,9 @@ def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
 # lower case are sizes (tokens, heads, depth). Words in upper case are constexprs, which only kernels have to declare:
 # BLOCK_M, BLOCK_N and BLOCK_K are the rows, columns and depth of a tile, HEAD_DIM_QK and HEAD_DIM_V the widths of a
-# head. A header has the formula or names its reference, and has shapes, and operations or bytes; times are of one H200
-# unless they say otherwise, by benchmarks/bench_*.py. tl.store rounds values to the dtype of the pointer.
+# head. A header has the formula or names its reference, and has shapes; where they count also operations or bytes, and
+# times, of one H200 unless they say otherwise, by benchmarks/bench_*.py. tl.store rounds values to the dtype of the
+# pointer.
 
 # Kernels can read only those globals that are constexprs. Triton's interpreter accepts one only as the right operand of
 # an expression with a tensor.
@@ -5396,10 +5414,11 @@ def list_groups_kernel(
     starts_ptr, sorted_ids_ptr, places_ptr, counts_ptr, size, rank,
     PARTS: constexpr, BLOCK: constexpr,
 ):
-    """Lists where groups of ids end, by sorted place: those of one position in places[0], longer ones in places[1],
-    [2, size], as many as `counts` [2], which is 0 before, says. Of PeerRows in several PARTS, only this rank's.
+    """Appends the sorted place where each group of equal ids ends: to places[0] if the group has one position, else to
+    places[1]. Of PeerRows in several PARTS, only this rank's groups count.
 
-    Blocks append in any order. That changes no result, for every group has a row of its own.
+    `places` is [2, size]; `counts` [2], zero before, becomes how many places each of the two has. Blocks append in any
+    order. That changes no result, for every group has a row of its own.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin = load_vector(starts_ptr, place, size)
@@ -5463,22 +5482,6 @@ def sparse_adam_kernel(
         tl.store(last_step_ptr + row, tl.zeros_like(last_step) + step, valid)
 
 
-def group_ids(ids):
-    """(ids, order, starts, sorted ids) for sparse_adam, of ids [T, K]. `starts` is by sorted place, not by id.
-
-    `order` sorts the flat ids. searchsorted gives every member of a group of equal ids the place of the first one, so
-    starts[i] < starts[i + 1] holds for its last member alone: that one has the group, the others have an empty
-    one. The GPU sorts, without a synchronise: each rank's host would need 6 / 12 / 34 ms for all ranks'
-    n-grams.
-
-    Example: of ids [[7, 3], [7, 7]] the sorted ids are 3 7 7 7, order is 1 0 2 3 and starts 0 1 1 1 4. So place 0 has
-    the group of id 3, which is place 0 alone, and place 3 that of id 7, which is places 1 to 3.
-    """
-    sorted_ids, order = ids.flatten().sort(stable=True)
-    starts = torch.searchsorted(sorted_ids, sorted_ids, out_int32=True)
-    return ids, order, F.pad(starts, (0, 1), value=len(sorted_ids)), sorted_ids
-
-
 UPDATE_PROGRAMS = 2**14  # several times as many as a GPU holds at once; they share out the rows
 
 
@@ -5520,7 +5523,6 @@ class Ops:
     # to it. lookup: the ids [T], and their order and starts by sort_ids. present: see RowGrads, or None.
     embedding_grad: Callable
     adam: Callable  # see adam_reference
-    group_ids: Callable  # (ids [T, K]) -> what sparse_adam takes as its lookup: the ids, and what sorting them gave
     sparse_adam: Callable  # see sparse_adam_reference
     peer_rows: Callable  # (ids [N, K], PeerRows) -> [N, D]: see peer_rows_reference
     project_heads: Callable  # (NormedInput, weight, value, ...) -> q, k, v, value: see split_heads_reference
@@ -5592,7 +5594,6 @@ def reference_ops() -> Ops:
         embed=embed,
         embedding_grad=embedding_grad,
         adam=adam_reference,
-        group_ids=group_ids,
         sparse_adam=sparse_adam_reference,
         peer_rows=peer_rows_reference,
         project_heads=project_heads,
@@ -5666,7 +5667,6 @@ def select_ops(device: torch.device, fast: bool = True, compile: bool = True, fp
         embed=embed,
         embedding_grad=embedding_grad,
         adam=adam,
-        group_ids=group_ids,
         sparse_adam=sparse_adam,
         peer_rows=peer_rows,
         project_heads=project_heads,
@@ -6398,8 +6398,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--log-dir", type=Path, default=Path("logs"))
     add("--eager", action="store_true", help="without torch.compile")
     add("--no-graphs", action="store_true", help="launch every kernel of every step instead of replaying CUDA graphs")
-    add("--no-fp8", nargs="?", choices=(*FP8_PARTS, "all"), const="all",
-        help="bfloat16 QKV projections, head, MLPs, or all")
+    add("--no-fp8", action="append", nargs="?", choices=(*FP8_PARTS, "all"), const="all",
+        help="bfloat16 QKV projections, head or MLPs, once for each; or all")
     add("--reference", action="store_true", help="plain PyTorch operators: what a machine without Triton uses")
     add("--stall-limit", type=within(float, 0.1, 1_000_000), default=120,
         help="exit code 4 if nothing progresses for so many seconds")
@@ -6650,6 +6650,8 @@ def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
     for option, path in (("--save", arguments.save), ("--checkpoint", kept)):
         if path and path.resolve() == arguments.log_dir.resolve():
             fail(f"{option} and --log-dir", "a file and a folder", path, "give them different names")
+    if arguments.check and ranks.rank == 0:  # a run would go on, unlogged
+        writable_place(arguments.log_dir / "log")
     if arguments.tensorboard:
         writable_place(arguments.tensorboard)
         summary_writer()
@@ -6702,7 +6704,8 @@ def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     preset = scaled_preset(preset, arguments.length)
 
     bfloat16 = preset.model.dtype == "bfloat16"
-    fp8 = [part for part in preset.fp8 if bfloat16 and arguments.no_fp8 not in (part, "all")]
+    without = arguments.no_fp8 or []
+    fp8 = [part for part in preset.fp8 if bfloat16 and part not in without and "all" not in without]
     ops = select_ops(ranks.device, fast_operators(arguments, ranks), compile=not arguments.eager, fp8=fp8,
                      graphs=not arguments.no_graphs)
 

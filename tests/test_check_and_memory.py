@@ -40,6 +40,8 @@ def check(corpus, tiny, tmp_path, capsys):
         ("float32", (), []),
         ("bfloat16", (), ["attention", "head", "mlp"]),
         ("bfloat16", ("--no-fp8", "head"), ["attention", "mlp"]),
+        ("bfloat16", ("--no-fp8", "head", "--no-fp8", "mlp"), ["attention"]),
+        ("bfloat16", ("--no-fp8",), []),
     ],
 )
 @pytest.mark.fast

@@ -658,8 +658,8 @@ def test_choice_of_operators(monkeypatch):
         assert same(chosen(ops), want)
         with torch.no_grad():
             assert same(chosen(ops), bf16)
-    assert tg.parse_arguments(["--no-fp8", "attention"]).no_fp8 == "attention"
-    assert tg.parse_arguments(["--no-fp8"]).no_fp8 == "all"
+    assert tg.parse_arguments(["--no-fp8", "attention", "--no-fp8", "mlp"]).no_fp8 == ["attention", "mlp"]
+    assert tg.parse_arguments(["--no-fp8"]).no_fp8 == ["all"]
 
 
 def test_copies_that_several_products_read_are_made_once():

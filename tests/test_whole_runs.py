@@ -326,6 +326,10 @@ def test_an_unwritable_log_folder(run, corpus, tmp_path, capsys):
     assert err.count("\n") == 1
     assert re.match(r"run log: expected to write .*, found '.*Not a directory.*'; fix: .* UNLOGGED", err)
 
+    assert tg.main([*arguments, "--check"]) == 2
+    err = capsys.readouterr().err
+    assert re.match(r"train_gpt: saving .*: expected permission to write in .*/file, found none", err)
+
 
 @pytest.mark.fast
 def test_a_disk_that_fills_up(tmp_path, capsys):
@@ -515,13 +519,13 @@ def test_a_run_that_would_stop_after_its_end_is_whole(run):
 def test_every_option_that_is_given_is_a_setting(run, tmp_path):
     """A record's settings are what its log says of them: none may be missing there, but a price."""
     given = {
-        "eager": "True", "no_graphs": "True", "no_fp8": "head", "reference": "True", "stall_limit": "100.0",
+        "eager": "True", "no_graphs": "True", "no_fp8": "['head']", "reference": "True", "stall_limit": "100.0",
         "micro_batch_tokens": "128", "length": "0.5", "val_every": "2", "stop_after": "3",
         "save": str(tmp_path / "model.pt"), "checkpoint": str(tmp_path / "state.pt"), "checkpoint_every": "2",
     }
     words = []
     for option, value in given.items():
-        words += [f"--{option.replace('_', '-')}", *[value] * (value != "True")]
+        words += [f"--{option.replace('_', '-')}", *[value.strip("[']")] * (value != "True")]
     (log,) = run("--seed", 3, *words).logs
     settings = log[0]["settings"]
     assert {option: settings.get(option) for option in given} == given
