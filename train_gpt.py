@@ -734,7 +734,7 @@ class TokenStream:
     """
 
     def __init__(self, folder: Path, tokens_wanted: int, vocabulary: int):
-        """Open and check shards in order until they hold `tokens_wanted` tokens."""
+        """Open and check shards in order until they hold `tokens_wanted` tokens from the first BOS on."""
         self.vocabulary = vocabulary
         self.paths = []
         self.offsets = [0]
@@ -747,7 +747,7 @@ class TokenStream:
             self.paths.append(path)
             self.length += len(tokens)
             self.offsets.append(self.length)
-            if self.length >= tokens_wanted:
+            if self.length - self.first >= tokens_wanted:
                 break
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -6520,8 +6520,8 @@ def check_model(preset: Preset, require: Callable):
     hashed = model.ngram_rows
     require(hashed == 0 or hashed >= fewest, "ngram_rows", f"0, or at least {fewest}", hashed)
     pieces = model.ngram_pieces
-    require(pieces in range(1, 5) and model.width % pieces == 0, "ngram_pieces",
-            f"1 to 4, a divisor of the width, {model.width}", pieces)
+    require(pieces in range(1, 5) and model.width % (2 * pieces) == 0, "ngram_pieces",  # sample.py halves a piece
+            f"1 to 4 that have even widths, of {model.width} together", pieces)
 
     check_layers(model, require)
 

@@ -330,6 +330,18 @@ TOLD = {
 }
 
 
+def test_pieces_of_rows_have_even_widths():
+    """Exported rows have two numbers a byte."""
+    preset = replace(
+        helpers.PRESET,
+        fp8=(),
+        model=replace(helpers.MODEL, width=36, ngram_pieces=3),
+    )
+    tg.check_preset(preset)
+    with pytest.raises(tg.Failure, match="ngram_pieces: expected 1 to 4 "):
+        tg.check_preset(replace(preset, model=replace(preset.model, ngram_pieces=4)))
+
+
 @pytest.mark.parametrize("part, name, value", EDITS)
 def test_an_edited_preset_gets_a_line(monkeypatch, capsys, part, name, value):
     """Each of these hung, crashed, or was ignored."""

@@ -198,6 +198,10 @@ def test_a_length_that_fits_leaves_out_what_is_before_the_first_document(tiny, t
     assert stream.usable == stream.length - 901
     stream.require(tg.scaled_preset(helpers.PRESET, tg.automatic_length(helpers.PRESET, tmp_path)))
 
+    write_shard(tmp_path / "tiny_train_000001.bin", helpers.documents(9000, seed=1))
+    for wanted, shards in ((stream.length - 900, 1), (stream.length - 899, 2)):
+        assert len(tg.TokenStream(tmp_path, wanted, VOCABULARY).paths) == shards
+
 
 def test_only_the_shards_needed_are_opened(corpus, tiny, tmp_path):
     shutil.copytree(corpus, tmp_path / "c")
