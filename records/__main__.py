@@ -58,6 +58,14 @@ def command_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def number_of_steps(text: str) -> int:
+    """The type of an option."""
+    number = int(text)
+    if not 1 <= number <= 10_000:
+        raise argparse.ArgumentTypeError(f"expected 1 to 10,000 steps, found {number}")
+    return number
+
+
 def command_verify(arguments: argparse.Namespace) -> int:
     from verify import verify
     found = {str(path): verify(path) for path in arguments.dir or record.all_folders()}
@@ -202,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     audit.add_argument("--data", type=Path, help="folder with the shards (default: the track's)")
     audit.add_argument("--seed", type=int, help="one of the plan (default: drawn now)")
     audit.add_argument("--arm", choices=("a", "b"), default="a")
-    audit.add_argument("--steps", type=int, choices=range(1, 10_001), default=50, metavar="N")
+    audit.add_argument("--steps", type=number_of_steps, default=50, metavar="N")
     abandon = add("abandon", command_abandon, "give a plan up; it stays and is listed with its reason")
     abandon.add_argument("dir", type=Path)
     abandon.add_argument("why", help="a short sentence")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import runner
-from record import Folder, load, query_gpus
+from record import Folder, load, query_gpus, require_stated
 from runlog import EXIT_HARDWARE, Run, fail, read_run, sha256
 from starts import environment, remove_caches
+from verify import start_of_run
 
 # Runs on one GPU repeat to the last digit where these agree. Elsewhere sums round otherwise: one, two and four H200
 # differ by 2e-6 in the first step's loss and by up to .013 within 50 steps. Two runs on the same two H200 differed by
@@ -108,6 +109,9 @@ def audit(path: Path, data: Path | None, seed: int | None, arm: str, steps: int)
     folder = load(path)
     logged = choose_run(folder, arm, seed)
     key, script, stated = logged.path.stem, folder.script(arm), folder.record["scripts"][arm]
+    require_stated(logged.path, folder.record["runs"].get(logged.path.name))
+    if logged.broken:
+        fail(f"run {key}", "an unbroken chain of lines", logged.broken, "restore the file, for example with git")
     content = sha256(script.read_bytes()) if script.exists() else "no file"
     if content != stated:
         fail(f"script of arm {arm}, {script}", stated[:16], content[:16], "restore the script that ran")
@@ -129,6 +133,10 @@ def audit(path: Path, data: Path | None, seed: int | None, arm: str, steps: int)
     same_data = logged.head.get("data") == found.head.get("data")
     if not same_data:
         print("data: expected the shards that the log names, found others; fix: --data FOLDER")
-    good = same_data and len(rows) > 0 and all(row.ok for row in rows)
+    now, then = start_of_run(found), start_of_run(logged)
+    same_start = now.conditions != then.conditions or None in (now.state, then.state) or now.state == then.state
+    if not same_start:
+        print("start: expected the weights of which the log has the hash, found others")
+    good = same_data and same_start and len(rows) > 0 and all(row.ok for row in rows)
     print(f"{len(rows)} losses " + ("as logged" if good else "compared: the log is not confirmed"))
     return int(not good)

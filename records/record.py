@@ -154,22 +154,25 @@ def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def find(path: Path, home: Path | None = None) -> Path:
-    """The folder of a record: `path` itself if it is there, else what has that name in records/, with or without its
+    """The folder of a record: `path` itself if it is one, else what has that name in records/, with or without its
     date."""
-    if path.exists():
+    if (path / "record.json").exists():
         return path
     home = home or HOME
     dated = [folder for folder in all_folders(home) if folder.name.partition("_")[2] == path.name]
     if len(dated) > 1:
         fail(f"record {path.name}", "the name of one record", " and ".join(folder.name for folder in dated),
              "give the date too")
-    return dated[0] if dated else home / path.name
+    return dated[0] if dated else path if path.exists() else home / path.name
 
 
 def load(path: Path) -> Folder:
     """The record in `path`, or of that name in records/, see `find`."""
     try:
-        path = find(path).resolve()
+        place = find(path)
+        if place.is_symlink():
+            fail(f"record {path}", "a folder", "a link to one", "move the folder itself there")
+        path = place.resolve()
     except (OSError, RuntimeError) as error:  # Python 3.11 and 3.12 call a loop of links the latter
         fail(f"record {path}", "a folder with record.json", error, "give a folder made by: python records new NAME")
     file, restore = path / "record.json", "restore the file, for example with git, or make the record again"
@@ -525,9 +528,15 @@ def retime_problem(folder: Folder) -> str | None:
     return None if folder.record["means"] else "one that is not finished"
 
 
+def has_steps(folder: Folder) -> bool:
+    """Whether a run of the plan has logged a step, in an attempt that was interrupted too."""
+    return bool(folder.record["runs"]) or any(
+        len(read_run(path).train) for path in (folder.path / "unfinished").glob("*.jsonl"))
+
+
 def must_restart(home: Path, record: dict[str, Any], name: str, started: str) -> str | None:
-    """The abandoned plan of the same script, of which some run was seen before `started`: another plan of it, here
-    `name`, is its restart."""
+    """The abandoned plan of the same script, of which steps of some run were seen before `started`: another plan of it,
+    here `name`, is its restart."""
     if "retimes" in record["plan"]:
         return None
     named = record["plan"].get("restarts")
@@ -535,7 +544,7 @@ def must_restart(home: Path, record: dict[str, Any], name: str, started: str) ->
         first = folder.record
         if "retimes" in first["plan"]:  # what it repeats is a record all the same
             continue
-        seen = first.get("abandoned") and first["runs"] and folder.started < started
+        seen = first.get("abandoned") and has_steps(folder) and folder.started < started
         same = first["track"] == record["track"] and first["scripts"]["a"] == record["scripts"]["a"]
         if seen and same and folder.path.name not in (name, named) and first["plan"].get("restarts") != name:
             return folder.path.name

@@ -33,8 +33,9 @@ from record import (
 from report import means, write_numbers
 from runlog import EXIT_HARDWARE, EXIT_NUMERICS, Run, fail, read_run, sha256
 from starts import duration, environment, remove_caches
-from verify import EACH_RUN, Context, evaluate
+from verify import BEFORE_RUNS, EACH_RUN, WAIT_DAYS, Context, day, evaluate
 
+PLAN_ANEW = "python records abandon DIR WHY, then new NAME --restart DIR"
 POLL_SECONDS = 2.0  # a glance at an 8 KB file; the training must not feel it
 LOOK_SECONDS = 0.05  # whether a process has ended, which costs nothing
 
@@ -50,8 +51,8 @@ def check_idle(lane: Lane = EVERYTHING, patience_s: float = 20.0) -> None:
 
 
 def check_ready(folder: Folder, data: Path) -> None:
-    """Scripts and data must still be those of the plan, and it must have a parent if this hardware asks for one, before
-    a GPU second is spent."""
+    """Scripts and data must still be those of the plan, it must have a parent if this hardware asks for one, and verify
+    as far as it can, before a GPU second is spent."""
     for arm, expected in folder.record["scripts"].items():
         path = folder.script(arm)
         found = sha256(path.read_bytes()) if path.exists() else "no file"
@@ -66,6 +67,14 @@ def check_ready(folder: Folder, data: Path) -> None:
     if folder.parent and (why_not := retime_problem(load(folder.parent))):
         fail(f"parent {folder.parent.name}", "a finished record", why_not, "plan anew with another --parent")
     require_parent_here(folder)
+    runs = {run.path.stem: run for arm in folder.record["scripts"] for run in folder.runs(arm)}
+    today, planned_on = time.strftime("%Y-%m-%d", time.gmtime()), folder.record["date"]
+    if not runs and not 0 <= (day(today) - day(planned_on)).days <= WAIT_DAYS:
+        fail(f"plan {folder.path.name}", f"one of the last {WAIT_DAYS} days, by this machine's clock", planned_on,
+             "plan anew with `new`, or set the clock")
+    for check in evaluate(BEFORE_RUNS, Context(folder, runs)):
+        if not check.ok:
+            fail(f"plan {folder.path.name}, {check.name}", "one that verifies", check.text, "plan anew with `new`")
 
 
 def local(folder: Folder, path: Path) -> str:
@@ -254,14 +263,14 @@ def check_result(folder: Folder, key: str) -> None:
     if key not in runs or sha256(path.read_bytes()) != stated:
         fail(f"run {key}, {path}", f"sha256 {stated[:16]} as in record.json", "another: edited or cut since"
              if key in runs else "no file",
-             "restore the file, for example with git, or plan anew with `new`")
+             f"restore the file, for example with git, or {PLAN_ANEW}")
     if not runs[key].ok:
         fail(f"run {key}", "a finite loss", runs[key].state,
              "python records abandon DIR WHY, then change the script and plan anew with `new`", EXIT_NUMERICS)
     for check in evaluate(EACH_RUN, Context(folder, runs)):
         if not check.ok:
             fail(f"run {key}, {check.name}", "a log that verifies", check.text,
-                 "mend the cause and plan anew with `new`")
+                 f"mend the cause, and {PLAN_ANEW}")
 
 
 @contextlib.contextmanager

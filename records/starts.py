@@ -21,7 +21,8 @@ from runlog import Run
 # Temporary; removed with the plan's last run.
 CACHES = Path(tempfile.gettempdir()) / f"train_gpt-compiled-{os.getuid()}"
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-SETTINGS_OF_COMPILERS = "TORCHINDUCTOR_", "TRITON_"  # variables that the rules forbid, but for places
+# Variables that the rules forbid, but for places: the first letters of their names.
+SETTINGS_OF_COMPILERS = "TORCHINDUCTOR_", "TORCH_COMPILE_", "TRITON_", "ENABLE_PERSISTENT_TMA_MATMUL"
 # For runs without a GPU: those of cpu_settings in run.sh, which gives the reasons; a test holds both together. A run
 # took 24 s with them for 84.
 CPU_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "8589934592",

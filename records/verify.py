@@ -217,12 +217,38 @@ def start_state(run: Run) -> str | None:
     return next((line.get("state") for line in run.of("warm")), None)
 
 
-@functools.lru_cache(maxsize=512)
-def state_of_log(path: Path, changed_ns: int) -> tuple[tuple, str | None]:
-    """What decides the start of a run of another record, and the start itself. `changed_ns` renews the entry of a
-    changed file."""
-    run = read_run(path)
-    return tuple(str(run.head.get(name)) for name in USUAL_STATE), start_state(run)
+class Start(NamedTuple):
+    """What a run of any record began with, and what it then logged."""
+    conditions: tuple[str, ...]  # the values of USUAL_STATE
+    state: str | None
+    losses: tuple[float, ...]
+
+
+def start_of_run(run: Run) -> Start:
+    conditions = tuple(str(run.head.get(name)) for name in USUAL_STATE)
+    return Start(conditions, start_state(run), tuple(run.train[:, 2]))
+
+
+@functools.lru_cache(maxsize=2048)
+def start_of_log(path: Path, changed_ns: int) -> Start:
+    """That of a run of another record. `changed_ns` renews the entry of a changed file."""
+    return start_of_run(read_run(path))
+
+
+def relabelled_runs(c: Context) -> Iterator[str]:
+    """Runs that another record has too, as those of another seed."""
+    own: dict[str | tuple, str] = {}
+    for key, run in c.runs.items():
+        start = start_of_run(run)
+        own |= dict.fromkeys((value for value in (start.state, start.losses) if value), key)
+    for folder in readable(c.folder.path.parent):
+        if folder.path == c.folder.path:
+            continue
+        for path in sorted((folder.path / "runs").glob("*.jsonl")):
+            other = start_of_log(path, path.stat().st_mtime_ns)
+            key = own.get(other.state) or own.get(other.losses)
+            if key and key.partition("-")[2] != path.stem.partition("-")[2]:
+                yield f"{key}: expected a run of its own, found what {folder.path.name} has as {path.stem}"
 
 
 def check_starts(c: Context) -> Findings:
@@ -245,11 +271,12 @@ def check_starts(c: Context) -> Findings:
                 path, run = folder.path / "runs" / f"{arm}-s{seed}.jsonl", c.runs.get(f"{own}-s{seed}")
                 if run is None or not path.exists():
                     continue
-                facts, state = state_of_log(path, path.stat().st_mtime_ns)
-                if facts == tuple(str(run.head.get(name)) for name in USUAL_STATE):
+                other, start = start_of_log(path, path.stat().st_mtime_ns), start_of_run(run)
+                if other.conditions == start.conditions:
                     compared += 1
-                    if state != start_state(run):
+                    if other.state != start.state:
                         bad.append(f"{own}-s{seed}: expected the start of {folder.path.name}'s run, found another")
+    bad += relabelled_runs(c)
     also = f"; {compared} starts as in other records" if compared else ""
     return bad, f"every seed starts and trains in its own way{also}"
 
@@ -432,6 +459,8 @@ def corpus_problems(c: Context) -> Iterator[str]:
         yield f"expected the pinned shards of {track.corpus}, found others"
     for other in readable(c.folder.path.parent):
         known = other.record["data"]
+        if not other.record["means"] or other.record.get("abandoned"):  # it may have been planned on a faulty copy
+            continue
         if other.track.corpus != track.corpus and set(known.values()) & set(manifest.values()):
             yield f"expected shards of {track.corpus}, found some of {other.track.corpus}"
             return
@@ -444,6 +473,7 @@ def token_problems(c: Context, key: str, run: Run) -> Iterator[str]:
     """One run: as many tokens as the track allows, and its validation tokens."""
     track, end = c.folder.track, (run.of("end") or [{}])[-1]
     used = max((line["tokens"] for line in run.of("step")), default=0)
+    used = max(used, run.head.get("consumed_tokens", 0))  # those that were skipped count as used
     if used > track.most_tokens:
         yield f"{key}: expected at most {track.most_tokens:,} training tokens, found {used:,}"
     known = {digest: corpus for corpus, pins in PINS.items() for digest in pins.val_hash.values()}
@@ -598,13 +628,14 @@ def check_kind(c: Context) -> Findings:
     return bad, "systems: model, data, schedule and configuration are the parent's; the loss is not told apart from its"
 
 
-PLANNED = (check_name, check_script, check_parent, check_plan, check_runs)
+BEFORE_RUNS = check_name, check_script, check_parent, check_plan
+PLANNED = *BEFORE_RUNS, check_runs
 # `run` asks these after every run, so that a log that can never verify ends the plan.
 EACH_RUN = (check_chain, check_end, check_settings, check_order, check_machine, check_tokens, check_clock, check_starts)
 TOGETHER = (check_files, check_means)
 CLAIM = (check_target, check_gain, check_kind)
-# What a run that diverged cannot give. It is a result, so its plan is given up; there these are not asked of it.
-OF_WHOLE_RUNS = (check_end, check_tokens, check_clock, check_starts)
+# What is asked of a plan that was given up: it claims nothing, and why it was given up may be what its logs are.
+GIVEN_UP = (check_chain, check_files, check_means)
 
 
 def evaluate(checks: tuple[Callable[[Context], Findings], ...], context: Context) -> list[Check]:
@@ -635,7 +666,7 @@ def schema_problem(folder: Folder) -> str | None:
 
 
 def verify(path: Path) -> list[Check]:
-    """All checks of a folder. A plan that was given up claims nothing, but its logs must be whole."""
+    """All checks of a folder."""
     try:
         folder = load(path)
         problem = schema_problem(folder)
@@ -648,10 +679,7 @@ def verify(path: Path) -> list[Check]:
     text = f"{record['track']}, {record['kind']}, {record['date']}"
     if record.get("abandoned"):
         text += f", abandoned: {record['abandoned']}"
-    checks = PLANNED + (EACH_RUN + TOGETHER if runs else ())
-    if runs and not record.get("abandoned"):
-        checks += CLAIM
-    given_up = bool(record.get("abandoned"))
-    whole = {key: run for key, run in runs.items() if not (given_up and run.diverged)}
-    found = [evaluate((check,), Context(folder, whole if check in OF_WHOLE_RUNS else runs)) for check in checks]
-    return [Check("schema", True, text), *itertools.chain(*found)]
+    checks = PLANNED
+    if runs:
+        checks += GIVEN_UP if record.get("abandoned") else EACH_RUN + TOGETHER + CLAIM
+    return [Check("schema", True, text), *evaluate(checks, Context(folder, runs))]

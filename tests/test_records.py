@@ -531,6 +531,23 @@ def test_a_training_that_outlives_the_tool_keeps_the_record(tmp_path, monkeypatc
         left[0].wait()
 
 
+def test_a_plan_that_cannot_verify_is_not_run(tmp_path, monkeypatch):
+    """Its runs would cost time, and their record would be refused."""
+    root = make_repository(tmp_path)
+    make_quick(monkeypatch, root)
+    path = make(root, "idea")
+    plan = (path / "record.json").read_text()
+    seeds = [1, 2, 3]
+    edit_json(path / "record.json", lambda r: r["plan"].update(seeds=seeds, order=record.plan_order(seeds, "a")))
+    with pytest.raises(runlog.Failure, match="^plan .*: expected one that verifies, found .*seeds that follow"):
+        runner.run_plan(path, None)
+    (path / "record.json").write_text(plan)
+    monkeypatch.setattr(runner.time, "gmtime", lambda: datetime.datetime(2099, 1, 1).timetuple())
+    with pytest.raises(runlog.Failure, match="expected one of the last 30 days, by this machine's clock"):
+        runner.run_plan(path, None)
+    assert not (path / "runs").exists() and not (path / "running").exists()
+
+
 def test_a_result_that_was_lost_or_edited_is_named(copy):
     log = first_log(copy)
     log.write_text(log.read_text().replace("5.0", "4.0", 1))
@@ -578,7 +595,10 @@ def test_settings_of_the_compilers_do_not_reach_a_run(finished, monkeypatch):
     key = folder.record["plan"]["order"][0]
     for name, value in {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TRITON_PTXAS_PATH": "/opt/ptxas", "TRITON_DEBUG": "1"}.items():
         monkeypatch.setenv(name, value)
+    for name in ("TORCH_COMPILE_DEBUG", "ENABLE_PERSISTENT_TMA_MATMUL"):
+        monkeypatch.setenv(name, "1")
     found = starts.environment(folder, key)
+    assert not {"TORCH_COMPILE_DEBUG", "ENABLE_PERSISTENT_TMA_MATMUL"} & found.keys()
     assert {name for name in found if name.startswith(("TRITON_", "TORCHINDUCTOR_"))} == {"TRITON_PTXAS_PATH", *starts.VARIABLES}
     assert found["PYTHONSAFEPATH"] == "1"
 
@@ -1248,6 +1268,17 @@ def test_verify_command(clone):
 
 
 @pytest.mark.slow
+def test_a_folder_of_a_records_name_is_no_record(clone, monkeypatch):
+    """What stands in the working folder, as docs/ does. Nor is a link to a record one."""
+    monkeypatch.chdir(clone)
+    (clone / "child").mkdir()
+    found = record.find(Path("child"), clone / "records")
+    assert found.parent == clone / "records" and found.name.endswith("_child")
+    (clone / "linked").symlink_to(found)
+    with pytest.raises(runlog.Failure, match="expected a folder, found a link to one"):
+        record.load(clone / "linked")
+
+
 def test_a_name_may_lack_its_date(clone, finished):
     child, start = (named(clone, name).name for name in ("child", "start"))
     short, whole = (call(clone, "compare", a, b) for a, b in (("child", "start"), (child, start)))

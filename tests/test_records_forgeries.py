@@ -1,4 +1,4 @@
-"""Twenty-four forgeries: each is refused, or shown, or passes because only a rerun can tell. records/README.md lists
+"""Twenty-five forgeries: each is refused, or shown, or passes because only a rerun can tell. records/README.md lists
 which."""
 
 from __future__ import annotations
@@ -70,6 +70,18 @@ def test_a_corpus_has_the_same_shards_in_all_records(copy):  # noqa: F811
     assert {"tokens", "parent"} <= failed(copy) and "expected shards as in" in said(copy, "tokens")
 
 
+def test_a_plan_of_other_shards_blames_no_finished_record(finished, copy):  # noqa: F811
+    """Neither before its runs nor after it was given up."""
+    root = copy.parents[1]
+    shutil.copytree(finished[0] / "data", root / "data")
+    (root / "train_gpt.py").write_text(FAKE + "# another\n")
+    plan = make(root, "plan")
+    edit_json(plan / "record.json", lambda r: r["data"].update({"sample_val_000000.bin": "1" * 64}))
+    assert failed(copy) == set()
+    record.abandon(plan, "a faulty copy")
+    assert failed(copy) == set()
+
+
 def test_another_validation_shard(copy, monkeypatch):  # noqa: F811
     """Pinned by its SHA-256 and by what the runs hash of it."""
     context = verify.Context(record.load(ROOT / "records/2026-11-26_shorter-1gpu"), {})
@@ -90,6 +102,9 @@ def test_more_tokens_than_the_track_allows(copy):  # noqa: F811
     run.of("step")[-1]["tokens"] = 282_000_000
     assert list(verify.token_problems(context, "a",
                                       run)) == ["a: expected at most 243,200,000 training tokens, found 282,000,000"]
+    run.of("step")[-1]["tokens"] = 230_000_000
+    run.head["consumed_tokens"] = 281_000_000  # with those that were skipped
+    assert "found 281,000,000" in next(verify.token_problems(context, "a", run))
 
 
 def test_the_pins_are_those_of_the_records():
@@ -126,6 +141,28 @@ def test_the_best_run_copied_over_all_seeds(copy):  # noqa: F811
     for number, path in enumerate(others):  # with starts invented, the losses still are those of one run
         rewrite_log(path, lambda e: event(e, "warm").update(state=f"{number:016x}"))  # noqa: B023
     assert failed(copy) == {"starts"} and "with losses of their own, found 1" in said(copy, "starts")
+
+
+@pytest.mark.parametrize("known_by", ["start and losses", "losses", "start"])
+def test_runs_of_another_record_under_other_seeds(copy, known_by):  # noqa: F811
+    """The parent's own runs as those of its script beside the child."""
+    parent = copy.parent / record.load(copy).record["parent"]
+    for path, source in zip(logs(copy, "b"), logs(parent)):
+        own = runlog.read_run(path).head
+        kept = {name: own[name] for name in ("seed", "settings", "started")}
+        seconds = runlog.read_run(path).of("warm")[0]["seconds"]
+        state = runlog.read_run(path).of("warm")[0]["state"] if known_by == "losses" else None
+        path.write_bytes(source.read_bytes())
+
+        def relabel(e):
+            e[0].update(kept)  # noqa: B023
+            event(e, "warm").update({"seconds": seconds} | ({"state": state} if state else {}))  # noqa: B023
+            if known_by == "start":
+                event(e, "step")["train_loss"] += 0.001
+
+        rewrite_log(path, relabel)
+    assert "starts" in failed(copy)
+    assert re.search(rf"expected a run of its own, found what {parent.name} has as a-s\d+", said(copy, "starts"))
 
 
 def test_one_script_and_seed_starts_alike_in_all_records(finished, copy):  # noqa: F811
@@ -454,6 +491,32 @@ def test_audit_compares_what_the_script_logs_now(finished, copy, capsys):  # noq
     with pytest.raises(runlog.Failure, match="expected one of arm a and seed 5, found none"):
         audited(copy, 5)
     assert not (copy / "running").exists() and failed(copy) == set(), "the record is as it was"
+
+
+def test_audit_wants_the_log_that_the_record_has(finished, copy):  # noqa: F811
+    """Whole, and as it was when it was filed."""
+    shutil.copytree(finished[0] / "data", copy.parents[1] / "data")
+    log = logs(copy)[0]
+    seed = int(log.stem.partition("-s")[2])
+    log.write_text(log.read_text().replace('"loss": ', '"loss": 1', 1))
+    with pytest.raises(runlog.Failure, match="expected sha256 .* as in record.json"):
+        audited(copy, seed)
+    edit_json(copy / "record.json",
+              lambda r: r["runs"].update({log.name: hashlib.sha256(log.read_bytes()).hexdigest()}))
+    with pytest.raises(runlog.Failure, match="expected an unbroken chain of lines"):
+        audited(copy, seed)
+
+
+def test_audit_tells_seeds_apart_by_their_start(finished, copy, capsys):  # noqa: F811
+    """On another number of GPUs too, where losses need not be equal; not on another device."""
+    shutil.copytree(finished[0] / "data", copy.parents[1] / "data")
+    log = logs(copy)[0]
+    seed = int(log.stem.partition("-s")[2])
+    rewrite_log(log, lambda e: event(e, "warm").update(state="0" * 16))
+    assert audited(copy, seed) == 1
+    assert "start: expected the weights of which the log has the hash, found others" in capsys.readouterr().out
+    rewrite_log(log, lambda e: e[0].update(device="another"))
+    assert audited(copy, seed) == 0
 
 
 def test_audit_runs_the_script_that_ran(copy):  # noqa: F811
@@ -962,4 +1025,4 @@ def test_ci_calls_guard():
 def test_the_readme_lists_them():
     text = (ROOT / "records/README.md").read_text()
     table = text.partition("| forgery | found |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
-    assert len(table) == 24 and all(re.search("refused|shown|passes", row) for row in table)
+    assert len(table) == 25 and all(re.search("refused|shown|passes", row) for row in table)

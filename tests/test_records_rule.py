@@ -270,6 +270,33 @@ def test_an_abandoned_plan_stays_and_may_be_restarted_once(finished, copy, monke
         runner.run_plan(path, None)
 
 
+def test_steps_that_were_seen_ask_for_a_restart(finished, copy):  # noqa: F811
+    """Those of a run that was interrupted too; an attempt that ended before its first step showed nothing."""
+    root = grow(finished, copy, FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 95.0"))
+    path = make(root, "idea")
+    lines = first_log(copy).read_text().splitlines(keepends=True)
+    first_step = next(number for number, line in enumerate(lines) if '"kind": "step"' in line)
+    (path / "unfinished").mkdir()
+    attempt = path / "unfinished" / "a-s1-abcdef.jsonl"
+    attempt.write_text("".join(lines[:first_step]))
+    record.abandon(path, "it looked bad")
+    shutil.rmtree(make(root, "second"))
+    attempt.write_text("".join(lines[:first_step + 1]))
+    with pytest.raises(runlog.Failure, match=f"found {path.name}; fix: --restart {path.name}$"):
+        make(root, "second")
+
+
+def test_why_a_plan_was_given_up_may_be_in_its_logs(finished, copy):  # noqa: F811
+    """They stay in sight as they are; but they are whole."""
+    log = first_log(copy)
+    rewrite_log(log, lambda e: e[-1].update(val_hash="0" * 16))
+    assert "tokens" in failed(copy)
+    record.abandon(copy, "a faulty shard")
+    assert failed(copy) == set()
+    log.write_text(log.read_text().replace('"step"', '"stop"', 1))
+    assert {"chain", "files"} <= failed(copy)
+
+
 def test_a_restart_has_half_the_level_and_is_the_only_one(finished, copy, monkeypatch):  # noqa: F811
     root = grow(finished, copy, FAKE.replace("MS = 5.0, 100.0", "MS = 5.0, 95.0"))
     path = make(root, "idea")
