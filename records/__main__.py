@@ -59,7 +59,7 @@ def command_run(arguments: argparse.Namespace) -> int:
 
 
 def number_of_steps(text: str) -> int:
-    """The type of an option."""
+    """What `--steps` takes: no schedule is longer."""
     number = int(text)
     if not 1 <= number <= 10_000:
         raise argparse.ArgumentTypeError(f"expected 1 to 10,000 steps, found {number}")

@@ -134,7 +134,8 @@ def audit(path: Path, data: Path | None, seed: int | None, arm: str, steps: int)
     if not same_data:
         print("data: expected the shards that the log names, found others; fix: --data FOLDER")
     now, then = start_of_run(found), start_of_run(logged)
-    same_start = now.conditions != then.conditions or None in (now.state, then.state) or now.state == then.state
+    comparable = now.conditions == then.conditions and None not in (now.state, then.state)
+    same_start = now.state == then.state or not comparable
     if not same_start:
         print("start: expected the weights of which the log has the hash, found others")
     good = same_data and same_start and len(rows) > 0 and all(row.ok for row in rows)
