@@ -4253,7 +4253,7 @@ def pointer_forward_kernel(
     inside = queries < tokens
     log2_sum = tl.log2(sum_exp)
     log_copy = (tl.log2(sum_exp_match) - log2_sum) / LOG2_E
-    tl.store(log_copy_ptr + queries, tl.maximum(log_copy, LOG_ZERO), inside)
+    tl.store(log_copy_ptr + queries, tl.maximum(log_copy, LOG_ZERO, tl.PropagateNan.ALL), inside)
     tl.store(lse_ptr + queries, tl.where(sum_exp_match > 0, log2_sum, float("inf")), inside)
 
 
@@ -6583,7 +6583,9 @@ def check_values(preset: Preset, require: Callable):
     require(FP8_PARTS.keys() >= set(preset.fp8), "fp8", f"a tuple of some of {parts}", preset.fp8)
     windows = preset.val_attention_windows
     require(len(windows) == 2 and min(windows) >= 1, "val_attention_windows", "two, both at least 1", windows)
-    require(isinstance(preset.model.softcap, Softcap), "softcap", "a Softcap", preset.model.softcap)
+    softcap = preset.model.softcap
+    require(isinstance(softcap, Softcap) and 0 < softcap.softcap < 60, "softcap",
+            "a Softcap below 60, as the softmax has no running maximum", softcap)
     unit = preset.fp8_unit
     for index, stage in enumerate(preset.stages):
         require(stage.steps >= 0, f"stage {index}: steps", "0 or more", stage.steps)

@@ -318,6 +318,7 @@ EDITS = [
     ("model", "layers", (tg.Layer(), tg.Layer(skip_from=0.0))),
     # other kinds of values
     ("preset", "val_attention_windows", (8, 16, 32)), ("model", "softcap", (23.0, 5.0, 7.5)),
+    ("model", "softcap", tg.Softcap(60.0)), ("model", "softcap", tg.Softcap(0.0)),
     ("model", "attention_scale", -1.0),
     *[("optimizer", "rules", (*tg.OptimizerConfig.rules, ("scalar", tg.AdamRule(1.0, betas))))
       for betas in ((1.0, 0.95), (0.9, 1.0), (0.9, 1.5), (-0.1, 0.9))],

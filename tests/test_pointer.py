@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 import helpers
 import sample
 from helpers import CPU, tg
@@ -183,6 +183,22 @@ def test_extreme_scores(sign, tiles):
     )
     with pytest.raises(ValueError, match=r"expected scale \* width < 60, found 3.75 \* 16"):
         kernels(ids, [40], 20, 3.75)(qk)
+
+
+@interpreted
+def test_nan_is_handed_on(monkeypatch):
+    """On a GPU the greater of NaN and a number is the number, unless NaN is asked for.
+
+    Here the interpreter does so too."""
+    monkeypatch.setattr(
+        triton.runtime.interpreter.InterpreterBuilder,
+        "create_maxnumf",
+        lambda self, x, y: self.binary_op(x, y, np.fmax),
+    )
+    qk, ids, _ = operands(50)
+    qk[20, 0] = torch.nan  # a query
+    log_copy = kernels(ids, [50], 9, 0.3)(qk)
+    assert log_copy.isnan().nonzero().tolist() == [[20]]
 
 
 @interpreted
