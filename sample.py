@@ -11,7 +11,8 @@
 And what train_gpt.py needs for --sample-every: a model continues texts while it is trained.
 
 On a GPU if there is one, with plain PyTorch operators. The rows of the n-gram table stay in the file, which is mapped
-into memory. Exit codes are those of train_gpt.py, and every failure is a line: what, expected, found, fix.
+into memory. Exit codes are those of train_gpt.py, but 130 after any signal, and every failure is a line: what,
+expected, found, fix.
 """
 
 from __future__ import annotations

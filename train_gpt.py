@@ -6652,8 +6652,11 @@ def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
     for option, path in (("--save", arguments.save), ("--checkpoint", kept)):
         if path and path.resolve() == arguments.log_dir.resolve():
             fail(f"{option} and --log-dir", "a file and a folder", path, "give them different names")
-    if arguments.check and ranks.rank == 0:  # a run would go on, unlogged
-        writable_place(arguments.log_dir / "log")
+    if arguments.check and ranks.rank == 0:
+        try:
+            writable_place(arguments.log_dir / "log")
+        except Failure as failure:
+            show(f"train_gpt: {failure}. A run would go on UNLOGGED.\n", sys.stderr)
     if arguments.tensorboard:
         writable_place(arguments.tensorboard)
         summary_writer()

@@ -183,6 +183,8 @@ def arm_preset(tg, arm: dict, name: str):
 
 def checked_preset(tg, arm: dict, name: str):
     """The arm's preset, or a line on what it asks for and no run can do."""
+    unknown = set(arm.get("fp8", ())) - tg.FP8_PARTS.keys()
+    require(not unknown, "fp8", f"parts among {', '.join(tg.FP8_PARTS)}", ", ".join(sorted(unknown)))
     try:
         preset = arm_preset(tg, arm, name)
         if hasattr(tg, "check_preset"):  # an arm's own script may be older

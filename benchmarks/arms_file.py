@@ -35,9 +35,18 @@ def number(least: float, most: float = math.inf, kinds: tuple = (int,)) -> tuple
 
 STRING = "a string", lambda value: isinstance(value, str)
 OBJECT = "an object", lambda value: isinstance(value, dict)
-LIST = "a list", lambda value: isinstance(value, list)
-PAIRS = "a list of pairs", lambda value: (
-    isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value))
+
+
+def all_are(kinds: tuple, values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) in kinds for value in values)
+
+
+def pairs_of(kinds: tuple) -> Callable:
+    return lambda value: all_are((list,), value) and all(len(pair) == 2 and all_are(kinds, pair) for pair in value)
+
+
+NUMBERS = "a list of numbers", lambda value: all_are((int, float), value)
+STRINGS = "a list of strings", lambda value: all_are((str,), value)
 # Files are named by the name, and a process is given it as an option.
 NAME = "a string without / that begins with another character than -", lambda value: (
     isinstance(value, str) and re.fullmatch(r"[^-/\0][^/\0]*", value))
@@ -46,8 +55,10 @@ KEYS = {
     "seed": number(0, 2**62),
     "length": number(0.001, 100, (int, float)),
     "alone": ("true or false", lambda value: isinstance(value, bool)),
-    **dict.fromkeys(("fp8", "rate_powers"), LIST),
-    **dict.fromkeys(("averages", "edits"), PAIRS),
+    "fp8": STRINGS,
+    "rate_powers": NUMBERS,
+    "averages": ("a list of pairs of numbers", pairs_of((int, float))),
+    "edits": ("a list of pairs of strings", pairs_of((str,))),
     **dict.fromkeys(("val_tokens", "micro_batch_tokens", "steps", "watch_every"), number(1)),
     **dict.fromkeys(("model", "layers", "optimizer", "rules", "stages", "three_stages"), OBJECT),
     **dict.fromkeys(("preset", "data", "script"), STRING),

@@ -170,7 +170,7 @@ def main():
     )
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=timing.token_count,
         nargs="+",
         default=[48] if DRY else [16_384, 32_768, 49_152, 65_536],
     )

@@ -102,6 +102,9 @@ def main() -> int:
     parser.add_argument("--capability", type=capability_option, default="9.0")
     options = parser.parse_args()
     preset = tg.PRESETS[options.preset]
+    last = len(preset.stages) - 1
+    if not all(0 <= stage <= last for stage in options.stages or []):
+        parser.error(f"--stages: expected 0 to {last}, found {options.stages}")
     kernels = {}  # by hash, as stages share most of them
     compile_only(options.capability, lambda name, kernel: kernels.setdefault(kernel.hash, (name, kernel)))
     train_and_validate(preset, packed(preset, options.stages or list(range(len(preset.stages)))))

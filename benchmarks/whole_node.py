@@ -131,11 +131,13 @@ def trace(node: Node) -> None:
         command = node.training(
             options.processes, *arguments, script="benchmarks/bench_trace.py", first=(steps,)
         )
+        started = time.time() - 1  # the clock of files is coarser
         node.run(f"trace-{number}", command)
         place = options.out / f"trace-{number}"
-        for path in () if options.dry_run else sorted(ROOT.glob("trace-rank*.trace.json")):
-            place.mkdir(exist_ok=True)
-            shutil.move(path, place / path.name)  # where it is written, the next stage's would replace it
+        for path in sorted(ROOT.glob("trace-rank*.trace.json")):
+            if path.stat().st_mtime >= started:  # not one that somebody has left there
+                place.mkdir(exist_ok=True)
+                shutil.move(path, place / path.name)  # where it is written, the next stage's would replace it
 
 
 def sprint(node: Node) -> None:
@@ -187,21 +189,30 @@ def killed(node: Node) -> None:
         if process.poll() is not None:
             node.note("killed", f"{process.returncode}, by itself", f"; {output} says why")
             return
+        if " s left" not in output.read_text():
+            node.note("killed", "none", f", and no step within the limit; {output} says why")
+            return
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
         started = time.monotonic()
         code = ended(process, options.limit)
         print(f"killed: all had ended {time.monotonic() - started:.1f} s later, exit code {code}", flush=True)
+        if isinstance(code, str):
+            node.note("killed", code)
     for line in output.read_text().splitlines():
         if line.startswith("train_gpt: "):
             print(f"killed: {line}", flush=True)
 
 
 # ---- what came of them -----------------------------------------------------------------------------------------------
-def row(path: Path) -> str:
-    """A line of the table from the log of a run, of which the last line may be cut."""
+def whole_lines(path: Path) -> list[dict]:
+    """The log of a run, of which the last line may be cut."""
     texts = path.read_text().splitlines(keepends=True)
-    lines = [json.loads(text) for text in texts if text.endswith("}\n")]
+    return [json.loads(text) for text in texts if text.endswith("}\n")]
+
+
+def row(lines: list[dict]) -> str:
+    """A line of the table from the log of a run."""
     head = lines[0]
     end = next((line for line in lines if line["kind"] == "end"), {})
     starts = [line["step"] for line in lines if line["kind"] == "stage"]
@@ -222,8 +233,8 @@ def row(path: Path) -> str:
 def table(logs: Path) -> str:
     titles = "preset", "ranks", "nodes", "seed", "state", "val loss", "s", "ms a step by stage", "MiB"
     paths = sorted(logs.glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
-    paths = [path for path in paths if path.stat().st_size]  # a run that ended at once may leave an empty one
-    return "\n".join(["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *map(row, paths)])
+    logs_of_runs = filter(None, map(whole_lines, paths))  # a run that ended at once may leave an empty one
+    return "\n".join(["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *map(row, logs_of_runs)])
 
 
 def refuse(expected: str, found: str, fix: str) -> NoReturn:
@@ -259,6 +270,8 @@ def main() -> None:
             refuse("GPUs", "none", "--processes says how many processes to start without them")
         options.processes = 1 << (min(gpus, 8).bit_length() - 1)  # the trainer takes 1, 2, 4 or 8
 
+    if options.out.exists() and not options.out.is_dir():
+        refuse("a folder", f"the file {options.out}", "another --out")
     options.out.mkdir(parents=True, exist_ok=True)
     node = Node(options)
     if node.logs.exists() and not options.dry_run:
@@ -278,5 +291,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     main()

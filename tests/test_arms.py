@@ -236,6 +236,10 @@ SCREENING = '"base": {"name": "a"}, "factors"'
         ('{"name": "a", "watch_every": 0}', "a: watch_every: expected"),
         ('{"name": "a", "model": 3}', "a: model: expected an object, found 3"),
         ('{"name": "a", "edits": [["b"]]}', "a: edits: expected a list of pairs"),
+        ('{"name": "a", "edits": [[1, 2]]}', "a: edits: expected a list of pairs of strings"),
+        ('{"name": "a", "averages": [[0.1, "x"]]}', "a: averages: expected a list of pairs of numbers"),
+        ('{"name": "a", "rate_powers": [true]}', "a: rate_powers: expected a list of numbers"),
+        ('{"name": "a", "fp8": [1]}', "a: fp8: expected a list of strings"),
         ('{"factors": {"b": {}}}', "expected base, factors and perhaps mirrored, found factors"),
         (f"{{{SCREENING}: 3}}", "factors: expected an object, found 3"),
         (f"{{{SCREENING}: {{}}}}", "factors: expected 1 to 47, found 0"),
@@ -290,6 +294,7 @@ def test_seconds_are_a_number(capsys, value):
 @pytest.mark.parametrize(
     "arm, line",
     [
+        ({"fp8": ["mlps"]}, "fp8: expected parts among attention, head, mlp, found mlps"),
         ({"rules": {"embeding": {}}}, "rules: expected roles among .*embedding.*, found embeding"),
         ({"layers": {"-1": {}}}, "layers: expected 0 to 5, found -1"),
         ({"layers": {"99": {}}}, "layers: expected 0 to 5, found 99"),

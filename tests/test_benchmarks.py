@@ -1,6 +1,7 @@
 """The scripts benchmarks/bench_*.py and whole_node.py: help is no error, and a mistake is a line before any work."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -181,3 +182,56 @@ def test_a_node_without_gpus(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
     assert exit_code(monkeypatch, "whole_node", "--webmix", "x", "--out", str(tmp_path), "--dry-run") == USAGE
     assert "whole_node: expected GPUs, found none; fix: " in capsys.readouterr().err
+
+
+def test_a_node_takes_no_file_for_a_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    options = "--webmix", "x", "--processes", "1", "--out", str(tmp_path / "file")
+    assert exit_code(monkeypatch, "whole_node", *options) == USAGE
+    assert "whole_node: expected a folder, found the file " in capsys.readouterr().err
+
+
+def test_a_nodes_table_leaves_out_a_log_without_a_whole_line(tmp_path):
+    whole_node = importlib.import_module("whole_node")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "cut.jsonl").write_text('{"kind": "sta')
+    start = {"kind": "start", "preset": {"name": "smoke"}, "world": 2, "seed": 7}
+    (tmp_path / "begun.jsonl").write_text(json.dumps(start) + '\n{"kind": "st')
+    *_, row = whole_node.table(tmp_path).splitlines()
+    assert row.startswith("| smoke | 2 | 1 | 7 | no end |")
+    assert len(whole_node.table(tmp_path).splitlines()) == 3
+
+
+def node_of(tmp_path):
+    whole_node = importlib.import_module("whole_node")
+    options = {"out": tmp_path, "dry_run": False, "limit": 2, "processes": 1, "preset": "smoke", "webmix": tmp_path}
+    return whole_node, whole_node.Node(types.SimpleNamespace(**options))
+
+
+def test_a_node_says_that_nobody_was_killed_in_time(tmp_path, monkeypatch):
+    """A training without a step, and one whose ranks outlive the one that was killed."""
+    whole_node, node = node_of(tmp_path)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(whole_node.Node, "training", lambda *_: sleeper)
+    whole_node.killed(node)
+    assert node.failed == ["killed"]
+
+    parent = "import subprocess, sys, time; print(' s left', flush=True); " \
+             "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+    whole_node, node = node_of(tmp_path)
+    monkeypatch.setattr(whole_node.Node, "training", lambda *_: [sys.executable, "-c", parent])
+    whole_node.killed(node)
+    assert node.failed == ["killed"]
+
+
+def test_a_node_leaves_the_traces_of_others_where_they_are(tmp_path, monkeypatch):
+    whole_node, node = node_of(tmp_path)
+    monkeypatch.setattr(whole_node, "ROOT", tmp_path)
+    old = tmp_path / "trace-rank0.trace.json"
+    old.touch()
+    os.utime(old, (1, 1))
+    monkeypatch.setattr(whole_node.Node, "run", lambda node, name, command: name[-1] == "0" or
+                        (tmp_path / "trace-rank1.trace.json").touch())
+    whole_node.trace(node)
+    assert old.exists()
+    assert {path.parent.name for path in tmp_path.glob("trace-*/*")} == {"trace-1", "trace-2"}
