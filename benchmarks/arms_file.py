@@ -33,18 +33,18 @@ def number(least: float, most: float = math.inf, kinds: tuple = (int,)) -> tuple
     return f"{words} from {least} to {most}", lambda value: type(value) in kinds and least <= value <= most
 
 
-STRING = "a string", lambda value: isinstance(value, str)
-OBJECT = "an object", lambda value: isinstance(value, dict)
-
-
 def all_are(kinds: tuple, values: Any) -> bool:
+    """Whether it is a list, of such values alone."""
     return isinstance(values, list) and all(type(value) in kinds for value in values)
 
 
-def pairs_of(kinds: tuple) -> Callable:
-    return lambda value: all_are((list,), value) and all(len(pair) == 2 and all_are(kinds, pair) for pair in value)
+def are_pairs(kinds: tuple, values: Any) -> bool:
+    """Whether it is a list of pairs of such values."""
+    return all_are((list,), values) and all(len(pair) == 2 and all_are(kinds, pair) for pair in values)
 
 
+STRING = "a string", lambda value: isinstance(value, str)
+OBJECT = "an object", lambda value: isinstance(value, dict)
 NUMBERS = "a list of numbers", lambda value: all_are((int, float), value)
 STRINGS = "a list of strings", lambda value: all_are((str,), value)
 # Files are named by the name, and a process is given it as an option.
@@ -57,8 +57,8 @@ KEYS = {
     "alone": ("true or false", lambda value: isinstance(value, bool)),
     "fp8": STRINGS,
     "rate_powers": NUMBERS,
-    "averages": ("a list of pairs of numbers", pairs_of((int, float))),
-    "edits": ("a list of pairs of strings", pairs_of((str,))),
+    "averages": ("a list of pairs of numbers", lambda value: are_pairs((int, float), value)),
+    "edits": ("a list of pairs of strings", lambda value: are_pairs((str,), value)),
     **dict.fromkeys(("val_tokens", "micro_batch_tokens", "steps", "watch_every"), number(1)),
     **dict.fromkeys(("model", "layers", "optimizer", "rules", "stages", "three_stages"), OBJECT),
     **dict.fromkeys(("preset", "data", "script"), STRING),

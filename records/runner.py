@@ -51,8 +51,8 @@ def check_idle(lane: Lane = EVERYTHING, patience_s: float = 20.0) -> None:
 
 
 def check_ready(folder: Folder, data: Path) -> None:
-    """Scripts and data must still be those of the plan, it must have a parent if this hardware asks for one, and verify
-    as far as it can, before a GPU second is spent."""
+    """Before a GPU second is spent: scripts and data must still be those of the plan, which must have a parent if this
+    hardware asks for one, and verify as far as a plan can."""
     for arm, expected in folder.record["scripts"].items():
         path = folder.script(arm)
         found = sha256(path.read_bytes()) if path.exists() else "no file"
@@ -74,7 +74,8 @@ def check_ready(folder: Folder, data: Path) -> None:
              "plan anew with `new`, or set the clock")
     for check in evaluate(BEFORE_RUNS, Context(folder, runs)):
         if not check.ok:
-            fail(f"plan {folder.path.name}, {check.name}", "one that verifies", check.text, "plan anew with `new`")
+            fail(f"plan {folder.path.name}, {check.name}", "one that verifies", check.text,
+                 "restore record.json, for example with git, or plan anew with `new`")
 
 
 def local(folder: Folder, path: Path) -> str:

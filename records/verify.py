@@ -55,7 +55,8 @@ FOLDERS = {"runs", "unfinished", "running"}  # of a record
 SAME_EVERYWHERE = ("device", "world", "torch", "triton", "cuda", "driver", "python")
 SAME_ON_A_LANE = ("machine", "gpus")  # which tell the GPUs that a run saw; without lanes all runs are on one
 WAIT_DAYS = 30  # from a plan to its first run at most
-USUAL_STATE = ("device", "torch")  # runs that share these, script and seed start from the same weights
+# Runs that share these, script and seed start from the same state; its hash is of what the first rank holds.
+USUAL_STATE = "device", "world", "torch"
 # by how much the steps' times may differ from the clock's: a share, and ms. Logs differ by .02 % and 4 ms
 STEP_TOLERANCE = 0.003, 5.0
 SLOWER_PARENT = 0.05  # beyond this arm b is said to differ from its own record

@@ -343,16 +343,21 @@ def test_pieces_of_rows_have_even_widths():
         tg.check_preset(replace(preset, model=replace(preset.model, ngram_pieces=4)))
 
 
-@pytest.mark.parametrize("part, name, value", EDITS)
-def test_an_edited_preset_gets_a_line(monkeypatch, capsys, part, name, value):
-    """Each of these hung, crashed, or was ignored."""
+def edited(part, name, value):
+    """The tests' preset with another value: of itself, of a part of it, or of each stage."""
     preset = helpers.PRESET
     change = {name: value}
     if part == "stage":
         change = {"stages": tuple(replace(stage, **change) for stage in preset.stages)}
     elif part != "preset":
         change = {part: replace(getattr(preset, part), **change)}
-    monkeypatch.setitem(tg.PRESETS, "tiny", replace(preset, **change))
+    return replace(preset, **change)
+
+
+@pytest.mark.parametrize("part, name, value", EDITS)
+def test_an_edited_preset_gets_a_line(monkeypatch, capsys, part, name, value):
+    """Each of these hung, crashed, or was ignored."""
+    monkeypatch.setitem(tg.PRESETS, "tiny", edited(part, name, value))
     assert tg.main(["--preset", "tiny", "--check"]) == 2
     what = TOLD.get(name, name)
     pattern = rf"train_gpt: (stage 0: )?({what}): expected .*, found .*; fix: change the preset tiny .*\n"
@@ -365,14 +370,8 @@ def test_an_edited_preset_gets_a_line(monkeypatch, capsys, part, name, value):
     ("optimizer", "muon_momentum", 0.9), ("model", "layers", (1, 2)), ("preset", "stages", 5),
 ])
 def test_values_of_another_kind_get_a_line(part, name, value):
-    preset = helpers.PRESET
-    change = {name: value}
-    if part == "stage":
-        change = {"stages": tuple(replace(stage, **change) for stage in preset.stages)}
-    elif part != "preset":
-        change = {part: replace(getattr(preset, part), **change)}
     with pytest.raises(tg.Failure, match="preset tiny: expected values of the kinds that the usual ones have, found '"):
-        tg.check_preset(replace(preset, name="tiny", **change))
+        tg.check_preset(edited(part, name, value))
 
 
 def test_scores_keep_their_sign_where_windows_shrink():

@@ -508,14 +508,16 @@ def test_audit_wants_the_log_that_the_record_has(finished, copy):  # noqa: F811
 
 
 def test_audit_tells_seeds_apart_by_their_start(finished, copy, capsys):  # noqa: F811
-    """On another number of GPUs too, where losses need not be equal; not on another device."""
+    """On a CPU too, where losses need not be equal; not on another device, or on several."""
     shutil.copytree(finished[0] / "data", copy.parents[1] / "data")
     log = logs(copy)[0]
     seed = int(log.stem.partition("-s")[2])
     rewrite_log(log, lambda e: event(e, "warm").update(state="0" * 16))
     assert audited(copy, seed) == 1
     assert "start: expected the weights of which the log has the hash, found others" in capsys.readouterr().out
-    rewrite_log(log, lambda e: e[0].update(device="another"))
+    rewrite_log(log, lambda e: e[0].update(world=2))
+    assert audited(copy, seed) == 0
+    rewrite_log(log, lambda e: e[0].update(world=1, device="another"))
     assert audited(copy, seed) == 0
 
 
