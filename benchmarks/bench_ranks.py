@@ -119,7 +119,14 @@ def main():
         ranks.nodes = [""] * world
         return ranks
 
+    zeroed = set()
+
     def gather_for(table, parts):
+        if isinstance(table.ranks, OneOfTwo):
+            full = table.buffer(world * sum(map(len, parts)), parts[0].size(1), parts[0].dtype)
+            if full.data_ptr() not in zeroed:  # nobody writes the other ranks' parts, which may hold anything
+                full.zero_()
+                zeroed.add(full.data_ptr())
         full, wait = gather(table, parts)
         if isinstance(table.ranks, LoneRank):
             fill(table, full)

@@ -129,7 +129,12 @@ TWO_OF_EIGHT = """
 import os, sys
 from pathlib import Path
 sys.path[:0] = {tests!r}, {benchmarks!r}
-import helpers, bench_ranks
+import helpers, bench_ranks, torch
+empty = torch.empty
+def poisoned(*shape, **options):
+    tensor = empty(*shape, **options)
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+torch.empty = poisoned
 if {share}:
     helpers.FileMemory(Path({folder!r}), int(os.environ["RANK"])).install()
 seen = []
