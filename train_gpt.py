@@ -249,6 +249,10 @@ class ModelConfig:
         """Whole rows of the n-gram table: hashed ones, then those of `longest_suffix_match`. 0: there is no table."""
         return self.ngram_rows + self.longest_suffix_match * (SUFFIX_LENGTHS * self.padded_vocabulary + NEW_TOKEN_ROWS)
 
+    def lookup_shape(self, tokens: int) -> tuple[int, int]:
+        """Of the rows that so many tokens read, see ngram_lookups."""
+        return tokens * self.ngram_pieces, self.ngram_orders * bool(self.ngram_rows) + self.longest_suffix_match
+
 
 # Each parameter declares a role, and each role has one rule: so the optimizer knows what to do with it.
 @dataclass(frozen=True)
@@ -1973,15 +1977,15 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 #            start_step       forward pass                backward pass               step
 #   host     phases 1, 2      wait_gather at a layer      phase 3, from hooks         phases 3, 4
 #   compute                   embed  layer 1 .. lm_head   lm_head .. layer 1  embed   Adam: all else      wait
-#   side 0                       sort n-gram rows                                     NorMuon
+#   side 0                       sort last n-grams                                    NorMuon
 #   side 1                                                                            Adam: embed
-#   comm.    gather layer 1 .. lm_head, n-gram rows            reduce lm_head .. layer 1, n-grams, embed, scalars
+#   comm.    gather layer 1 .. lm_head, last n-grams           reduce lm_head .. layer 1, embed, scalars
 #                                                                                                  gather embed
 #
 # What fires when, and what waits for what:
 #   start_step  Each rank asks for the weights that others have updated, in the order in which the model reads
-#               them, and then for the numbers of the n-gram rows that others will read. Side stream 0 waits for
-#               these numbers and sorts them.
+#               them, and then for the numbers of the n-gram rows that others read in the step before, and their
+#               gradients. Side stream 0 waits for the numbers and sorts them.
 #   forward     `gathered` makes the compute stream wait for the weights of a layer just before the layer.
 #   backward    The hook `_ready` fires for each parameter of an owner (a table, or a group of matrices) and
 #               counts gradients. When an owner has the last gradient of the last micro-batch, it reduces: the
@@ -1992,7 +1996,8 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 #                 that move memory.
 #               - Adam of the embedding. Its gradient is complete last and the next step reads it first, so it
 #                 is gathered at once.
-#               - Adam of all else.
+#               - Adam of all else. N-grams' gradients are those of the step before: they are complete last of
+#                 all, and many, so what waited for them would wait long.
 #               Last, the compute stream waits for both side streams and for the embedding.
 #
 # One rank          Nothing is communicated. Both side streams remain.
@@ -2010,7 +2015,7 @@ def rotary_geometry(preset: Preset, index: int, positions: int, device: torch.de
 #   matrices           autograd, FP8 in place      the group's buffer   hook, reduce-scatter  its own
 #   embeddings         EmbeddingLookup.backward    RowGrads, in place   hook; others read it  its rows
 #   head               HeadLoss, sampled in place  .grad                hook, reduce-scatter  its rows
-#   rows of n-grams    EmbeddingLookup.backward    a list, receive_grad hook, all-gather      its own of those read
+#   rows of n-grams    EmbeddingLookup.backward    a list, late_grads   next step, all-gather its own of those read
 #   scalars and gates  autograd                    a flat buffer a role step, all-reduce      all
 
 
@@ -2302,8 +2307,9 @@ class Owner:
     Phase 1  gather_()        asks for the shards that other ranks have updated, on the communication stream: as a step
                               starts, or if the owner `gathers_at_once` after its update.
              wait_gather()    makes the current stream wait for them. The model calls it, through `gathered`.
-    Phase 2  start_step(ids)  exchanges the numbers of the rows to be read, on the communication stream, and sorts
-                              them on side stream 0. Optimizer.start_step calls it.
+    Phase 2  start_step(ids)  exchanges the numbers of the rows that the step before has read, and their gradients,
+                              on the communication stream, and sorts the numbers on side stream 0.
+                              Optimizer.start_step calls it.
     Phase 3  reduce_()        sends the gradient to the rank that needs it, on the communication stream. The hook
                               Optimizer._ready calls it, or else Optimizer.step.
     Phase 4  compute_(rates)  makes the current stream wait for the gradient, and updates: see Updated.
@@ -2347,7 +2353,7 @@ class Updated:
     side = None  # the side stream on which Optimizer.step queues compute_; None: the compute stream
     # The attributes that training changes; every one has some of them.
     state_names = ("weights", "low_bits", "momentum", "second_moment", "drift", "exp_avg", "exp_avg_sq", "last_step",
-                   "average")
+                   "late_ids", "late_grads", "average")
     low_bits = None  # of bfloat16 matrices: the rest of their float32 values, see join_float32
     average = None  # of matrices and dense tables, see average_
 
@@ -2595,19 +2601,25 @@ class LookupTable(AdamTable):
 
 @dataclass
 class SparseStep:
-    """What a SparseTable knows between the start of a step and its update."""
+    """What a SparseTable knows between the start of a step and its end."""
+    ids: list[Tensor]  # the rows that each micro-batch reads, [T * pieces, K]
     grads: list[Tensor]  # of the lookups so far, [T * pieces, columns] for each micro-batch
-    lookup: tuple[Tensor, ...] | None = None  # of all ranks, see group_ids
+    lookup: tuple[Tensor, ...] | None = None  # of all ranks in the step before, see group_ids
     wait_sorted: Callable | None = None  # makes the current stream wait for it
 
 
+@dataclass(eq=False)
 class SparseTable(Adam):
     """One table [rows, columns] of which a step reads few rows, for the n-grams [table_rows * pieces, width / pieces].
 
     The ranks gather the gradients of all lookups: Adam without a first moment and with a second moment of one number a
     row (record 92). Where memory is shared, the rows are dealt out: each rank updates its own, and reads those of
     others from where they are. Else every rank has all rows and updates them alike.
+
+    Updates are a step late: a step keeps its gradients, the next one brings them to the ranks while the model works.
+    Those of the last step of a stage are dropped, for the next stage's steps have other sizes.
     """
+    most_lookups: tuple[int, int]  # the shape of a rank's in the largest step, [T * pieces, K] of all micro-batches
     peers = None  # PeerRows, if rows are dealt out
 
     def __post_init__(self):
@@ -2622,6 +2634,9 @@ class SparseTable(Adam):
         self.weights = parameter.data
         self.exp_avg_sq = torch.zeros(len(parameter), device=ranks.device)
         self.last_step = torch.zeros_like(self.exp_avg_sq)  # the step that last updated each row
+        # What this rank looked up in the step before, and the gradients; smaller steps use the first rows.
+        self.late_ids = torch.zeros(self.most_lookups, dtype=torch.int32, device=ranks.device)
+        self.late_grads = self.weights.new_zeros(self.most_lookups[0], self.weights.size(1))
 
         def new_buffer(rows, columns, dtype):
             return ranks.shared(torch.empty(rows, columns, dtype=dtype, device=ranks.device))
@@ -2650,22 +2665,42 @@ class SparseTable(Adam):
             torch.cat(parts, out=self.ranks.shard(full))
         return full, self.ranks.all_gather(full)
 
+    def begin_stage(self, lookups: int):
+        """Forget the last stage's gradients. Zeros take their place, for the `lookups` that a step of this rank makes.
+        They change nothing, and are spread over rows: the sum of many that belong to one row would take long."""
+        self.late_grads.zero_()
+        ids = self.late_ids[:lookups]
+        first = self.ranks.rank * ids.numel()
+        numbers = torch.arange(first, first + ids.numel(), device=self.ranks.device)
+        ids.copy_(numbers.remainder_(len(self.weights) * self.ranks.row_parts).view_as(ids))
+
+    def late(self, ids: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """What the step before looked up, as many rows as `ids` are, and the gradients: views."""
+        count = sum(map(len, ids))
+        return self.late_ids[:count], self.late_grads[:count]
+
     def start_step(self, ids: list[Tensor]):
-        """Exchange the rows `ids` [T * pieces, K] that each micro-batch will read, and sort them while the model
-        works."""
-        full, wait = self.all_gather(ids)
-        step = self.under_way = SparseStep([])  # frees the last one's sorted rows before these are sorted
+        """Start a step whose micro-batches will read the rows `ids` [T * pieces, K]: exchange what the step before
+        looked up, and the gradients, and sort the rows while the model works."""
+        step = self.under_way = SparseStep(ids, [])  # frees the last one's sorted rows before these are sorted
+        late_ids, late_grads = self.late(ids)
+        full, wait = self.all_gather([late_ids])
 
         def sort_rows():
             wait()
             step.lookup = group_ids(full)
 
         step.wait_sorted = self.ranks.on_side_stream(sort_rows)
+        grads, wait_grads = self.all_gather([late_grads])
+        self.pending_reduce = wait_grads, grads
 
-    def reduce_(self):
-        grads, wait = self.all_gather(self.under_way.grads)
-        self.pending_reduce = wait, grads
-        self.under_way.grads = []
+    def keep(self):
+        """At the end of a step, leave the next one what was looked up, and the gradients."""
+        step = self.under_way
+        late_ids, late_grads = self.late(step.ids)
+        torch.cat(step.ids, out=late_ids)
+        torch.cat(step.grads, out=late_grads)
+        step.grads = []
 
     def compute_(self, rates):
         wait, grads = self.pending_reduce
@@ -2699,7 +2734,8 @@ class AdamScalars(Adam):
 class Optimizer:
     """All owners, and the order of their phases: the timeline at the head of this section."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops):
+    def __init__(self, model: nn.Module, config: OptimizerConfig, ranks: Ranks, ops: Ops, most_tokens: int):
+        """`most_tokens` is how many tokens of a step this rank has at most."""
         if config.orthogonalization not in ORTHOGONALIZATIONS:
             fail("orthogonalization", f"one of {', '.join(ORTHOGONALIZATIONS)}", config.orthogonalization,
                  "choose one of them in OptimizerConfig")
@@ -2719,7 +2755,7 @@ class Optimizer:
                 kind = LookupTable if rule.looked_up else AdamTable
                 self.dense.append(kind([parameter], rule, config, ranks, ops))
             elif rule.sparse:
-                table = SparseTable([parameter], rule, config, ranks, ops)
+                table = SparseTable([parameter], rule, config, ranks, ops, model.config.lookup_shape(most_tokens))
                 self.sparse.append(table)
                 if table.peers:
                     model.sum_rows = table.sum_rows
@@ -2732,13 +2768,14 @@ class Optimizer:
         for owner in self.averaged:
             owner.average = torch.zeros_like(owner.shard, dtype=torch.float32)
 
-        # What travels and hears from hooks during the backward pass: all but scalars.
+        # What travels and hears from hooks during the backward pass: all but scalars and rows of n-grams.
         self.groups = [group for bank in self.banks for group in bank.groups]
-        self.hooked = [*self.groups, *self.dense, *self.sparse]
-        for owner in self.hooked:
+        self.hooked = [*self.groups, *self.dense]
+        for owner in (*self.hooked, *self.sparse):
             for parameter in owner.parameters:
                 parameter.info.owner = owner
-                parameter.register_post_accumulate_grad_hook(self._ready)
+                if owner in self.hooked:
+                    parameter.register_post_accumulate_grad_hook(self._ready)
 
         # What is gathered, in the order in which the model reads it. Tables that come before any matrix are updated on
         # a stream of their own and gathered at once, because the next step starts with them.
@@ -2750,7 +2787,7 @@ class Optimizer:
             table.gathers_at_once = True
 
     def start_step(self, ids: list[Tensor]):
-        """Start a step, given the rows [T * pieces, K] of the sparse table that each of its micro-batches will read."""
+        """Start a step, given the rows [T * pieces, K] of the sparse table that each of its micro-batches reads."""
         # How many gradients each owner still has to get: every micro-batch brings one of each parameter.
         self.pending_grads = {owner: len(owner.parameters) * len(ids) for owner in self.hooked}
         self.reduced = []  # the owners whose gradients have left, in that order
@@ -2760,7 +2797,7 @@ class Optimizer:
         for number, owner in enumerate(waiting):
             owner.gather_(barrier=not number)
 
-        # Phase 2: exchange row numbers.
+        # Phase 2: exchange the last step's row numbers and their gradients.
         for table in self.sparse:
             table.start_step(ids)
 
@@ -2785,7 +2822,7 @@ class Optimizer:
                 owner.reduce_()
 
         # Phase 4: update on three streams: banks in reverse order, and tables, if they had a gradient, in the order in
-        # which these left.
+        # which these left. Rows of n-grams come last: no rank reads them any more when its head's gradient has left.
         tables = [owner for owner in self.reduced if owner in self.dense]
         due = [*reversed(self.banks), *tables, *self.scalars, *self.sparse]
         by_side = {side: [each for each in due if each.side == side] for side in (0, 1, None)}
@@ -2808,6 +2845,12 @@ class Optimizer:
         for table in by_side[1]:
             table.wait_gather()
         del grads_in_use
+        for table in self.sparse:
+            table.keep()
+
+    def begin_stage(self, lookups: int):
+        for table in self.sparse:
+            table.begin_stage(lookups)
 
     def gather(self):
         """Give every rank all weights, before anything but a training step reads them."""
@@ -2980,7 +3023,8 @@ class Trainer:
         preset = self.preset
         self.model = GPT(preset.model, self.ops, self.device, self.ranks.row_parts)
         self.model.reset(seed=0)
-        self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops)
+        most_tokens = max(stage.batch_tokens for stage in preset.stages) // self.ranks.world
+        self.optimizer = Optimizer(self.model, preset.optimizer, self.ranks, self.ops, most_tokens)
 
         self.recompute = False
         most_tokens = dict.fromkeys(preset.stages, self.micro_batch_tokens)
@@ -3045,6 +3089,11 @@ class Trainer:
             copy.copy_(source, non_blocking=True)
         if self.uploads:
             self.uploads.done()
+
+    def begin_stage(self, stage: Stage):
+        """Before the first step of a stage: its lookups are of another number than the last one's."""
+        lookups, _ = self.preset.model.lookup_shape(stage.batch_tokens // self.ranks.world)
+        self.optimizer.begin_stage(lookups)
 
     def _run_step(self, index: int) -> Tensor:
         """One step of a stage, on the inputs in its buffers. It reads nothing else that changes within the stage.
@@ -3477,6 +3526,8 @@ def timed_loop(trainer: Trainer, log: RunLog, steps: int, val_every: int | None,
             stage = preset.stages[index]
             if ends_stage:
                 log.line("stage", step=step, **asdict(stage), micro_batch_chunks=trainer.micro_chunks[stage])
+            if step == 0 or stage_index(preset, step - 1) != index:
+                trainer.begin_stage(stage)
             if resamples(preset, step):
                 trainer.change_classes(stage)
 

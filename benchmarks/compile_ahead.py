@@ -149,7 +149,8 @@ def train_and_validate(preset: tg.Preset, batches: dict[int, tg.HostBatch], devi
     ranks = tg.Ranks(0, 1, META)  # which opens no stream on the GPU
     ranks.device = device
     model = tg.GPT(preset.model, ops, device)
-    optimizer = tg.Optimizer(model, preset.optimizer, ranks, ops)
+    most_tokens = max(stage.batch_tokens for stage in preset.stages)
+    optimizer = tg.Optimizer(model, preset.optimizer, ranks, ops, most_tokens)
     rates = tg.step_rates(preset, 0)
     for index, batch in batches.items():
         stage = preset.stages[index]

@@ -188,6 +188,15 @@ def make_trainer(corpus, preset=PRESET, ops=None, ranks=None):
     return tg.Trainer(preset, ranks, ops or tg.select_ops(CPU), tg.Clock(ranks.device), corpus)
 
 
+def update_rows(trainer, step):
+    """What the step after `step` would do to rows of n-grams, whose updates are a step late."""
+    (table,) = trainer.optimizer.sparse
+    _, micro_batches = trainer.inputs[tg.stage_index(trainer.preset, step)]
+    table.start_step([documents.ngrams for documents in micro_batches])
+    with torch.no_grad():
+        table.compute_(dict(zip(trainer.rate_names, trainer.rates[step].unbind())))
+
+
 def step_after(number, action):
     """Trainer.training_step as it is now, after something that is done to the trainer before step `number` of the timed
     loop."""

@@ -308,7 +308,7 @@ def test_what_is_averaged():
     """Matrices and dense tables. What every rank updates alike, scalars and the n-gram table, is left as it is."""
     model = tg.GPT(MODEL, OPS, CPU)
     helpers.randomise(model)
-    optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS)
+    optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS, 8)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.average(1.0)
     for p in model.parameters():
@@ -423,7 +423,7 @@ def test_every_parameter_is_in_exactly_one_group():
     model = tg.GPT(MODEL, OPS, CPU)
     model.reset(0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS)
+    optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS, 8)
     claimed = {}
     for name, parameter in model.named_parameters():
         assert parameter.detach().equal(before[name]), f"{name} changed on its way into the bank"
@@ -532,7 +532,7 @@ def test_groups_deal_matrices_to_ranks(world, layers):
 def test_multipliers_follow_their_matrices():
     model = tg.GPT(MODEL, OPS, CPU)
     model.reset(0)
-    optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS)
+    optimizer = tg.Optimizer(model, PRESET.optimizer, tg.Ranks(0, 1, CPU), OPS, 8)
     for parameter in model.parameters():
         if isinstance(rule := RULES[parameter.info.role], tg.MuonRule):
             bank = next(
@@ -620,20 +620,20 @@ def test_state_hash_sees_values_and_places():
 
 # ---- sparse tables ---------------------------------------------------------------------------------------------------
 def test_sparse_table():
-    """Three steps, each role's own rate, decay and second moment reaching sparse_adam_reference;
-    test_loss.py has that one's own test."""
+    """Four steps, each of which updates by the gradients of the step before: each role's own rate, decay and second
+    moment reach sparse_adam_reference; test_loss.py has that one's own test."""
     rule = tg.AdamRule(20.0, (0.0, 0.9), decay=0.3, sparse=True)
     parameter = tg.make_param("ngram", torch.randn(12, 4))
     want = parameter.detach().double().clone(), torch.zeros(12), torch.zeros(12)
-    table = tg.SparseTable(
-        [parameter], rule, replace(tg.OptimizerConfig(), adam_epsilon=1e-3), tg.Ranks(0, 1, CPU), OPS
-    )
-    for step in (1, 2, 3):
+    config = replace(tg.OptimizerConfig(), adam_epsilon=1e-3)
+    table = tg.SparseTable([parameter], rule, config, tg.Ranks(0, 1, CPU), OPS, (7, 2))
+    table.begin_stage(5)
+    late_ids, late_grad = torch.arange(10, dtype=torch.int32).view(5, 2), torch.zeros(5, 4)
+    for step in (1, 2, 3, 4):
         ids = torch.randint(12, (5, 2)).int()
         grad = torch.randn(5, 4)
         table.start_step([ids])
         table.receive_grad(grad)
-        table.reduce_()
         table.compute_(
             {
                 "step": torch.tensor(float(step)),
@@ -641,21 +641,47 @@ def test_sparse_table():
                 "ngram decay": torch.tensor(0.02),
             }
         )
-        tg.sparse_adam_reference(
-            grad.double(),
-            tg.group_ids(ids),
-            *want,
-            float(step),
-            0.1 / step,
-            0.02,
-            0.9,
-            1e-3,
-            1.0,
-            pooling=0.5,
-        )
+        table.keep()
+        rates = float(step), 0.1 / step, 0.02, 0.9, 1e-3, 1.0
+        tg.sparse_adam_reference(late_grad.double(), tg.group_ids(late_ids), *want, *rates, pooling=0.5)
+        late_ids, late_grad = ids, grad
     assert relative(parameter, want[0]) < 1e-5
     assert table.exp_avg_sq.allclose(want[1])
     assert table.last_step.equal(want[2])
+
+
+def test_every_gradient_of_a_lookup_updates_once(corpus, tiny, monkeypatch):
+    """In their order, though each a step late; but those of a stage's last step are dropped."""
+    monkeypatch.setattr(tg, "micro_batch_chunks", lambda *_: 4)
+    received, used = [], []
+    receive_grad = tg.SparseTable.receive_grad
+
+    def sparse_adam(grad, lookup, *state, **options):
+        if grad.any():
+            used.append((lookup[0].clone(), grad.clone()))
+        else:
+            assert lookup[0].unique(return_counts=True)[1].max() <= 2, "no sum of many rows, which would take long"
+        tg.sparse_adam_reference(grad, lookup, *state, **options)
+
+    def kept(table, grad, *lookup):
+        step = table.under_way
+        received.append((step.ids[len(step.grads)].clone(), grad.clone()))
+        receive_grad(table, grad, *lookup)
+
+    monkeypatch.setattr(tg.SparseTable, "receive_grad", kept)
+    trainer = helpers.make_trainer(corpus, ops=replace(OPS, sparse_adam=sparse_adam))
+    trainer.initialise(1)
+    helpers.randomise(trainer.model)
+    log = tg.RunLog(None)
+    tg.timed_loop(trainer, log, PRESET.steps, None)
+    log.close()
+    steps = list(zip(received[::2], received[1::2]))  # two micro-batches each
+    last = {sum(stage.steps for stage in PRESET.stages[:index + 1]) - 1 for index in range(len(PRESET.stages))}
+    wanted = [step for number, step in enumerate(steps) if number not in last]
+    assert len(used) == len(wanted) > 0
+    for (ids, grads), parts in zip(used, wanted):
+        assert ids.equal(torch.cat([part for part, _ in parts]))
+        assert grads.equal(torch.cat([part for _, part in parts]))
 
 
 @pytest.mark.fast
@@ -676,7 +702,7 @@ def test_rows_that_are_dealt_out_are_not_there_twice(monkeypatch):
     monkeypatch.setattr(ranks, "shared", shared)
     monkeypatch.setattr(ranks, "versions", lambda tensor: [tensor, tensor])
     config = tg.OptimizerConfig()
-    table = tg.SparseTable([parameter], dict(config.rules)["ngram"], config, ranks, tg.select_ops(CPU))
+    table = tg.SparseTable([parameter], dict(config.rules)["ngram"], config, ranks, tg.select_ops(CPU), (7, 2))
     assert alive == [False]
     assert table.weights.data_ptr() == parameter.data_ptr()
 
@@ -694,6 +720,7 @@ def test_plain_decay_is_of_every_parameter(corpus, tiny):
         trainer.initialise(0)
         helpers.randomise(trainer.model, seed=1)
         trainer.training_step(0, helpers.all_batches(trainer)[0])
+        helpers.update_rows(trainer, 0)
         moved.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
     for name, careful in moved[0].items():
         assert careful.numel() <= 4 or not careful.equal(moved[1][name]), name
@@ -705,12 +732,13 @@ def test_pooling_is_the_configurations(pooling):
     parameter = tg.make_param("ngram", torch.randn(12, 4))
     want = parameter.detach().double().clone()
     config = replace(tg.OptimizerConfig(), ngram_pooling=pooling)
-    table = tg.SparseTable([parameter], rule, config, tg.Ranks(0, 1, CPU), OPS)
+    table = tg.SparseTable([parameter], rule, config, tg.Ranks(0, 1, CPU), OPS, (5, 2))
     ids = torch.randint(12, (5, 2)).int()
     grad = torch.randn(5, 4)
     table.start_step([ids])
     table.receive_grad(grad)
-    table.reduce_()
+    table.keep()
+    table.start_step([ids])
     rates = {"step": 1.0, "ngram": 0.1, "ngram decay": 0.0}
     table.compute_({name: torch.tensor(rate) for name, rate in rates.items()})
     tg.sparse_adam_reference(

@@ -229,7 +229,9 @@ def test_memory_of_the_smallest_card_is_enough(name):
     preset = train_gpt.PRESETS[name]
     meta = train_gpt.Ranks(0, 1, torch.device("meta"))
     ops = replace(train_gpt.reference_ops(), names={"mlp": "bf16"})
-    optimizer = train_gpt.Optimizer(train_gpt.GPT(preset.model, ops, meta.device), preset.optimizer, meta, ops)
+    model = train_gpt.GPT(preset.model, ops, meta.device)
+    most_tokens = max(stage.batch_tokens for stage in preset.stages)
+    optimizer = train_gpt.Optimizer(model, preset.optimizer, meta, ops, most_tokens)
     state = sum(tensor.nbytes for tensor in optimizer.state().values())
     looked_up = [table for table in optimizer.dense if isinstance(table, train_gpt.LookupTable)]
     state += sum(table.grads.nbytes + table.present.nbytes for table in looked_up)  # places that a rank alone has, too
@@ -242,7 +244,7 @@ def test_memory_of_the_smallest_card_is_enough(name):
     gradients = 2 * sum(item.weights.nbytes for item in (*optimizer.scalars, *optimizer.banks))
     gradients += sum(table.weights.nbytes for table in optimizer.dense)
     averaging = 4 * max(item.average.nbytes for item in optimizer.averaged)
-    gathered = 2 * preset.model.width * max(stage.batch_tokens for stage in preset.stages)
+    gathered = 2 * preset.model.width * most_tokens
     assert 0 < gradients + averaging + gathered <= train_gpt.LATER_BYTES
 
 

@@ -127,7 +127,7 @@ def test_an_unknown_orthogonalization_is_one_line():
     model = tg.GPT(MODEL, tg.select_ops(CPU), CPU)
     known = "polar-express, polar-express-5, turbo, quintic"
     with pytest.raises(tg.Failure, match=f"orthogonalization: expected one of {known}, found newton"):
-        tg.Optimizer(model, tg.OptimizerConfig(orthogonalization="newton"), tg.Ranks(0, 1, CPU), tg.select_ops(CPU))
+        tg.Optimizer(model, tg.OptimizerConfig(orthogonalization="newton"), tg.Ranks(0, 1, CPU), tg.select_ops(CPU), 8)
 
 
 def test_the_preset_of_the_ordered_systems():
@@ -154,7 +154,7 @@ def test_the_preset_of_the_ordered_systems():
 def test_parameters_and_state_are_gone(name):
     model = tg.GPT(switched(name).model, tg.select_ops(CPU), CPU)
     optimizer = tg.Optimizer(
-        model, switched(name).optimizer, tg.Ranks(0, 1, CPU), tg.select_ops(CPU)
+        model, switched(name).optimizer, tg.Ranks(0, 1, CPU), tg.select_ops(CPU), 8
     )
     names = {n for n, _ in model.named_parameters()}
     off = SWITCHES[name]
@@ -441,6 +441,7 @@ def test_decay_of_every_parameter(corpus, tiny):
         helpers.randomise(trainer.model, seed=1)
         start = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
         trainer.training_step(0, helpers.all_batches(trainer)[0])
+        helpers.update_rows(trainer, 0)
         moved.append({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
     for name, before in start.items():
         plain_step, decayed = (after[name] for after in moved)
