@@ -269,7 +269,6 @@ class AdamRule:
     sharded: bool = False  # large tables: each rank updates a slice of the rows
     looked_up: bool = False  # sharded ones whose gradients all come from lookups: only rows that were read have one
     sparse: bool = False  # larger ones: only the rows that a step has read are updated; no first moment
-    cooldown_power: float = 1.0  # of what the cooldown leaves of the learning rate; below 1 it takes less
 
 
 @dataclass(frozen=True)
@@ -309,7 +308,6 @@ class OptimizerConfig:
     ngram_pooling: float = 0.5
 
     cooldown_fraction: float = 0.7  # of the scheduled steps
-    cooldown_power: float = 1.0  # 1: linear; below 1 it begins slowly and ends fast
     final_learning_rate: float = 0.25  # multiplier after the cooldown, relative to the base rate, not the stage's
 
     # A running average of matrices and dense tables over the last steps (record 92); it wants the high final rate.
@@ -485,19 +483,6 @@ def sprint_stages(third_classes: int) -> tuple[Stage, ...]:
 LATE_BATCH = 294_912, 1.85
 SPEEDRUN_OPTIMIZER = OptimizerConfig(cooldown_fraction=0.9, averaged_share=0.5, drift_factor=0.3)
 
-
-def with_rule(optimizer: OptimizerConfig, role: str, **changes) -> OptimizerConfig:
-    """`optimizer` with changes to the rule of one role."""
-    rules = dict(optimizer.rules)
-    rules[role] = replace(rules[role], **changes)
-    return replace(optimizer, rules=tuple(rules.items()))
-
-
-# The head's rate goes by the inverse of the width (arXiv 2203.03466): 768 / 512.
-NARROW_OPTIMIZER = replace(SPEEDRUN_OPTIMIZER, muon_weight_decay=3.6, cooldown_power=0.85)
-NARROW_OPTIMIZER = with_rule(NARROW_OPTIMIZER, "lm_head", learning_rate_multiplier=1.5)
-NARROW_OPTIMIZER = with_rule(NARROW_OPTIMIZER, "ngram", cooldown_power=0.5)
-
 PRESETS = {preset.name: preset for preset in (
     Preset(
         "speedrun", GPT_SMALL, three_stages(990, 990, 660, 28, third_batch=LATE_BATCH), SPEEDRUN_OPTIMIZER,
@@ -509,7 +494,7 @@ PRESETS = {preset.name: preset for preset in (
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304, status="speedrun-webmix: at most one pass over 24 shards"),
     Preset(
-        "speedrun-webmix-free", GPT_NARROW, three_stages(454, 454, 290, 12, third_batch=LATE_BATCH), NARROW_OPTIMIZER,
+        "speedrun-webmix-free", GPT_NARROW, three_stages(469, 469, 300, 12, third_batch=LATE_BATCH), SPEEDRUN_OPTIMIZER,
         data="data/webmix",
         train_tokens=243_000_000, val_tokens=4_194_304,
         status="speedrun-webmix-free: for 3.2257, record 92's loss after 138 M tokens"),
@@ -595,7 +580,7 @@ def learning_rate(preset: Preset, step: int) -> float:
     share = 0.0  # of the stage's multiplier in the mean with the final rate: 1 until the cooldown, then falling to 0
     if not stage.extension:
         scheduled = sum(s.steps for s in preset.stages if not s.extension)
-        share = min((1 - step / scheduled) / config.cooldown_fraction, 1.0) ** config.cooldown_power
+        share = min((1 - step / scheduled) / config.cooldown_fraction, 1.0)
     return stage.learning_rate_multiplier * share + config.final_learning_rate * (1 - share)
 
 
@@ -624,7 +609,6 @@ def step_rates(preset: Preset, step: int) -> dict[str, float]:
     weight that decays."""
     config = preset.optimizer
     scale = learning_rate(preset, step)
-    cooled = scale / preset.stages[stage_index(preset, step)].learning_rate_multiplier
     rates = {"step": step + 1.0, "muon": config.muon_learning_rate * scale, "momentum": muon_momentum(preset, step),
              "drift": drift_factor(preset, step), "next drift": drift_factor(preset, step + 1)}
 
@@ -633,7 +617,6 @@ def step_rates(preset: Preset, step: int) -> dict[str, float]:
             beta1, beta2 = rule.betas
             bias_correction = math.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
             rate = config.adam_learning_rate * rule.learning_rate_multiplier * scale
-            rate *= cooled ** (rule.cooldown_power - 1)
             rates[role] = rate * bias_correction
             rates[f"{role} decay"] = rate**2 * rule.decay
     return rates
