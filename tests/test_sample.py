@@ -511,7 +511,7 @@ def test_a_small_copy_keeps_the_rows_that_text_asks_for_most(saved, use, bytes_a
     row_bytes = 4 + everything.rows[0].nbytes + everything.scales[0].nbytes
 
     target = tmp_path / "small"
-    megabytes = (fits.stat().st_size + sample.HEADER_ROOM - row_bytes * len(stored.ids) // 2) / 1e6
+    megabytes = (fits.stat().st_size + sample.HEADER_ROOM - row_bytes * len(stored.ids) * 2 // 3) / 1e6
     assert use(path, "--export", target, "--megabytes", megabytes).code == 0
     assert megabytes * 1e6 - sample.HEADER_ROOM <= target.stat().st_size <= megabytes * 1e6
     small_copy, content, few = sample.read_model_file(target, rows_too=True)
