@@ -1,4 +1,4 @@
-"""What comes after a training: use a model that train_gpt.py has written with --save FILE.
+"""What comes after a training: write a model, for train_gpt.py --save FILE, and use it.
 
     python sample.py MODEL "Once upon a time"         continue a text, each token shown when it is drawn
     python sample.py MODEL                            the same for each line that you type; Ctrl-D ends it
@@ -18,15 +18,17 @@ expected, found, fix.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -55,7 +57,133 @@ COUNTED_WINDOW = 65_536  # so many at a time
 HEADER_ROOM = 65_536  # bytes of a model file that are no tensor: fewer
 
 
-# ---- model files -----------------------------------------------------------------------------------------------------
+# ---- model files: the weights and what they mean ---------------------------------------------------------------------
+# A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
+# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, the
+# SHA-256 of each tensor, and that of the header, so that whoever reads it need not ask whether settings are possible.
+#
+# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
+# their numbers, `ngram.ids` [N].
+MODEL_FORMAT = "train_gpt model 5"
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
+
+
+def lookups(model: tg.ModelConfig) -> str:
+    """What decides, besides the configuration, which rows of the table a text reads: no weight's shape shows it."""
+    return f"{tg.NGRAM_MULTIPLIERS[:model.ngram_orders]} {tg.HASH_MULTIPLIERS} {tg.SUFFIX_LENGTHS} {tg.NEW_TOKEN_ROWS}"
+
+
+def header_hash(header: dict) -> str:
+    return hashlib.sha256(json.dumps(header).encode()).hexdigest()
+
+
+def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: dict[str, str]) -> bytes:
+    """The first bytes of a model file, of a format `form`, with the names, dtypes and shapes of `likes`."""
+    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
+    metadata = {"format": form, "content": json.dumps(content), "tensors": json.dumps(digests)}
+    header = {"__metadata__": metadata}
+    end = 0
+    for name, like in likes.items():
+        start = end
+        end += like.nbytes
+        header[name] = {"dtype": names[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
+    metadata["sha256"] = header_hash(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def give_name(aside: Path, path: Path) -> Path:
+    """Give a finished file its name, which is returned. If another process has taken it meanwhile, a number is added,
+    and a line says so: a link replaces nothing, as a rename would."""
+    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    for name in itertools.chain([path], numbered):
+        try:
+            os.link(aside, name)
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without links
+            os.replace(aside, name)
+        break
+    if name != path:
+        tg.show(f"saved as {name}, since {path} was made meanwhile\n", sys.stdout)
+    return name
+
+
+def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor],
+                parts: Iterable[tuple[str, Tensor]]) -> Path:
+    """Write a model file aside, then give it its name. `parts` are the tensors in the order of `likes`, (name, values),
+    each whole or in pieces that follow each other, because a device may have no room for a large one once more."""
+    sums = {name: hashlib.sha256() for name in likes}
+
+    def header():
+        return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
+
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            file.write(header())  # of the same length as the final one
+            for name, part in parts:
+                values = part.cpu().reshape(-1).view(torch.uint8).numpy()
+                sums[name].update(values)
+                file.write(values)
+            file.seek(0)
+            file.write(header())
+            tg.to_disk(file)
+        return give_name(aside, path)
+    except OSError as error:
+        fail(f"saving {path}", "a writable folder with space", error, "choose another place")
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+
+
+def save_model(path: Path, trainer: tg.Trainer, loss: float, seed: int):
+    """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
+    preset = trainer.preset
+    frequency, scale = tg.rotary_frequencies(preset, len(preset.stages) - 1)
+    tokenizer = tg.tokenizer_file(trainer.folder)
+    content = {
+        "model": asdict(preset.model),
+        "lookups": lookups(preset.model),
+        "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
+        "validation": {
+            "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
+            "window": preset.val_window_tokens, "loss": loss,
+            "encoding": tokenizer and hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
+        "provenance": {
+            "seed": seed, "preset": preset.name, "script": tg.script_hash(), "data": trainer.data_hash,
+            **tg.machine_facts()},
+    }
+    tensors = trainer.model.state_dict()
+    table = tensors.pop("ngram", None)
+    if table is None:
+        parts = [torch.zeros(1, 2)]  # one row, which is zero and so not kept
+    else:
+        parts = trainer.ranks.versions(table) if trainer.ranks.deals_rows else [table]
+    ids = torch.stack([part.any(1) for part in parts], 1).flatten().nonzero().flatten()  # row i // R of part i % R
+    tensors["ngram.ids"] = ids.int()
+    rows = (("ngram.rows", tg.dealt_rows(some, parts)) for some in ids.split(2**16))
+    like = parts[0].new_empty(len(ids), parts[0].size(1), device="meta")
+    write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
+
+
+def check_place(path: Path, model: tg.ModelConfig):
+    """Fail unless a model can be saved there. Its n-gram table takes most of the room."""
+    if path.exists():
+        fail(f"saving {path}", "a new file", "one that exists" if path.is_file() else "a folder or a device",
+             "remove it, or choose another name")
+
+    place = tg.writable_place(path)
+    row_bytes = model.width * getattr(torch, model.dtype).itemsize + 4 * model.ngram_pieces  # with their ids
+    needed_mb = 1000 + model.table_rows * row_bytes // 1_000_000
+    free_mb = shutil.disk_usage(place).free // 1_000_000
+    if free_mb < needed_mb:
+        fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
+
+
+# ---- reading a model file --------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StoredRows:
     """The rows of the n-gram table that a file holds, mapped into memory; all others are zero."""
@@ -101,7 +229,7 @@ def read_content(metadata: dict[str, str]) -> tuple[dict, tg.ModelConfig]:
     config = tg.ModelConfig(**stated | {"layers": layers, "softcap": tg.Softcap(*stated["softcap"])})
     if json.loads(json.dumps(asdict(config))) != stated:
         raise ValueError("settings missing")
-    if content["lookups"] != tg.lookups(config):
+    if content["lookups"] != lookups(config):
         raise ValueError("rows of other n-grams")
     return content, config
 
@@ -118,9 +246,9 @@ def read_tensors(path: Path, rows_too: bool) -> tuple[dict[str, str], dict[str, 
         raise ValueError("no whole header: cut, or of another program or an older version")
     header = json.loads(file[8:start].tobytes())
     metadata = header["__metadata__"]
-    if metadata["format"] != tg.MODEL_FORMAT:
+    if metadata["format"] != MODEL_FORMAT:
         raise ValueError(f"format {metadata['format']}")
-    if metadata.pop("sha256") != tg.header_hash(header):
+    if metadata.pop("sha256") != header_hash(header):
         raise ValueError("a header that was changed")
 
     del header["__metadata__"]
@@ -134,7 +262,7 @@ def read_tensors(path: Path, rows_too: bool) -> tuple[dict[str, str], dict[str, 
         if rows_too or not name.startswith("ngram."):
             if hashlib.sha256(values).hexdigest() != digests[name]:
                 raise ValueError(f"other values of {name} than were written")
-        tensors[name] = torch.from_numpy(values).view(tg.STORED_DTYPES[entry["dtype"]]).view(entry["shape"])
+        tensors[name] = torch.from_numpy(values).view(STORED_DTYPES[entry["dtype"]]).view(entry["shape"])
     return metadata, tensors
 
 
@@ -166,7 +294,7 @@ def read_model_file(path: Path, rows_too: bool = False) -> tuple[tg.GPT, dict, S
             tensors[name] = unpack_rows(tensors[name], tensors.pop(f"{name}.scales")).to(getattr(torch, config.dtype))
         return continuing_model(config, tensors), content, stored
     except Exception as error:  # a foreign file can raise anything
-        fail(f"model file {path}", f"{tg.MODEL_FORMAT}, as --save writes it", repr(error)[:200],
+        fail(f"model file {path}", f"{MODEL_FORMAT}, as --save writes it", repr(error)[:200],
              "check the path, copy the file again, use the version that wrote it, or train one with --save FILE")
 
 
@@ -241,8 +369,8 @@ def export_model(
         tensors.items(),  # then all rows, then all scales
         (("ngram.rows", packed(part)[0]) for part in kept.split(2**16)),
         (("ngram.scales", packed(part)[1]) for part in kept.split(2**16)))
-    form = f"dense part of {tg.MODEL_FORMAT}" if dense else tg.MODEL_FORMAT
-    target = tg.write_model(target, form, content, tensors | {"ngram.rows": rows, "ngram.scales": scales}, parts)
+    form = f"dense part of {MODEL_FORMAT}" if dense else MODEL_FORMAT
+    target = write_model(target, form, content, tensors | {"ngram.rows": rows, "ngram.scales": scales}, parts)
     size_mb = target.stat().st_size / 1e6
     print(tg.printable(f"{target}: {size_mb:.1f} MB, {len(kept):,} of {len(stored.ids):,} n-gram rows", sys.stdout))
 

@@ -50,7 +50,6 @@ import os
 import platform
 import queue
 import secrets
-import shutil
 import signal
 import stat
 import sys
@@ -58,7 +57,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -3647,119 +3646,6 @@ def train(trainer: Trainer, seed: int, log: RunLog, steps: int, val_every: int |
     return loss
 
 
-# ---- model file: the weights and what they mean, for sample.py -------------------------------------------------------
-# A model file is a safetensors file: the length of a JSON header in 8 little-endian bytes, the header, the bytes of the
-# tensors. The header's metadata are texts: the format, what a model is besides its weights, as JSON once more, the
-# SHA-256 of each tensor, and that of the header, so that whoever reads it need not ask whether settings are possible.
-#
-# Rows of the n-gram table that no step has read are zero, and left out: `ngram.rows` are the others, in the order of
-# their numbers, `ngram.ids` [N].
-MODEL_FORMAT = "train_gpt model 5"
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "U8": torch.uint8}
-
-
-def lookups(model: ModelConfig) -> str:
-    """What decides, besides the configuration, which rows of the table a text reads: no weight's shape would show it.
-    """
-    return f"{NGRAM_MULTIPLIERS[:model.ngram_orders]} {HASH_MULTIPLIERS} {SUFFIX_LENGTHS} {NEW_TOKEN_ROWS}"
-
-
-def header_hash(header: dict) -> str:
-    return hashlib.sha256(json.dumps(header).encode()).hexdigest()
-
-
-def model_header(form: str, content: dict, likes: dict[str, Tensor], digests: dict[str, str]) -> bytes:
-    """The first bytes of a model file, of a format `form`, with the names, dtypes and shapes of `likes`."""
-    names = {dtype: name for name, dtype in STORED_DTYPES.items()}
-    metadata = {"format": form, "content": json.dumps(content), "tensors": json.dumps(digests)}
-    header = {"__metadata__": metadata}
-    end = 0
-    for name, like in likes.items():
-        start = end
-        end += like.nbytes
-        header[name] = {"dtype": names[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
-    metadata["sha256"] = header_hash(header)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    return len(text).to_bytes(8, "little") + text
-
-
-def give_name(aside: Path, path: Path) -> Path:
-    """Give a finished file its name, which is returned. If another process has taken it meanwhile, a number is added,
-    and a line says so: a link replaces nothing, as a rename would."""
-    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
-    for name in itertools.chain([path], numbered):
-        try:
-            os.link(aside, name)
-        except FileExistsError:
-            continue
-        except OSError:  # a file system without links
-            os.replace(aside, name)
-        break
-    if name != path:
-        show(f"saved as {name}, since {path} was made meanwhile\n", sys.stdout)
-    return name
-
-
-def write_model(path: Path, form: str, content: dict, likes: dict[str, Tensor],
-                parts: Iterable[tuple[str, Tensor]]) -> Path:
-    """Write a model file aside, then give it its name. `parts` are the tensors in the order of `likes`, (name, values),
-    each whole or in pieces that follow each other, because a device may have no room for a large one once more."""
-    sums = {name: hashlib.sha256() for name in likes}
-
-    def header():
-        return model_header(form, content, likes, {name: digest.hexdigest() for name, digest in sums.items()})
-
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
-            file.write(header())  # of the same length as the final one
-            for name, part in parts:
-                values = part.cpu().reshape(-1).view(torch.uint8).numpy()
-                sums[name].update(values)
-                file.write(values)
-            file.seek(0)
-            file.write(header())
-            to_disk(file)
-        return give_name(aside, path)
-    except OSError as error:
-        fail(f"saving {path}", "a writable folder with space", error, "choose another place")
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-
-
-def save_model(path: Path, trainer: Trainer, loss: float, seed: int):
-    """Write weights, configuration, the tokens and the loss of the validation, and provenance to one file."""
-    preset = trainer.preset
-    frequency, scale = rotary_frequencies(preset, len(preset.stages) - 1)
-    tokenizer = tokenizer_file(trainer.folder)
-    content = {
-        "model": asdict(preset.model),
-        "lookups": lookups(preset.model),
-        "attention": {"frequency": frequency.tolist(), "scale": scale, "windows": preset.val_attention_windows},
-        "validation": {
-            "data": str(trainer.folder), "hash": trainer.validation_hash, "tokens": preset.val_tokens,
-            "window": preset.val_window_tokens, "loss": loss,
-            "encoding": tokenizer and hashlib.sha256(tokenizer.read_bytes()).hexdigest()},
-        "provenance": {
-            "seed": seed, "preset": preset.name, "script": script_hash(), "data": trainer.data_hash,
-            **machine_facts()},
-    }
-    tensors = trainer.model.state_dict()
-    table = tensors.pop("ngram", None)
-    if table is None:
-        parts = [torch.zeros(1, 2)]  # one row, which is zero and so not kept
-    else:
-        parts = trainer.ranks.versions(table) if trainer.ranks.deals_rows else [table]
-    ids = torch.stack([part.any(1) for part in parts], 1).flatten().nonzero().flatten()  # row i // R of part i % R
-    tensors["ngram.ids"] = ids.int()
-    rows = (("ngram.rows", dealt_rows(some, parts)) for some in ids.split(2**16))
-    like = parts[0].new_empty(len(ids), parts[0].size(1), device="meta")
-    write_model(path, MODEL_FORMAT, content, tensors | {"ngram.rows": like}, itertools.chain(tensors.items(), rows))
-
-
 # ==== 7. Triton kernels, each with its wrapper ========================================================================
 # Kernels end in _kernel; device functions say what they do or return (load_tile, visible_reach). x_ptr is a pointer,
 # x_desc a tensor descriptor (TMA), or a pointer on GPUs without TMA, and stride_x_row a stride in elements. Words in
@@ -6487,20 +6373,6 @@ def writable_place(path: Path) -> Path:
     return place
 
 
-def check_model_file(path: Path, model: ModelConfig):
-    """Fail unless a model can be saved there. Its n-gram table takes most of the room."""
-    if path.exists():
-        fail(f"saving {path}", "a new file", "one that exists" if path.is_file() else "a folder or a device",
-             "remove it, or choose another name")
-
-    place = writable_place(path)
-    row_bytes = model.width * getattr(torch, model.dtype).itemsize + 4 * model.ngram_pieces  # with their ids
-    needed_mb = 1000 + model.table_rows * row_bytes // 1_000_000
-    free_mb = shutil.disk_usage(place).free // 1_000_000
-    if free_mb < needed_mb:
-        fail(f"saving {path}", f"{needed_mb:,} MB free", f"{free_mb:,} MB in {place}", "choose another place")
-
-
 def check_whole_numbers(part: Any, require: Callable, what: str = ""):
     """What check_preset asks of the fields that are integers: half a size, 1024 / 2, is none."""
     for field in fields(part):
@@ -6697,7 +6569,7 @@ def check_start(arguments: argparse.Namespace, preset: Preset, ranks: Ranks):
                 fail(name, "a power of two on a GPU", width, f"change the preset {preset.name} in train_gpt.py")
     kept = arguments.checkpoint
     if arguments.save:
-        check_model_file(arguments.save, preset.model)
+        sibling("--save").check_place(arguments.save, preset.model)
         if kept and arguments.save.resolve() in (kept.resolve(), Checkpoints.own_path(kept, ranks).resolve()):
             fail("--save and --checkpoint", "two files", arguments.save, "give them different names")
     for option, path in (("--save", arguments.save), ("--checkpoint", kept)):
@@ -6781,17 +6653,23 @@ def summary_writer() -> type:
     return SummaryWriter
 
 
-def samples_along(arguments: argparse.Namespace, preset: Preset) -> Any:
-    """What shows texts of the model along the way, if the options ask for it: sample.py's, which no other run reads."""
-    if not arguments.sample_every:
-        return None
+def sibling(option: str) -> Any:
+    """sample.py, which writes models and continues texts: no run without such an option reads it."""
     sys.modules.setdefault("train_gpt", sys.modules[__name__])  # it reads this module, of which a script has one alone
     try:
         import sample
     except ImportError as error:
-        fail("--sample-every", "sample.py and data/fineweb.py beside train_gpt.py", f"'{error}'",
+        fail(option, "sample.py and data/fineweb.py beside train_gpt.py", f"'{error}'",
              "start it in a whole clone, or leave the option out")
-    return sample.Samples(arguments.sample_every, preset.model.vocabulary, data_folder(arguments, preset))
+    return sample
+
+
+def samples_along(arguments: argparse.Namespace, preset: Preset) -> Any:
+    """What shows texts of the model along the way, if the options ask for it."""
+    if not arguments.sample_every:
+        return None
+    samples = sibling("--sample-every").Samples
+    return samples(arguments.sample_every, preset.model.vocabulary, data_folder(arguments, preset))
 
 
 @contextlib.contextmanager
@@ -6884,7 +6762,7 @@ def main(argv: list[str] | None = None) -> int:
                 log.say(costs(ranks, trainer.clock, arguments.gpu_hour_price))
 
         if arguments.save:
-            save = functools.partial(save_model, arguments.save, trainer, loss, seed)
+            save = functools.partial(sibling("--save").save_model, arguments.save, trainer, loss, seed)
             # The others wait, since the first rank reads their rows, and end with it if it fails.
             ranks.agree("saved model", lambda: ranks.on_first(save), "see what the first rank says")
         trainer.graphs.clear()  # NCCL waits for ever to end a communicator that a graph still uses

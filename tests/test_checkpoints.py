@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import helpers
+import sample
 from helpers import only, read_log, tg
 
 OPTIONS = ("--preset", "tiny", "--eager")
@@ -475,12 +476,12 @@ def test_a_model_replaces_none_that_was_made_meanwhile(tmp_path, monkeypatch, ca
         raise PermissionError("no links here")
 
     if not links:
-        monkeypatch.setattr(tg.os, "link", no_link)
+        monkeypatch.setattr(sample.os, "link", no_link)
     path = tmp_path / "model.safetensors"
     for content in "abc":
         aside = tmp_path / "aside"
         aside.write_text(content)
-        tg.give_name(aside, path)
+        sample.give_name(aside, path)
         aside.unlink(missing_ok=True)
     found = {file.name: file.read_text() for file in tmp_path.iterdir()}
     if links:

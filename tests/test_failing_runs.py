@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import helpers
+import sample
 from helpers import ROOT, only, read_log, tg
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -125,8 +126,8 @@ def slow_disk(seconds):
         threading.Event().wait(seconds)
         return write_of(*arguments)
 
-    write_of = tg.write_model
-    tg.write_model = write
+    write_of = sample.write_model
+    sample.write_model = write
 
 
 def data_of_its_own(change):

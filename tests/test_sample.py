@@ -447,7 +447,7 @@ def test_exported_rows_are_rounded_to_four_bits(corpus, small, tmp_path, dtype):
     table.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(0)) * sizes)
     table[::3] = 0
     table[7, 3] = -100
-    tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
+    sample.save_model(tmp_path / "model", trainer, 1.0, seed=0)
     _, _, whole = sample.read_model_file(tmp_path / "model", rows_too=True)
     assert whole.rows.dtype == table.dtype
     assert whole.rows.equal(table[whole.ids.long()])
@@ -566,7 +566,7 @@ def test_exported_weights(saved, use, tmp_path):
     end = 0
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
-        tensor = torch.frombuffer(bytearray(data[start:stop]), dtype=tg.STORED_DTYPES[entry["dtype"]])
+        tensor = torch.frombuffer(bytearray(data[start:stop]), dtype=sample.STORED_DTYPES[entry["dtype"]])
         assert start == end, name
         assert tensor.view(entry["shape"]).float().equal(expected[name].float()), name
         end = stop
@@ -597,7 +597,7 @@ def test_a_mapped_model_keeps_its_dtype_on_disk_only(corpus, small, tmp_path):
     model = dataclasses.replace(MODEL, dtype="bfloat16")
     trainer = helpers.make_trainer(corpus, dataclasses.replace(PRESET, model=model))
     helpers.randomise(trainer.model, size=0.1)
-    tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
+    sample.save_model(tmp_path / "model", trainer, 1.0, seed=0)
     header, _ = helpers.read_safetensors(tmp_path / "model")
     assert [header[name]["dtype"] for name in ("lm_head", "ngram.rows", "final_gate")] == ["BF16", "BF16", "F32"]
     model, content = sample.load_model(tmp_path / "model", CPU)

@@ -273,13 +273,15 @@ def test_what_is_pending_is_there():
 
 
 def test_the_script_holds_the_training_alone():
-    """What comes after it, or serves no run, is elsewhere: nothing here reads a model file or knows its sibling, but
-    for --sample-every, which imports it."""
+    """What comes after it, or serves no run, is elsewhere: nothing here reads or writes a model file or knows its
+    sibling, but for --sample-every and --save, which import it."""
     names = set(definitions())
-    assert not names & {"load_model", "evaluate_file", "export_model", "sample_text", "check_network", "training_work"}
+    assert not names & {
+        "save_model", "load_model", "evaluate_file", "export_model", "sample_text", "check_network", "training_work",
+    }
     siblings = re.findall(r"^(\s*)(?:from|import) (sample|benchmarks|records|data)\b", SOURCE, re.MULTILINE)
     assert [name for _, name in siblings] == ["sample"]
-    assert "import sample" in ast.unparse(tree_of("samples_along"))
+    assert "import sample" in ast.unparse(tree_of("sibling"))
     options = {option for action in tg_options() for option in action.option_strings}
     assert "--save" in options
     assert not options & {"--eval", "--sample", "--export"}

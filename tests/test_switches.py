@@ -281,7 +281,7 @@ def test_saved_loaded_and_sampled(corpus, tiny, tmp_path, name):
     trainer.initialise(2)
     helpers.randomise(trainer.model, size=0.1)
     loss = trainer.validate(trainer.final_geometry)
-    tg.save_model(tmp_path / "model.pt", trainer, loss, seed=2)
+    sample.save_model(tmp_path / "model.pt", trainer, loss, seed=2)
     model, content = sample.load_model(tmp_path / "model.pt", CPU)
     assert sample.evaluate_model(model, content, corpus)[0] == pytest.approx(loss, rel=1e-5)
 
@@ -322,7 +322,7 @@ def test_a_model_without_a_table_is_saved_where_rows_are_dealt_out(corpus, tiny,
     helpers.randomise(trainer.model, size=0.1)
     monkeypatch.setattr(tg.Ranks, "deals_rows", True)
     monkeypatch.delattr(tg.Ranks, "versions")
-    tg.save_model(tmp_path / "model", trainer, 1.0, seed=2)
+    sample.save_model(tmp_path / "model", trainer, 1.0, seed=2)
     loaded, _ = sample.load_model(tmp_path / "model", CPU)
     assert loaded.lm_head.equal(trainer.model.lm_head)
 
@@ -337,7 +337,7 @@ def test_remembered_keys_and_values_change_nothing(corpus, tiny, tmp_path, monke
     preset = replace(preset, model=replace(preset.model, pointer_window_tokens=37))
     trainer = helpers.make_trainer(corpus, preset)
     helpers.randomise(trainer.model, size=0.2)
-    tg.save_model(tmp_path / "model", trainer, 1.0, seed=0)
+    sample.save_model(tmp_path / "model", trainer, 1.0, seed=0)
     assert preset.val_attention_windows == (16, 48)
     length = 56
     pairs, ids, model, geometry = growing(tmp_path / "model", prompt, length)

@@ -70,7 +70,7 @@ def test_a_saved_model_is_the_same_on_a_cpu(corpus, tmp_path):
     """Its stored rows are unpacked on the device of the model."""
     trainer = helpers.make_trainer(corpus, PRESET)
     trainer.model.ngram.data.normal_(generator=torch.Generator().manual_seed(1))
-    tg.save_model(tmp_path / "model", trainer, 1.0, seed=3)
+    sample.save_model(tmp_path / "model", trainer, 1.0, seed=3)
     models = [sample.load_model(tmp_path / "model", torch.device(name)) for name in ("cuda", "cpu")]
     on_gpu, on_cpu = (sample.evaluate_model(*model, corpus)[0] for model in models)
     assert on_gpu == pytest.approx(on_cpu, rel=1e-4)

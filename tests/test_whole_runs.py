@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import helpers
+import sample
 from helpers import CPU, PRESET, only, read_log, tg
 
 sys.path[:0] = [str(helpers.ROOT / "records"), str(helpers.ROOT / "benchmarks")]
@@ -941,7 +942,7 @@ def test_saving_where_one_cannot(run, tmp_path, monkeypatch):
     assert result.err == (f"train_gpt: saving {tmp_path}/new/model.pt: expected permission to write in {tmp_path}, "
                           "found none; fix: choose another place\n")
 
-    monkeypatch.setattr(tg.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=3_000_000))
+    monkeypatch.setattr(sample.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=3_000_000))
     result = run("--seed", 3, "--save", tmp_path / "new" / "model.pt")
     pattern = rf"train_gpt: saving .*: expected 1,\d\d\d MB free, found 3 MB in {tmp_path}; fix: choose another place\n"
     assert result.code == 2
@@ -956,9 +957,9 @@ def test_saving_asks_for_the_room_that_it_takes(monkeypatch, tmp_path, name):
     weights = tg.GPT(model, tg.select_ops(CPU), torch.device("meta"))
     rows = 0 if weights.ngram is None else len(weights.ngram)
     size = (sum(p.nbytes for p in weights.parameters()) + 4 * rows) // 1_000_000
-    monkeypatch.setattr(tg.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=1_000_000 * free_mb))
+    monkeypatch.setattr(sample.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=1_000_000 * free_mb))
     for free_mb in (size - 1, size):
         with pytest.raises(tg.Failure, match="MB free"):
-            tg.check_model_file(tmp_path / "m.pt", model)
+            sample.check_place(tmp_path / "m.pt", model)
     free_mb = 1.1 * size + 1100
-    tg.check_model_file(tmp_path / "m.pt", model)
+    sample.check_place(tmp_path / "m.pt", model)
