@@ -236,6 +236,9 @@ def plot_log(place: Path, path: Path) -> None:
     if not len(run.train):
         fail(f"log {run.path}", "at least one step", "none yet", "wait for the first steps, or name another log")
     (steps, seconds, losses), colour = run.train.T, COLOURS[0]
+    counts = np.diff(steps, prepend=first_step(run))
+    if counts.min() < 1:
+        fail(f"log {run.path}", "steps that ascend", "one that repeats or goes back", "name a log as it was written")
     figure, ((loss_axes, step_axes, rate_axes),) = canvas(3, (1.3, 1, 1))
     loss_axes.plot(steps, losses, color=colour, label="training")
     if len(run.vals):
@@ -244,7 +247,7 @@ def plot_log(place: Path, path: Path) -> None:
     loss_axes.set(ylabel="loss (nats a token)", ylim=(None, top if math.isfinite(top) else None))
     loss_axes.legend()
 
-    times = np.diff(seconds, prepend=0) / np.diff(steps, prepend=first_step(run)) * 1e3
+    times = np.diff(seconds, prepend=0) / counts * 1e3
     step_axes.step(steps, times, where="pre", color=colour)
     step_axes.set(ylabel="ms a step", ylim=(0, 1.1 * times.max()))
 

@@ -121,13 +121,12 @@ def read_json_log(path: Path, text: str) -> Run:
         rows, before, ms = [], head.get("first_step", 0), 0.0
         for line in lines:
             if line["kind"] == "step":
-                step = line["step"]
-                ms += (step - before) * line["ms_per_step"]
-                whole = {type(step), type(line["tokens"])} == {int}
-                if not whole or not before < step < 2**31 or not math.isfinite(ms):
-                    raise ValueError(f"step {step}")
-                before = step
-                rows.append((step, ms / 1e3, line["train_loss"]))
+                ms += (line["step"] - before) * line["ms_per_step"]
+                before = line["step"]
+                rows.append((before, ms / 1e3, line["train_loss"]))
+                whole = {type(before), type(line["tokens"])} == {int}
+                if not whole or not 0 <= before < 2**31 or not math.isfinite(ms):
+                    raise ValueError(f"step {before}")
         train = np.array(rows, float).reshape(-1, 3)
         vals = [(line["step"] or 0, line["loss"], line["final"]) for line in lines if line["kind"] == "val"]
         at = [end.get("ms", math.nan) / 1e3 if final else np.interp(step, [0, *train[:, 0]], [0, *train[:, 1]])

@@ -27,6 +27,16 @@ def plot(*arguments, cwd=ROOT, modules=""):
                           env=environment, capture_output=True, text=True)
 
 
+def chained(events):
+    """A log of events, with the chain of hashes that a trainer would give them."""
+    chain, rows = "", []
+    for event in events:
+        text = json.dumps({name: value for name, value in event.items() if name != "chain"})
+        chain = runlog.sha256(chain + text)[:16]
+        rows.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
+    return "".join(rows)
+
+
 def steps_only(count):
     """A log up to a step that is half written."""
     lines = WHOLE.splitlines(keepends=True)
@@ -68,17 +78,24 @@ def test_a_run_that_diverged_is_drawn(tmp_path, kinds):
     steps = [line for line in lines if line["kind"] == "step"]
     steps[-1]["train_loss"] = float("nan")
     log = tmp_path / "nan.jsonl"
-    chain, rows = "", []
-    for event in [line for line in lines if line["kind"] in kinds] + steps:
-        del event["chain"]
-        text = json.dumps(event)
-        chain = runlog.sha256(chain + text)[:16]
-        rows.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
-    log.write_text("".join(rows))
+    log.write_text(chained([line for line in lines if line["kind"] in kinds] + steps))
     assert runlog.read_run(log).broken is None
     assert len(runlog.read_run(log).train) == len(steps)
     plots.plot_log(log, tmp_path / "nan.png")
     assert (tmp_path / "nan.png").exists()
+
+
+@pytest.mark.fast
+def test_a_log_that_repeats_a_step_is_not_drawn(tmp_path):
+    """It has no time of a step there. The readers for records refuse it by other rules."""
+    head, *rest = map(json.loads, WHOLE.splitlines())
+    step = next(line for line in rest if line["kind"] == "step")
+    log = tmp_path / "x.jsonl"
+    log.write_text(chained([head, step, step]))
+    done = plot("--log", log, "--out", tmp_path / "x.svg")
+    assert done.returncode == 2
+    assert "expected steps that ascend, found one that repeats" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.fast

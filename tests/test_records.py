@@ -1319,7 +1319,6 @@ def test_what_cannot_be_written_is_said_in_a_line(clone):
     lambda e: [line.pop("tokens") for line in e if line["kind"] == "step"],
     lambda e: event(e, "step").update(step=0.5),
     lambda e: event(e, "step").update(ms_per_step=math.inf),
-    lambda e: e.insert(e.index(event(e, "step")), event(e, "step")),
 ])
 def test_a_log_of_odd_steps_is_refused_in_one_line(copy, change):
     import export
