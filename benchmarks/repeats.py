@@ -7,7 +7,9 @@
 Takes the number of the step, then the options of train_gpt.py, of which it sets --stop-after. Before each repetition
 everything that training changes is set back to what it was. On a GPU the step then runs alone, and beside copies and
 products on streams of a low and a high priority, so that its kernels and their blocks come in other orders. A line a
-repetition says what differs from the first one, and by how many bytes. The exit code is 1 if anything does.
+repetition says what differs from the first one, and by how many bytes. The exit code is 1 if anything does. For what is
+rare, `--times 10` repeats it ten times as often. Hashes of the state before and after the step tell whether processes
+agree.
 
 This finds kernels whose threads race: no interpreter shows these, and a comparison with a reference only by luck.
 """
@@ -54,8 +56,8 @@ def load(kind: str, device: torch.device) -> Callable[[], None]:
     return queue
 
 
-def repeat(trainer: tg.Trainer, run: Callable[[], Tensor]) -> bool:
-    """Run a step as often as REPETITIONS says, print what differs, and set the state back. Whether all was the same."""
+def repeat(trainer: tg.Trainer, run: Callable[[], Tensor], times: int = 1) -> bool:
+    """Run a step `times` REPETITIONS, print what differs, and set the state back. Whether all was the same."""
     ranks = trainer.ranks
     state = trainer.state()
 
@@ -70,7 +72,11 @@ def repeat(trainer: tg.Trainer, run: Callable[[], Tensor]) -> bool:
         meet()
         return {name: tensor.clone() for name, tensor in state.items()}
 
+    def tell(when, what):
+        tg.show(f"rank {ranks.rank}, {when}: {what}\n", sys.stdout)
+
     before = copied_state()
+    tell("before", tg.state_hash(before))
 
     def set_back():
         for name, tensor in state.items():
@@ -84,26 +90,29 @@ def repeat(trainer: tg.Trainer, run: Callable[[], Tensor]) -> bool:
         if kind != "alone" and not ranks.on_gpu:
             continue
         queue = load(kind, trainer.device)
-        for _ in range(count):
+        for _ in range(count * times):
             set_back()
             queue()
             after = {"loss": run().clone(), **copied_state()}
-            first = first or after
+            if first is None:
+                first = after
+                tell("after", tg.state_hash(after))
             counts = differing_bytes(after, first)
             same = same and not counts
-            found = ", ".join(f"{name} {count}" for name, count in counts.items()) or "the same"
-            tg.show(f"rank {ranks.rank}, {kind}: {found}\n", sys.stdout)
+            tell(kind, ", ".join(f"{name} {count}" for name, count in counts.items()) or "the same")
     set_back()
     return same
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=1, help="how often to do all repetitions")
     parser.add_argument("step", type=int, help="the step to repeat, from 1")
     parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
     own = parser.parse_args()
-    if own.step < 1:
-        parser.error(f"step: expected at least 1, found {own.step}")
+    for name in ("step", "times"):
+        if getattr(own, name) < 1:
+            parser.error(f"{name}: expected at least 1, found {getattr(own, name)}")
     training_step = tg.Trainer.training_step
     warm_up = tg.Trainer.warm_up
     results = []
@@ -111,7 +120,7 @@ def main() -> int:
     def repeated(trainer, step, batches):
         run = functools.partial(training_step, trainer, step, batches)
         if getattr(trainer, "warm", False) and step == own.step - 1:
-            results.append(repeat(trainer, run))
+            results.append(repeat(trainer, run, own.times))
         return run()
 
     def warmed_up(trainer):

@@ -27,7 +27,7 @@ def exit_code(monkeypatch, name, *arguments):
     return error.value.code
 
 
-@pytest.mark.parametrize("name", ["bench_memory", "bench_ranks", "bench_trace", "bench_network"])
+@pytest.mark.parametrize("name", ["bench_memory", "bench_ranks", "bench_trace", "bench_network", "share_gpu"])
 def test_help_is_no_error(name, monkeypatch, capsys):
     assert exit_code(monkeypatch, name, "--help") == 0
     assert "python benchmarks" in capsys.readouterr().out or name == "bench_network"
@@ -42,6 +42,8 @@ def test_help_is_no_error(name, monkeypatch, capsys):
         ("bench_ranks", ["8", "--preset", "smoke"], "expected --stop-after N, found none; fix: "),
         ("bench_trace", ["x", *SHORT], "A:B: "),
         ("bench_trace", ["1:2", "--preset", "smoke"], "expected --stop-after N, found none; fix: "),
+        ("share_gpu", ["3", *SHORT], "world: "),
+        ("share_gpu", ["8", "--preset", "smoke"], "expected --stop-after N, found none; fix: "),
         ("bench_network", ["x"], "unrecognized arguments: x"),
         ("bench_loss", ["--tokens", "7"], "--tokens: expected a multiple of 16, at least 16, found 7"),
         ("bench_loss", ["--ho"], "unrecognized arguments: --ho"),
@@ -51,6 +53,7 @@ def test_help_is_no_error(name, monkeypatch, capsys):
         ("bench_ngram", ["--pieces", "5"], "--pieces: "),
         ("bench_ngram", ["--rows", "0"], "--rows: "),
         ("repeats", ["0"], "step: expected at least 1, found 0"),
+        ("repeats", ["--times", "0", "1"], "times: expected at least 1, found 0"),
         ("machine_code", ["--capability", "x"], "--capability: expected two numbers as in 9.0, found x"),
         ("compile_ahead", ["--capability", "9"], "--capability: expected two numbers as in 9.0, found 9"),
     ],
@@ -83,9 +86,14 @@ def test_what_a_repeated_step_leaves_is_compared_to_the_bit(wrong, capsys):
         ranks=types.SimpleNamespace(rank=3, on_gpu=False, gather_objects=lambda _: events.append("meet")),
         optimizer=types.SimpleNamespace(gather=lambda: events.append("gather")), device=torch.device("cpu"),
         state=lambda: {"weights": weights, "moment": moment}, model=torch.nn.Linear(1, 1))
-    assert repeats.repeat(trainer, step) == (wrong == 0)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == steps == repeats.REPETITIONS["alone"]
+    before = helpers.tg.state_hash(trainer.state())
+    assert repeats.repeat(trainer, step, times=2) == (wrong == 0)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"rank 3, before: {before}"
+    after = helpers.tg.state_hash({"loss": torch.tensor([1.0], dtype=torch.float64), "moment": moment,
+                                   "weights": torch.tensor([1.0, 6.0], dtype=torch.float64)})
+    assert lines.pop(0) == f"rank 3, after: {after}"
+    assert len(lines) == steps == 2 * repeats.REPETITIONS["alone"]
     assert lines[0] == "rank 3, alone: the same"
     assert lines[1].startswith("rank 3, alone: weights " if wrong else "rank 3, alone: the same")
     assert weights.tolist() == [0, 5]
@@ -123,6 +131,28 @@ def test_ranks_take_an_option_spelt_with_its_value(monkeypatch):
     monkeypatch.setattr(helpers.tg, "symmetric_memory", helpers.tg.symmetric_memory)
     monkeypatch.setattr(helpers.tg, "main", lambda argv: argv)
     assert exit_code(monkeypatch, "bench_ranks", "8", *SHORT) == SHORT
+
+
+def test_ranks_that_share_a_gpu_are_started_and_told(monkeypatch):
+    """Each uses the first GPU, and has a name for NCCL that no other has."""
+    script = importlib.import_module("share_gpu")
+    started = []
+    monkeypatch.setattr(script.run, "main", started.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(sys, "argv", ["share_gpu.py", "4", *SHORT])
+    script.main()
+    assert started == [["--standalone", "--nproc_per_node=4", "share_gpu.py", "4", *SHORT]]
+
+    monkeypatch.setattr(script.tg, "main", lambda argv: argv)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    names = set()
+    for rank in range(4):
+        environment = {"TORCHELASTIC_RUN_ID": "one", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        monkeypatch.setattr(script.os, "environ", environment)
+        assert exit_code(monkeypatch, "share_gpu", "4", *SHORT) == SHORT
+        assert environment["LOCAL_RANK"] == "0"
+        names.add(environment["NCCL_HOSTID"])
+    assert len(names) == 4
 
 
 TWO_OF_EIGHT = """
