@@ -5,19 +5,21 @@
     python benchmarks/repeats.py 2 --preset smoke                     on a CPU: proves that it runs through
 
 Takes the number of the step, then the options of train_gpt.py, of which it sets --stop-after. Before each repetition
-everything that training changes is set back to what it was. On a GPU the step then runs alone, and beside copies and
-products on streams of a low and a high priority, so that its kernels and their blocks come in other orders. A line a
-repetition says what differs from the first one, and by how many bytes. The exit code is 1 if anything does. For what is
-rare, `--times 10` repeats it ten times as often. Hashes of the state before and after the step tell whether processes
-agree.
+everything that training changes is set back to what it was. On a GPU the step then runs alone, beside copies and
+products on streams of a low and a high priority, so that its kernels and their blocks come in other orders, and beside
+another process, for which the GPU may leave them at any instruction. A line a repetition says what differs from the
+first one, and by how many bytes. The exit code is 1 if anything does. For what is rare, `--times 10` repeats it ten
+times as often. Hashes of the state before and after the step tell whether two runs of this script agree.
 
 This finds kernels whose threads race: no interpreter shows these, and a comparison with a reference only by luck.
 """
 
 import argparse
+import contextlib
 import functools
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,7 +28,18 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt as tg
 
-REPETITIONS = {"alone": 4, "copies": 6, "products": 6, "urgent copies": 4, "urgent products": 4}
+REPETITIONS = {"alone": 4, "copies": 6, "products": 6, "urgent copies": 4, "urgent products": 4, "process": 6}
+
+OTHER_PROCESS = """
+import torch
+matrix = torch.randn(4096, 4096, device=torch.device("cuda", {index}), dtype=torch.bfloat16)
+torch.cuda.synchronize()
+print("at work", flush=True)
+while True:
+    for _ in range(100):
+        matrix @ matrix
+    torch.cuda.synchronize()
+"""
 
 
 def differing_bytes(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, int]:
@@ -40,10 +53,22 @@ def differing_bytes(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict
     return counts
 
 
-def load(kind: str, device: torch.device) -> Callable[[], None]:
-    """A function that queues some 50 ms of other work on a stream of its own."""
+@contextlib.contextmanager
+def load(kind: str, device: torch.device) -> Iterator[Callable[[], None]]:
+    """A function that queues some 50 ms of other work on a stream of its own; it does nothing beside a process."""
     if kind == "alone":
-        return lambda: None
+        yield lambda: None
+        return
+    if kind == "process":
+        command = [sys.executable, "-c", OTHER_PROCESS.format(index=device.index)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+            other.stdout.readline()
+            try:
+                yield lambda: None
+            finally:
+                other.kill()
+        return
+
     stream = torch.cuda.Stream(priority=-5 if "urgent" in kind else 0)
     gibibyte = torch.zeros(2**28, device=device)
     matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
@@ -53,7 +78,7 @@ def load(kind: str, device: torch.device) -> Callable[[], None]:
         with torch.cuda.stream(stream):
             for _ in range(60):
                 work()
-    return queue
+    yield queue
 
 
 def repeat(trainer: tg.Trainer, run: Callable[[], Tensor], times: int = 1) -> bool:
@@ -89,17 +114,17 @@ def repeat(trainer: tg.Trainer, run: Callable[[], Tensor], times: int = 1) -> bo
     for kind, count in REPETITIONS.items():
         if kind != "alone" and not ranks.on_gpu:
             continue
-        queue = load(kind, trainer.device)
-        for _ in range(count * times):
-            set_back()
-            queue()
-            after = {"loss": run().clone(), **copied_state()}
-            if first is None:
-                first = after
-                tell("after", tg.state_hash(after))
-            counts = differing_bytes(after, first)
-            same = same and not counts
-            tell(kind, ", ".join(f"{name} {count}" for name, count in counts.items()) or "the same")
+        with load(kind, trainer.device) as queue:
+            for _ in range(count * times):
+                set_back()
+                queue()
+                after = {"loss": run().clone(), **copied_state()}
+                if first is None:
+                    first = after
+                    tell("after", tg.state_hash(after))
+                counts = differing_bytes(after, first)
+                same = same and not counts
+                tell(kind, ", ".join(f"{name} {count}" for name, count in counts.items()) or "the same")
     set_back()
     return same
 
