@@ -693,7 +693,8 @@ def open_shard(path: Path, vocabulary: int) -> np.ndarray:
     tokens = np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES))
     largest = int(tokens.max())
     if largest >= vocabulary:
-        fail(f"{path}: largest token", f"below {vocabulary}", largest, "tokenise with the GPT-2 vocabulary")
+        fail(f"{path}: largest token", f"below {vocabulary}", largest,
+             "tokenise with the GPT-2 vocabulary, and leave it to the preset's model")
     if BOS not in tokens:
         fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
     return tokens
@@ -6405,6 +6406,9 @@ def check_layers(model: ModelConfig, require: Callable):
                 f"None, NGRAMS or below value_embeddings, {len(tables)}", table)
         if not empty:
             earlier.append(index)
+    read = {layer.value_embedding for layer in model.layers}.intersection(tables)
+    require(model.final_values or len(read) == len(tables), "value_embeddings",
+            f"{len(read)}, as layers read no more and final_values is off", len(tables))
 
 
 def check_model(preset: Preset, require: Callable):
@@ -6455,11 +6459,18 @@ def check_optimizer(config: OptimizerConfig, require: Callable):
                  "averaging_interval_steps", "drift_cooldown_fraction"):
         value = getattr(config, name)
         require(value > 0, name, "above 0; 1e-9 is as good as none", value)
-    for name in ("drift_factor", "drift_decay"):
+    for name in ("drift_factor", "drift_decay", "second_moment_decay"):
         value = getattr(config, name)
         require(0 <= value < 1, name, "0 or more, and below 1", value)
-    share = config.averaging_fraction
-    require(0 <= share <= 1, "averaging_fraction", "0 to 1", share)
+    for name in ("averaging_fraction", "averaged_share", "ngram_pooling"):
+        value = getattr(config, name)
+        require(0 <= value <= 1, name, "0 to 1", value)
+    for name in ("muon_learning_rate", "muon_weight_decay", "adam_learning_rate", "final_learning_rate"):
+        value = getattr(config, name)
+        require(value >= 0, name, "0 or more", value)
+    require(config.adam_epsilon > 0, "adam_epsilon", "above 0", config.adam_epsilon)
+    momenta = config.muon_momentum
+    require(all(0 <= momentum < 1 for momentum in momenta), "muon_momentum", "two of 0 or more, and below 1", momenta)
 
     usual = dict(OptimizerConfig.rules)
     differing = usual.keys() ^ dict(config.rules)
@@ -6468,8 +6479,11 @@ def check_optimizer(config: OptimizerConfig, require: Callable):
         what = f"rule of {role}"
         other = usual[role]
         require(type(rule) is type(other), what, type(other).__name__, type(rule).__name__)
+        multiplier = rule.learning_rate_multiplier
+        require(multiplier >= 0, what, "a learning_rate_multiplier of 0 or more", multiplier)
         if isinstance(rule, MuonRule):
             continue
+        require(rule.decay >= 0, what, "a decay of 0 or more", rule.decay)
         for name in ("sparse", "sharded", "looked_up"):  # they say of what kind the parameter is
             usual_value = getattr(other, name)
             require(getattr(rule, name) == usual_value, what, f"{name}={usual_value}", getattr(rule, name))
@@ -6481,6 +6495,7 @@ def check_optimizer(config: OptimizerConfig, require: Callable):
 def check_scores(preset: Preset, require: Callable):
     """What check_preset asks of the scales of scores, whose softmax has no running maximum."""
     model = preset.model
+    require(model.rotary_base > 0, "rotary_base", "above 0", model.rotary_base)
     scales = [rotary_frequencies(preset, index)[1] for index in range(len(preset.stages))]  # YaRN raises them
     require(min(scales) > 0, "attention_scale", "scales above 0, where windows shrink too", min(scales))
     largest = {"attention_scale": max(scales) * model.key_width,
@@ -6509,9 +6524,11 @@ def check_values(preset: Preset, require: Callable):
     softcap = preset.model.softcap
     require(isinstance(softcap, Softcap) and 0 < softcap.softcap < 60, "softcap",
             "a Softcap below 60, as the softmax has no running maximum", softcap)
+    require(softcap.temperature > 0, "softcap", "a temperature above 0", softcap)
     unit = preset.fp8_unit
     for index, stage in enumerate(preset.stages):
-        require(stage.steps >= 0, f"stage {index}: steps", "0 or more", stage.steps)
+        for name in ("steps", "learning_rate_multiplier"):
+            require(getattr(stage, name) >= 0, f"stage {index}: {name}", "0 or more", getattr(stage, name))
         tokens = stage.batch_tokens
         require(tokens > 0 and tokens % (CHUNKS * unit) == 0, f"stage {index}: batch_tokens",
                 f"a multiple of {CHUNKS * unit}", tokens)
@@ -6619,6 +6636,8 @@ def announce(preset: Preset, ranks: Ranks, ops: Ops):
 def build_trainer(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     """The trainer that the options ask for. Whatever can be checked before the GPU works has then been checked."""
     preset = PRESETS[arguments.preset]
+    if preset.name != arguments.preset:  # logs and records would have another's name
+        fail("name of the preset", arguments.preset, preset.name, "give it as the field name", silent=ranks.rank > 0)
     ranks.agree("preset", lambda: check_preset(preset), "start every node with the same files")
     folder = data_folder(arguments, preset)
     here = f"{ranks.nodes.count(ranks.nodes[ranks.rank])} processes, {' '.join(sys.argv[1:])}"

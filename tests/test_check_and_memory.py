@@ -289,7 +289,11 @@ EDITS = [
     ("model", "layers", (tg.Layer(attention=False, key_offset=True),)),
     ("model", "layers", (tg.Layer(), replace(tg.EMPTY, skip_from=0))),
     ("optimizer", "cooldown_fraction", 0.0), ("optimizer", "averaging_interval_steps", 0),
-    ("optimizer", "averaging_fraction", 1.2),
+    ("optimizer", "averaging_fraction", 1.2), ("optimizer", "averaged_share", -0.5),
+    ("optimizer", "ngram_pooling", 2.0), ("optimizer", "adam_epsilon", 0.0),
+    ("optimizer", "second_moment_decay", 1.0), ("optimizer", "muon_momentum", (0.85, 1.5)),
+    ("optimizer", "muon_learning_rate", -0.02), ("optimizer", "final_learning_rate", -1.0),
+    ("model", "rotary_base", 0.0), ("stage", "learning_rate_multiplier", -1.0),
     ("optimizer", "drift_factor", 1.0), ("optimizer", "drift_cooldown_fraction", 0.0),
     ("optimizer", "rules", tg.OptimizerConfig.rules[1:]),
     *[("optimizer", "rules", (*tg.OptimizerConfig.rules, rule)) for rule in (
@@ -302,7 +306,10 @@ EDITS = [
         ("embedding", tg.AdamRule(1.0, (0.5, 0.95), sharded=True)),
         ("pointer", tg.AdamRule(1.0, (0.9, 0.95))),
         ("scalar", tg.AdamRule(1.0, (0.9, 0.95), sharded=True)),
-        ("scalars", tg.AdamRule(1.0, (0.9, 0.95))))],
+        ("scalars", tg.AdamRule(1.0, (0.9, 0.95))),
+        ("scalar", tg.AdamRule(-1.0, (0.9, 0.95))),
+        ("scalar", tg.AdamRule(1.0, (0.9, 0.95), decay=-0.1)),
+        ("pointer", tg.MuonRule(-2.0)))],
     ("preset", "fp8", ("mlps",)), ("preset", "fp8", "mlp"),
     ("preset", "stages", ()), ("preset", "stages", helpers.PRESET.stages[::-1]),
     ("preset", "val_attention_windows", (-5, -5)), ("preset", "val_tokens", 0), ("preset", "log_every_steps", 0),
@@ -319,6 +326,7 @@ EDITS = [
     # other kinds of values
     ("preset", "val_attention_windows", (8, 16, 32)), ("model", "softcap", (23.0, 5.0, 7.5)),
     ("model", "softcap", tg.Softcap(60.0)), ("model", "softcap", tg.Softcap(0.0)),
+    ("model", "softcap", tg.Softcap(temperature=0.0)),
     ("model", "attention_scale", -1.0),
     *[("optimizer", "rules", (*tg.OptimizerConfig.rules, ("scalar", tg.AdamRule(1.0, betas))))
       for betas in ((1.0, 0.95), (0.9, 1.0), (0.9, 1.5), (-0.1, 0.9))],
@@ -403,10 +411,12 @@ def test_kernels_want_powers_of_two(monkeypatch, name):
     {"heads": 99},
     {"layers": (tg.Layer(skip_from=1), tg.Layer())},
     {"layers": (tg.Layer(value_embedding=9),)},
+    {"value_embeddings": 3, "final_values": False},
 ])
 def test_what_a_model_cannot_read_is_said_before_the_data_are_opened(change):
     preset = replace(helpers.PRESET, model=replace(helpers.PRESET.model, **change))
-    with pytest.raises(tg.Failure, match="gate_inputs|heads . head_width|layer 0: (skip_from|value_emb)"):
+    names = "gate_inputs|heads . head_width|layer 0: (skip_from|value_emb)|value_embeddings: expected 2,"
+    with pytest.raises(tg.Failure, match=names):
         tg.check_preset(preset)
 
 
@@ -423,6 +433,13 @@ def test_shards_beside_the_script_are_found_from_elsewhere(tmp_path, monkeypatch
     (tmp_path / "data" / "sample").mkdir(parents=True)
     assert folder() == tg.Path("data/sample")
     assert folder("--data", "other") == tg.Path("other")
+
+
+def test_a_preset_has_the_name_by_which_it_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setitem(tg.PRESETS, "mine", helpers.PRESET)
+    assert tg.main(["--preset", "mine", "--check"]) == 2
+    said = "train_gpt: name of the preset: expected mine, found tiny; fix: give it as the field name\n"
+    assert capsys.readouterr().err == said
 
 
 def test_every_preset_passes():
