@@ -189,6 +189,8 @@ def checked_preset(tg, arm: dict, name: str):
         preset = arm_preset(tg, arm, name)
         if hasattr(tg, "check_preset"):  # an arm's own script may be older
             tg.check_preset(preset)
+        steps = arm.get("steps", 1)
+        require(steps <= preset.steps, "steps", f"at most the schedule's {preset.steps}", steps)
         return preset
     except (TypeError, ValueError) as error:  # no such field, a list of another length, a value of another kind
         raise Mistake(f"settings: expected those of train_gpt.py, found '{error}'; fix: change the arm") from error
@@ -410,7 +412,7 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
     averages = Averages(tg, trainer.optimizer, rates)
     if "watch_every" in arm:
         watch(trainer, arm["watch_every"], Path(f"{options.out}.{arm['name']}.watch.jsonl"))
-    steps = min(arm.get("steps", preset.steps), preset.steps)
+    steps = arm.get("steps", preset.steps)
 
     with open(f"{options.out}.lock{os.environ.get('CUDA_VISIBLE_DEVICES', '')}", "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)

@@ -23,8 +23,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_gpt as tg
+sys.path.insert(0, str(Path(__file__).parent))
+from shortened import shortened_options, tg
 
 
 class LoneRank(tg.Ranks):
@@ -96,9 +96,7 @@ def main():
     parser.add_argument("world", type=int, choices=(1, 2, 4, 8), help="how many ranks there would be")
     parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
     options = parser.parse_args()
-    if tg.parse_arguments(options.training).stop_after is None:
-        fix = "shorten the run, so that its log does not look like a record's"
-        parser.error(f"expected --stop-after N, found none; fix: {fix}")
+    shortened_options(parser, options.training)
     world = options.world
     start = tg.Ranks.start
     gather = tg.SparseTable.all_gather

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_gpt as tg
+sys.path.insert(0, str(Path(__file__).parent))
+from shortened import shortened_options, tg
 
 
 def finish(profiler: torch.profiler.profile, rank: int) -> None:
@@ -47,13 +47,7 @@ def main() -> int:
     parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
     own = parser.parse_args()
     first, last = own.span
-    options = tg.parse_arguments(own.training)
-    if options.stop_after is None:
-        fix = "shorten the run, so that its log does not look like a record's"
-        parser.error(f"expected --stop-after N, found none; fix: {fix}")
-    if options.length == "auto":
-        parser.error("--length: expected a number, found auto; fix: give what --check says it is")
-    steps = min(options.stop_after, tg.scaled_preset(tg.PRESETS[options.preset], options.length).steps)
+    steps = shortened_options(parser, own.training).stop_after
     if not 0 <= first <= last < steps:
         parser.error(f"expected 0 <= A <= B <= {steps - 1}, found {first}:{last}; fix: name steps that the run has")
 

@@ -2,14 +2,15 @@
 
     python benchmarks/repeats.py 2 --preset smoke-gpu --micro-batch-tokens 8192      step 2, on a GPU
     torchrun --standalone --nproc_per_node=2 benchmarks/repeats.py 2 --preset smoke-gpu
+    python benchmarks/repeats.py --times 10 2 --preset smoke-gpu      ten times as often, for what is rare
     python benchmarks/repeats.py 2 --preset smoke                     on a CPU: proves that it runs through
 
 Takes the number of the step, then the options of train_gpt.py, of which it sets --stop-after. Before each repetition
 everything that training changes is set back to what it was. On a GPU the step then runs alone, beside copies and
 products on streams of a low and a high priority, so that its kernels and their blocks come in other orders, and beside
 another process, for which the GPU may leave them at any instruction. A line a repetition says what differs from the
-first one, and by how many bytes. The exit code is 1 if anything does. For what is rare, `--times 10` repeats it ten
-times as often. Hashes of the state before and after the step tell whether two runs of this script agree.
+first one, and by how many bytes. The exit code is 1 if anything does. Hashes of the state before and after the step
+tell whether two runs of this script agree.
 
 This finds kernels whose threads race: no interpreter shows these, and a comparison with a reference only by luck.
 """
@@ -25,8 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_gpt as tg
+sys.path.insert(0, str(Path(__file__).parent))
+from shortened import scheduled_steps, tg
 
 REPETITIONS = {"alone": 4, "copies": 6, "products": 6, "urgent copies": 4, "urgent products": 4, "process": 6}
 
@@ -138,6 +139,12 @@ def main() -> int:
     for name in ("step", "times"):
         if getattr(own, name) < 1:
             parser.error(f"{name}: expected at least 1, found {getattr(own, name)}")
+    options = tg.parse_arguments(own.training)
+    if options.check:
+        parser.error("--check: trains nothing; fix: leave it out")
+    last = scheduled_steps(parser, options) - 1
+    if own.step > last:
+        parser.error(f"step: expected at most {last}, so that the log does not look like a record's, found {own.step}")
     training_step = tg.Trainer.training_step
     warm_up = tg.Trainer.warm_up
     results = []

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torch.distributed import run
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_gpt as tg
+sys.path.insert(0, str(Path(__file__).parent))
+from shortened import shortened_options, tg
 
 
 def share_gpu(rank: int):
@@ -39,9 +39,7 @@ def main():
     parser.add_argument("world", type=int, choices=(1, 2, 4, 8), help="how many ranks")
     parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
     options = parser.parse_args()
-    if tg.parse_arguments(options.training).stop_after is None:
-        fix = "shorten the run, so that its log does not look like a record's"
-        parser.error(f"expected --stop-after N, found none; fix: {fix}")
+    shortened_options(parser, options.training)
     if tg.under_torchrun():
         share_gpu(tg.torchrun_number("RANK"))
         sys.exit(tg.main(options.training))

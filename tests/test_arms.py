@@ -300,6 +300,7 @@ def test_seconds_are_a_number(capsys, value):
         ({"layers": {"99": {}}}, "layers: expected 0 to 5, found 99"),
         ({"model": {"widht": 3}}, "settings: expected those of train_gpt.py, found .*widht"),
         ({"stages": {"steps": [1]}}, "settings: expected those of train_gpt.py, found"),
+        ({"steps": 10**6}, "steps: expected at most the schedule's "),
         ({"model": {"ngram_orders": 0}}, "ngram_orders: expected 1 to "),
         ({"model": {"dtype": "float16"}}, "dtype: expected"),
         ({"layers": {"0": {"window": "longg"}}}, "layer 0: window: expected"),
