@@ -359,6 +359,9 @@ def missing_shards(names: Iterable[str]) -> Iterator[DataError]:
     for name in names:
         if match := re.fullmatch(r"(.+)_train_(\d{6})\.bin", name):
             numbers.setdefault(match[1], set()).add(int(match[2]))
+        elif "_train_" in name:
+            fix = "rename it: shards have an order"
+            yield DataError(name, "six digits after _train_, as in 000001", "others", fix)
     for text, found in sorted(numbers.items()):
         absent = sorted(set(range(1, max(found) + 1)) - found)
         if absent:

@@ -364,6 +364,15 @@ def test_verify_misses_shards(tmp_path, capsys, numbers, message):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("number", ["1", "abc", "0000001"])
+def test_verify_wants_numbers_that_give_an_order(tmp_path, capsys, number):
+    """A training refuses these names, or reads such shards in another order than the numbers'."""
+    (tmp_path / f"a_train_{number}.bin").write_bytes(shard([BOS, 1]))
+    assert fineweb.main(["verify", "--dir", str(tmp_path)]) == 2
+    assert f"a_train_{number}.bin: expected six digits after _train_, as in 000001, found " in capsys.readouterr().out
+
+
+@pytest.mark.fast
 def test_a_pipe_is_no_shard(tmp_path, capsys):
     """Opening one would wait for somebody who writes into it."""
     os.mkfifo(tmp_path / "a.bin")
