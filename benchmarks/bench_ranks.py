@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shortened import shortened_options, tg
+from shortened import shortened_steps, tg
 
 
 class LoneRank(tg.Ranks):
@@ -96,7 +96,7 @@ def main():
     parser.add_argument("world", type=int, choices=(1, 2, 4, 8), help="how many ranks there would be")
     parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
     options = parser.parse_args()
-    shortened_options(parser, options.training)
+    shortened_steps(parser, options.training)
     world = options.world
     start = tg.Ranks.start
     gather = tg.SparseTable.all_gather

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shortened import shortened_options, tg
+from shortened import shortened_steps, tg
 
 
 def finish(profiler: torch.profiler.profile, rank: int) -> None:
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
     own = parser.parse_args()
     first, last = own.span
-    steps = shortened_options(parser, own.training).stop_after
+    steps = shortened_steps(parser, own.training)
     if not 0 <= first <= last < steps:
         parser.error(f"expected 0 <= A <= B <= {steps - 1}, found {first}:{last}; fix: name steps that the run has")
 

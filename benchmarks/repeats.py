@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shortened import scheduled_steps, tg
+from shortened import shortened_steps, tg
 
 REPETITIONS = {"alone": 4, "copies": 6, "products": 6, "urgent copies": 4, "urgent products": 4, "process": 6}
 
@@ -139,12 +139,10 @@ def main() -> int:
     for name in ("step", "times"):
         if getattr(own, name) < 1:
             parser.error(f"{name}: expected at least 1, found {getattr(own, name)}")
-    options = tg.parse_arguments(own.training)
-    if options.check:
+    training = [*own.training, "--stop-after", str(own.step)]
+    shortened_steps(parser, training)
+    if tg.parse_arguments(training).check:
         parser.error("--check: trains nothing; fix: leave it out")
-    last = scheduled_steps(parser, options) - 1
-    if own.step > last:
-        parser.error(f"step: expected at most {last}, so that the log does not look like a record's, found {own.step}")
     training_step = tg.Trainer.training_step
     warm_up = tg.Trainer.warm_up
     results = []
@@ -162,7 +160,7 @@ def main() -> int:
 
     tg.Trainer.training_step = repeated
     tg.Trainer.warm_up = warmed_up
-    code = tg.main([*own.training, "--stop-after", str(own.step)])
+    code = tg.main(training)
     if not results:
         print(f"step: expected one that the run reaches, found {own.step}; fix: a smaller one", file=sys.stderr)
         return code or tg.EXIT_USAGE

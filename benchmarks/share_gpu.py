@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.distributed import run
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shortened import shortened_options, tg
+from shortened import shortened_steps, tg
 
 
 def share_gpu(rank: int):
@@ -39,7 +39,7 @@ def main():
     parser.add_argument("world", type=int, choices=(1, 2, 4, 8), help="how many ranks")
     parser.add_argument("training", nargs=argparse.REMAINDER, help="options of train_gpt.py")
     options = parser.parse_args()
-    shortened_options(parser, options.training)
+    shortened_steps(parser, options.training)
     if tg.under_torchrun():
         share_gpu(tg.torchrun_number("RANK"))
         sys.exit(tg.main(options.training))

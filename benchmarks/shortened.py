@@ -8,18 +8,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_gpt as tg
 
 
-def scheduled_steps(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """How many steps a training with these options of train_gpt.py would have, if nothing cut it short."""
+def shortened_steps(parser: argparse.ArgumentParser, training: list[str]) -> int:
+    """How many steps a training has with these options of train_gpt.py, which must not be all of a record's."""
+    options = tg.parse_arguments(training)
     if options.length == "auto":
         parser.error("--length: expected a number, found auto; fix: give what --check says it is")
-    return tg.scaled_preset(tg.PRESETS[options.preset], options.length).steps
-
-
-def shortened_options(parser: argparse.ArgumentParser, training: list[str]) -> argparse.Namespace:
-    """The options of train_gpt.py in `training`, which have to end it early."""
-    options = tg.parse_arguments(training)
-    steps = scheduled_steps(parser, options)
-    if options.stop_after is None or options.stop_after >= steps:
+    steps = tg.scaled_preset(tg.PRESETS[options.preset], options.length).steps
+    last = steps - (options.length == 1)
+    if options.stop_after is None or options.stop_after > last:
         fix = "shorten the run, so that its log does not look like a record's"
-        parser.error(f"expected --stop-after N with N below {steps}, found {options.stop_after or 'none'}; fix: {fix}")
-    return options
+        parser.error(f"expected --stop-after N, at most {last}, found {options.stop_after or 'none'}; fix: {fix}")
+    return options.stop_after
