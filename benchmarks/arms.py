@@ -395,6 +395,8 @@ def train_arm(tg, arm: dict, options: argparse.Namespace) -> dict:
     """One run, whose timed loop waits until the one before it on this GPU has ended."""
     preset = checked_preset(tg, arm, arm.get("preset", options.preset))
     ranks = tg.Ranks.start()
+    gpus = ",".join(options.gpus)
+    require(ranks.device.type == "cuda" or gpus == "cpu", "--gpus", "cpu, as torch sees no GPU", gpus, "--gpus cpu")
     fp8 = arm.get("fp8", preset.fp8) if preset.model.dtype == "bfloat16" else []
     ops = tg.select_ops(ranks.device, tg.capability(ranks.device) >= (8, 0), fp8=fp8)
     clock = tg.Clock(ranks.device)

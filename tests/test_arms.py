@@ -313,6 +313,14 @@ def test_an_arm_that_no_run_can_train(arm, line):
 
 
 @pytest.mark.fast
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_an_arm_for_a_gpu_does_not_train_on_the_cpu():
+    """A sprint would take hours there, and nobody would know why."""
+    with pytest.raises(arms.Mistake, match="--gpus: expected cpu, as torch sees no GPU, found 0,1; fix: --gpus cpu"):
+        arms.train_arm(helpers.tg, {}, SimpleNamespace(preset="smoke", gpus=["0", "1"]))
+
+
+@pytest.mark.fast
 def test_an_arm_leaves_the_other_fields_of_a_layer():
     layers = helpers.tg.PRESETS["smoke"].model.layers
     assert layers[1] == helpers.tg.Layer(value_embedding=1, window="long", key_offset=True)
