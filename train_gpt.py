@@ -2748,6 +2748,8 @@ class Optimizer:
         self.sparse = []
         for parameter in model.parameters():
             info = parameter.info
+            if info.role not in rules:
+                fail("rules", f"one for the role {info.role}", "none", "add it to OptimizerConfig.rules")
             rule = rules[info.role]
             if isinstance(rule, MuonRule):
                 matrices[info.matrix_shape].append(parameter)

@@ -442,6 +442,14 @@ def test_a_preset_has_the_name_by_which_it_is_asked_for(monkeypatch, capsys):
     assert capsys.readouterr().err == said
 
 
+def test_a_role_of_ones_own_wants_a_rule():
+    """A parameter that somebody has added, with a role that no rule knows."""
+    model = tg.GPT(helpers.MODEL, tg.reference_ops(), torch.device("cpu"))
+    model.extra = tg.make_param("extra", torch.zeros(4))
+    with pytest.raises(tg.Failure, match="rules: expected one for the role extra, found none; fix: add it to "):
+        tg.Optimizer(model, helpers.PRESET.optimizer, tg.Ranks(0, 1, torch.device("cpu")), tg.reference_ops(), 64)
+
+
 def test_every_preset_passes():
     for preset in tg.PRESETS.values():
         tg.check_preset(preset)
