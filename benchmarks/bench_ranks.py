@@ -17,13 +17,11 @@ Weights that none of the two owns stay as they were. Once the others' ids have c
 
 import argparse
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
 from shortened import shortened_steps, tg
 
 

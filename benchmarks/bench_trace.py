@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 from shortened import shortened_steps, tg
 
 

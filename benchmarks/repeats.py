@@ -21,12 +21,10 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
 from shortened import shortened_steps, tg
 
 REPETITIONS = {"alone": 4, "copies": 6, "products": 6, "urgent copies": 4, "urgent products": 4, "process": 6}

@@ -11,11 +11,9 @@ kernels of two ranks at the same moment. Memory is shared too: `--micro-batch-to
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from torch.distributed import run
 
-sys.path.insert(0, str(Path(__file__).parent))
 from shortened import shortened_steps, tg
 
 

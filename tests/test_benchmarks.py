@@ -1,5 +1,7 @@
 """The scripts benchmarks/bench_*.py and whole_node.py: help is no error, and a mistake is a line before any work."""
 
+import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -104,6 +106,34 @@ def test_what_a_repeated_step_leaves_is_compared_to_the_bit(wrong, capsys):
     assert lines[1].startswith("rank 3, alone: weights " if wrong else "rank 3, alone: the same")
     assert weights.tolist() == [0, 5]
     assert events == ["gather", "meet", *["meet", "step", "gather", "meet"] * steps, "meet"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_process_beside_a_step_works_before_it_and_ends_after_it(monkeypatch, fails):
+    repeats = importlib.import_module("repeats")
+    started = []
+
+    def start(*arguments, **options):
+        started.append(subprocess.Popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(repeats, "OTHER_PROCESS", "print('at work', flush=True)\nwhile True: pass  # on {index}")
+    monkeypatch.setattr(repeats, "subprocess", types.SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        with repeats.load("process", torch.device("cuda", 0)) as queue:
+            queue()
+            assert started[0].poll() is None
+            if fails:
+                raise KeyError
+    assert started[0].poll() is not None
+
+
+def test_a_shorter_schedule_may_run_to_its_end():
+    """whole_node.py traces the last stage of one. Its log looks like no record's."""
+    shortened = importlib.import_module("shortened")
+    steps = helpers.tg.scaled_preset(helpers.tg.PRESETS["smoke"], 0.5).steps
+    training = ["--preset", "smoke", "--length", "0.5", "--stop-after", str(steps)]
+    assert shortened.shortened_steps(argparse.ArgumentParser(), training) == steps
 
 
 def test_a_hot_time_is_taken_after_a_second(monkeypatch):
