@@ -694,7 +694,7 @@ def open_shard(path: Path, vocabulary: int) -> np.ndarray:
     largest = int(tokens.max())
     if largest >= vocabulary:
         fail(f"{path}: largest token", f"below {vocabulary}", largest,
-             "tokenise with the GPT-2 vocabulary, and leave it to the preset's model")
+             "tokenise with the GPT-2 vocabulary, or give the model a larger one")
     if BOS not in tokens:
         fail(f"{path}: documents", f"token {BOS} before each", "none", "tokenise with data/fineweb.py")
     return tokens
